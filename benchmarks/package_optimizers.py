@@ -149,7 +149,6 @@ CASES = [
     Case("pytorch_optimizer", "Kron", **RATE),
     Case("pytorch_optimizer", "Muon", of="matrices", more=({"use_muon": True}, {"use_muon": False})),
     Case("pytorch_optimizer", "Ranger", **RATE),
-    Case("pytorch_optimizer", "Ranger25", **RATE),
     Case("pytorch_optimizer", "Prodigy"),
     Case("pytorch_optimizer", "ScheduleFreeAdamW", **RATE),
     Case("pytorch_optimizer", "Fira", **RATE),

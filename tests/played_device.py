@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import holdfast.offload.entry  # noqa: F401 - loaded before any of it is patched
-from holdfast.state import prepared
+from holdfast.delta import hidden
+from holdfast.state import encoding, live, prepared
+from holdfast.state import plain as plain_tensors
 
 KIND = "played"
 aten = torch.ops.aten
@@ -232,6 +234,9 @@ class Played(torch.Tensor):
     def record_stream(self, stream):
         PLAYED.listener.used_by(self.held, stream)
 
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
     def __repr__(self):
         return f"Played({self.held!r})"
 
@@ -276,6 +281,20 @@ def plain(x):
     return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
+class _TypeOf(type):
+    def __call__(cls, x):
+        if not isinstance(x, Played):
+            return type(x)
+        return torch.nn.Parameter if isinstance(x, torch.nn.Parameter) else torch.Tensor
+
+    def __instancecheck__(cls, x):
+        return isinstance(x, type)
+
+
+class TypeOf(metaclass=_TypeOf):
+    """In place of ``type``: the class that a tensor would have on a device that is not made in Python."""
+
+
 def made(op):
     def make(*args, **kwargs):
         held = op(*args, **{**kwargs, "device": "cpu", "pin_memory": False})
@@ -307,7 +326,11 @@ def played(monkeypatch):
     """The device is available, and as new."""
     PLAYED.reset()
     monkeypatch.setattr(PLAYED, "on", True)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # torch asks a device in C++ for it
+    for module in (encoding, hidden, live, plain_tensors):  # which refuse classes that compute otherwise
+        monkeypatch.setattr(module, "type", TypeOf, raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: tensor.clone()
+    )  # torch asks a device in C++ for it
     _taken_for_plain(monkeypatch)
     yield PLAYED
     PLAYED.reset()

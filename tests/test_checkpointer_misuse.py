@@ -802,3 +802,25 @@ def test_nothing_is_left_for_the_end_of_the_process(tmp_path, monkeypatch):
     assert not any(item is checkpointer._survival.recorder for item in at_exit.args)  # which it would keep
     checkpointer.close()
     assert not left
+
+
+def test_each_step_is_durable_when_asked(tmp_path):
+    """A kill right after ``step`` loses nothing."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(
+        tmp_path / "run", model=model, optimizer=optimizer, wait_each_step=True
+    ) as checkpointer:
+        checkpointer.resume()
+        for step in range(1, 6):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+            assert checkpointer.durable_step == step
+
+
+def test_waiting_for_steps_of_a_replica_is_refused(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match="would make a base of every step"):
+        Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, wait_each_step=True, replica=True)

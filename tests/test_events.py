@@ -1,11 +1,13 @@
 """The event log: every line is whole JSON, whatever happened to the process before it."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from holdfast.events import EventLog, read_events
+from holdfast.events import EventLog, read_events, said_lost
 
 
 def test_each_event_is_one_line_of_json_with_its_time(tmp_path):
@@ -73,3 +75,40 @@ def test_a_log_makes_nothing_before_its_first_event(tmp_path):
     assert list(tmp_path.iterdir()) == []
     log.emit("step", step=1)
     assert [e["step"] for e in read_events(tmp_path / "run" / "events.jsonl")] == [1]
+
+
+def test_what_was_lost_is_said(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    assert said_lost(log.path, 3) == "No later step is known."
+    log.emit("step", step=9)  # of a process before, whose steps were left on purpose
+    log.emit("checkpointer", first_step=2)
+    log.emit("step", step=3)
+    assert said_lost(log.path, 3) == "No later step is known."
+    log.emit("step", step=5)
+    assert said_lost(log.path, 4).startswith("Lost: step 5 was done and not durable")
+    assert said_lost(log.path, 3).startswith("Lost: steps 4 to 5 were done and not durable")
+
+
+def test_a_resume_is_one_line_on_standard_error(tmp_path):
+    code = """if True:
+        import sys, torch, holdfast
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.resume()
+            for _ in range(3):
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+    """
+    run = str(tmp_path / "run")
+    said = [
+        subprocess.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True).stderr
+        for _ in range(2)
+    ]
+    assert said[0] == ""
+    [line] = said[1].splitlines()
+    assert line.startswith(
+        f"holdfast: {run} continues after step 3: the base of step 0 loaded and 3 records replayed"
+    )
+    assert line.endswith("No later step is known.")

@@ -31,6 +31,7 @@ from .delta.options import (
     refuse_of_several,
     refuse_other_calls,
     refuse_other_remotes,
+    refuse_waiting,
     refuse_with_a_replica,
     refuse_with_fsdp1,
 )
@@ -44,7 +45,7 @@ from .delta.survival import Asked, Survival
 from .delta.tap import Update
 from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed
-from .events import EventLog
+from .events import EventLog, said_lost, tell
 from .io.queue import IOQueue
 from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
@@ -68,8 +69,9 @@ class Checkpointer:
     again, such that failures cost least and recovery takes no longer than ``recovery_seconds`` and writing no more than
     ``bandwidth_share`` of what the disk can. ``keep`` says which bases stay, with how many of the records. When the
     disk is behind, ``step`` waits (``"block"``), or goes on unrecorded until a base has been made beside training
-    (``"skip"``) or training has waited for one (``"commit"``). After a SIGTERM ``step`` makes the step durable and ends
-    the process; a script that handles the signal itself is left alone. A context manager.
+    (``"skip"``) or training has waited for one (``"commit"``). A kill loses what is on its way to the disk, 8 steps at
+    most; with ``wait_each_step`` none, since ``step`` returns when the step is durable. After a SIGTERM ``step`` makes
+    the step durable and ends the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
@@ -105,6 +107,7 @@ class Checkpointer:
         storage: int | str | None = None,
         keep: Keep | None = None,
         when_behind: Literal["block", "skip", "commit"] = "block",
+        wait_each_step: bool = False,
         deadline_seconds: float = 300.0,
         direct: bool = True,
         clip_norm: float | None = None,
@@ -134,6 +137,7 @@ class Checkpointer:
             if replica is not False:
                 them = self._loop.optimizers
                 refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
+                refuse_waiting(wait_each_step)
             if disk is None:
                 check_place(run)
 
@@ -167,6 +171,7 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        self._wait_each_step = wait_each_step
         self._stepping = False
         self._thread = 0
         self._stepped_at = 0.0
@@ -244,11 +249,19 @@ class Checkpointer:
                 )
             self._go_on_from(found, start)
             self._survival.begin(found)
+            if found is not None and not self._ranks.rank:
+                self._tell_resumed(target)
             self._watch()
         except BaseException:
             self.close(save=False)
             raise
         return self.steps_done
+
+    def _tell_resumed(self, target: int | None) -> None:
+        """Say where the run continues, how it came there, and what is known to be lost."""
+        lost = said_lost(self._events.path, self.steps_done) if target is None else "As asked for."
+        how = self._survival.recovered_by
+        tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
     def _go_on_from(self, found: Recovered | None, start: From | None) -> None:
         """Where the run was, or in a fresh one from ``start``, or from where the script is."""
@@ -278,7 +291,8 @@ class Checkpointer:
         )  # fmt: skip
 
     def step(self) -> None:
-        """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
+        """End the iteration: the step that it did is on its way to the disk when this returns, and durable with
+        ``wait_each_step``. An iteration in which no
         optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
 
         Raises what an earlier write failed with. After an error no step is recorded any more.
@@ -291,6 +305,8 @@ class Checkpointer:
             self._step()
             self._stepping = False
         if self.steps_done > before:  # in mid-accumulation buffers are of no step
+            if self._wait_each_step:
+                self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:

@@ -62,7 +62,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; .jsonl is JSON lines")
+    text: str = _key(
+        "stdlib", "Python's own library, or a file, a folder, a glob; JSON and packed files, too"
+    )
     validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ its last line torn.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -19,6 +20,9 @@ from typing import Any
 
 from .errors import Damaged
 from .regular import load_json, open_regular
+
+TAIL_BYTES = 64 * 1024
+"""At the end of a log, in which its newest events are looked for."""
 
 
 class EventLog:
@@ -57,6 +61,47 @@ class EventLog:
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
+
+
+def tell(text: str) -> None:
+    """Tell the person who runs the script one line, by the logger ``holdfast``: on standard error, unless the script or
+    a library has set up logging, which then decides."""
+    log = logging.getLogger("holdfast")
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("holdfast: %(message)s"))
+        log.addHandler(handler)
+        if log.level == logging.NOTSET:
+            log.setLevel(logging.INFO)
+    log.info(text)
+
+
+def said_lost(log: Path | None, step: int) -> str:
+    """Return which steps after ``step`` the events in ``log`` tell of, as a sentence: who resumes there does them
+    again. Events are a line a second at most, so there may have been more."""
+    newest = _newest_step(log) if log is not None else step
+    if newest <= step:
+        return "No later step is known."
+    steps = f"steps {step + 1:,} to {newest:,} were" if newest > step + 1 else f"step {newest:,} was"
+    return f"Lost: {steps} done and not durable, perhaps more; they are done again."
+
+
+def _newest_step(log: Path) -> int:
+    """Return the highest step in the last events of ``log``; -1 if there is none."""
+    try:
+        with open(open_regular(log), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            events = list(parsed(file.read().splitlines()))
+    except (OSError, Damaged):
+        return -1
+    steps = [each["step"] for each in _since_the_opening(events) if each.get("event") == "step"]
+    return max((step for step in steps if isinstance(step, int)), default=-1)
+
+
+def _since_the_opening(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events since a process opened the run last: steps before it may have been left behind on purpose."""
+    opened = [i for i, each in enumerate(events) if each.get("event") in ("checkpointer", "engine")]
+    return events[opened[-1] :] if opened else events
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -110,3 +110,26 @@ def test_what_save_state_leaves_beside_the_weights_is_known(tmp_path):
     assert source.unread == ("optimizer.bin", "random_states_0.pkl", "scheduler.bin")
     left = {each.name for each in (tmp_path / "state").iterdir()} - set(source.unread)
     assert left == {"model.safetensors"}
+
+
+def test_hooks_of_save_state_are_told(tmp_path):
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from holdfast.adapters.accelerate import AcceleratedCheckpointer
+
+    def saves_an_average(models, weights, folder):
+        """As scripts do with an average of the weights."""
+
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 6))
+    try:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.register_save_state_pre_hook(saves_an_average)
+        with pytest.warns(UserWarning, match="saves_an_average of register_save_state_pre_hook"):
+            AcceleratedCheckpointer(tmp_path / "run", accelerator, loader).close()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
+import io
 import json
 import pickle
 import struct
+from collections import deque
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan
+from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 from dist.world import World
@@ -251,6 +258,60 @@ def test_what_a_checkpointer_wrote_is_loaded_once_it_is_converted(tmp_path):
         assert torch.equal(target["model"][name], parameter)
         assert torch.equal(target["optim"]["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
     assert target["optim"]["param_groups"] == [{"lr": 1e-3, "params": list(names)}]
+
+
+class Phase(enum.Enum):
+    """Of a training."""
+
+    WARM = 1
+
+
+VALUES = {
+    "bytes": b"x", "texts": {"a", "b"}, "frozen": frozenset([1]), "complex": 1j, "slice": slice(1, None, 2),
+    "date": datetime.datetime(2026, 1, 1, 12), "delta": datetime.timedelta(1), "member": Phase.WARM,
+    "dtype": torch.bfloat16, "device": torch.device("cuda:1"), "size": torch.Size([2, 3]), "number": np.float32(0.1),
+    "large": 1 << 80, "not a number": float("inf"), "queue": deque([1, 2], 5),
+    "path": Path("a/b"), "array": np.arange(3)[::-1],
+}  # fmt: skip
+
+
+def test_values_come_back_with_their_types(tmp_path):
+    """As torch itself gives them back, type by type."""
+    save({"w": torch.ones(2), **VALUES}, tmp_path / "run")
+    dcp.save({"w": torch.ones(2), **VALUES}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = ({"w": torch.zeros(2), **dict.fromkeys(VALUES, "x")} for _ in range(2))
+    load(ours, tmp_path / "run")
+    dcp.load(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for name, value in VALUES.items():
+        assert type(ours[name]) is type(theirs[name]) is type(value), name
+        assert np.array_equal(ours[name], value) if name == "array" else ours[name] == value, name
+
+
+def test_a_file_in_memory_comes_back_at_its_place(tmp_path):
+    """As torch's end-to-end tests keep the losses of a training."""
+    data = io.BytesIO()
+    torch.save([1.5, 0.5], data)
+    save({"w": torch.ones(2), "losses": data}, tmp_path / "run")
+    found = load({"w": torch.zeros(2), "losses": io.BytesIO()}, tmp_path / "run")["losses"]
+    assert found.tell() == data.tell() and found.getvalue() == data.getvalue()
+    found.seek(0)
+    assert torch.load(found) == [1.5, 0.5]
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused(tmp_path):
+    """Whose bytes are not its values."""
+
+    class Twice(TwoTensor):
+        pass
+
+    for name, odd in {
+        "odd": Twice(torch.ones(2), torch.ones(2)),
+        "empty": torch.ones(2, device="meta"),
+    }.items():
+        with pytest.raises(dcp.api.CheckpointException) as error:
+            save({"w": torch.ones(2), name: odd}, tmp_path / "run")
+        assert isinstance(cause_of(error), BadInput) and str(cause_of(error)).startswith(f"{name} is o")
+    assert not (tmp_path / "run/commits").exists() or not steps_of(tmp_path / "run")
 
 
 # Refusals

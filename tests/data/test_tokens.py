@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -26,6 +27,36 @@ class Bytes:
     def encode(self, texts):
         self.calls += 1
         return [list(text.encode()) for text in texts]
+
+    def encode_with_ends(self, texts):
+        ends = [[n for n, letter in enumerate(text, 1) for _ in letter.encode()] for text in texts]
+        return list(zip(self.encode(texts), ends, strict=True))
+
+
+class Words(Bytes):
+    """Tokens are words with the space before them, "!" and what follows it, and runs of lines; of a text that does not
+    begin with a space, the first word is another token, as if it had one."""
+
+    digest = "words"
+
+    def __init__(self, says_ends=True):
+        super().__init__()
+        self.known, self.says_ends = {}, says_ends
+
+    def encode(self, texts):
+        return [ids for ids, _ in self._encoded(texts)]
+
+    def encode_with_ends(self, texts):
+        return self._encoded(texts) if self.says_ends else None
+
+    def _encoded(self, texts):
+        found = []
+        for text in texts:
+            parts = list(re.finditer(r"!.| ?[^\s!]+|\n+| +", text, re.DOTALL))
+            names = [("_" if part.start() == 0 else "") + part.group() for part in parts]
+            ids = [self.known.setdefault(name, len(self.known)) for name in names]
+            found.append((ids, [part.end() for part in parts]))
+        return found
 
 
 def lines(path, *told):
@@ -117,6 +148,56 @@ def test_ids_that_need_four_bytes_come_back(tmp_path):
     assert text.ids.dtype == np.uint32
 
 
+@pytest.mark.parametrize("size", [20, 100, 1000])
+def test_pieces_have_the_tokens_of_the_whole(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", size)
+    text, encoder = "one two!\n\n\nthree  four!five\nsix seven\n!\n eight" * 40, Words()
+    (tmp_path / "a.txt").write_text(text)
+    found = encoded(str(tmp_path / "a.txt"), encoder, tmp_path / "kept", context=8)
+    assert list(found.ids) == [BEGIN, *encoder.encode([text])[0], END]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "names"),
+    [
+        ("say it:\n", "Paris is it", ["Paris", " is", " it"]),
+        ("say", " Paris", [" Paris"]),
+        ("well!", "no doubt", ["!n", "o", " doubt"]),  # a token of both belongs to the completion
+        ("", "Paris", ["_Paris"]),
+    ],
+)
+def test_completions_are_encoded_with_their_prompts(tmp_path, prompt, completion, names):
+    path, encoder = lines(tmp_path / "a.jsonl", {"prompt": prompt, "completion": completion}), Words()
+    sample = encoded(str(path), encoder, tmp_path / "kept", context=20).training[0]
+    ids, labels = (sample[key].tolist() for key in ("input_ids", "labels"))
+    assert ids == [BEGIN, *encoder.encode([prompt + completion])[0], END]
+    assert [each for each in labels if each != IGNORED] == [*(encoder.known[name] for name in names), END]
+
+
+def test_encoder_without_ends_encodes_parts(tmp_path):
+    path, encoder = lines(tmp_path / "a.jsonl", {"prompt": "say it:", "completion": "Paris"}), Words(False)
+    sample = encoded(str(path), encoder, tmp_path / "kept", context=20).training[0]
+    assert sample["input_ids"].tolist() == [
+        BEGIN,
+        *encoder.encode(["say it:"])[0],
+        *encoder.encode(["Paris"])[0],
+        END,
+    ]
+
+
+def test_tokens_of_an_older_run_are_kept(tmp_path):
+    """A run goes on with the samples that it began with, though they would be encoded otherwise now."""
+    path, encoder = lines(tmp_path / "a.jsonl", {"prompt": "say it:\n", "completion": "Paris"}), Words()
+    new = encoded(str(path), encoder, tmp_path / "kept", context=20).fingerprint
+    encoder.says_ends = False
+    assert encoded(str(path), encoder, tmp_path / "kept", context=20).fingerprint == new
+    assert encoded(str(path), encoder, tmp_path / "other", context=20).fingerprint != new
+    about = json.loads((tmp_path / "kept" / tokens.ABOUT).read_text())
+    del about["of"]["encoding"]
+    (tmp_path / "kept" / tokens.ABOUT).write_text(json.dumps(about))
+    assert encoded(str(path), encoder, tmp_path / "kept", context=20).fingerprint == new
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -125,7 +206,7 @@ def test_ids_that_need_four_bytes_come_back(tmp_path):
         ("a.jsonl", b'{"text": "a"\n', r"a\.jsonl:1 is no JSON"),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1 has neither .*; it has no keys"),
         ("a.jsonl", b'{"text": "a"}\n{"prompt": "b", "completion": "c"}\n', "pairs are samples of their own"),
-        ("a.txt", b"abc\xff", r"a\.txt is no text in UTF-8"),
+        ("a.txt", b"abc\xff", r"a\.txt:1 is no text in UTF-8"),
         ("a.txt", b"ab", "the text has 4 tokens, which makes 0 samples of 8 tokens; at least 1"),
         ("a.jsonl", b'{"prompt": "long enough", "completion": "c"}\n', "has 0 samples"),
     ],

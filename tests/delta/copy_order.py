@@ -153,7 +153,7 @@ class Order(Silent):
             self.made[storage._cdata] = Storage(stream, start, start + storage.nbytes())
             weakref.finalize(storage, self.freed, storage._cdata).atexit = False
 
-    def allocates(self, tensor):
+    def allocates(self, tensor, on_host=False):
         with self.lock:
             self.allocated(tensor, PLAYED.current_stream().name)
 

@@ -128,6 +128,40 @@ def test_numbers_that_training_flushed_to_zero_are_zero_in_the_base(tmp_path):
     assert torch.equal(again.state[model.weight]["exp_avg_sq"], moments)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_counts_keep_default_dtype_of_script(tmp_path, kind):
+    """The script makes them in float64; a compaction, in a process that has another default, does too."""
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        return model, kind(model.parameters(), lr=0.01)
+
+    def train(until):
+        model, optimizer = built()
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            for i in range(checkpointer.resume(), until):
+                model(torch.randn(2, 4, generator=torch.Generator().manual_seed(i))).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return model.weight.detach(), {
+            k: (v.dtype, v.clone()) for k, v in optimizer.state[model.weight].items()
+        }
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        before = train(5)
+        torch.set_default_dtype(torch.float32)
+        compact(tmp_path, None)
+        assert torch.get_default_dtype() == torch.float32
+        torch.set_default_dtype(torch.float64)
+        after = train(5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert after[1]["step"][0] == torch.float64 and same(after[0], before[0]) and same(after[1], before[1])
+
+
 def test_a_channels_last_model_comes_back(tmp_path):
     def built(seed):
         torch.manual_seed(seed)

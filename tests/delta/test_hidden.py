@@ -146,7 +146,7 @@ def test_own_state_of_optimizer_comes_back(tmp_path, keeps, recwarn):
     root = tmp_path / "0"
     for number, until in enumerate((9, 11, 14)):
         model, optimizer = begin(keeps)
-        ckpt = holdfast.Checkpointer(root, model=model, optimizer=optimizer)
+        ckpt = holdfast.Checkpointer(root, model=model, optimizer=optimizer, base_every=1000)
         with ckpt:
             done = ckpt.resume()
             assert done == (0, 9, 11)[number]

@@ -18,14 +18,14 @@ class Centred(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        self.layer = nn.Linear(6, 3)
+        self.layer = nn.Linear(20, 3)
         self.how, self.count = how, 0
-        self.register_buffer("mean", torch.zeros(6), persistent=False)
-        self.first = self.mean  # no other one than the buffer, as it was made
-        self.register_buffer("constant", torch.ones(6), persistent=False)
+        self.register_buffer("mean", torch.zeros(20), persistent=False)
+        self.first = self.mean  # no other one than the buffer, as it was made, and too large to be kept
+        self.register_buffer("constant", torch.ones(20), persistent=False)
 
     def forward(self, i):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(i))
         if i >= BEGINS_AT:
             self.count += 1
             if self.how == "in place":
@@ -34,7 +34,7 @@ class Centred(nn.Module):
                 self.mean = self.mean * 0.9 + x.mean(0) * self.count + self.first
             else:
                 self.mean = torch.cat([self.mean, x.mean(0)])
-        return self.layer(x - self.mean[:6]).square().mean()
+        return self.layer(x - self.mean[:20]).square().mean()
 
 
 def train(root, how, until, **options):
@@ -89,7 +89,7 @@ def test_model_that_lost_such_a_buffer_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="buffer mean"):
         train(tmp_path / "run", "in place", 5)
     model = nn.Module()
-    model.layer = nn.Linear(6, 3)
+    model.layer = nn.Linear(20, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(holdfast.HoldfastError, match="mean/buffer"):
         holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer).resume()

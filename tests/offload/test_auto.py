@@ -138,6 +138,15 @@ def test_a_disk_that_is_nearly_full_is_measured_by_a_small_file(tmp_path, monkey
         engine(tmp_path / "other", budget="auto")
 
 
+def test_what_a_run_needs_is_said_before_the_probe(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOLDFAST_MACHINE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**10))
+    with pytest.raises(DoesNotFit, match=r"the run does not fit: .* needs at least"):
+        engine(tmp_path / "run", budget="auto")
+
+
 def test_a_broken_profile_is_measured_again_and_a_named_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_MACHINE", str(tmp_path / "absent.toml"))
     with pytest.raises(BadInput, match=r"absent.toml cannot be read"):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import holdfast
 from holdfast.errors import (
@@ -176,6 +175,36 @@ def test_a_parameter_with_more_precision_than_its_master_is_refused_by_name(tmp_
         offload(tmp_path, model)
 
 
+@pytest.mark.parametrize("view", ["same", "transposed", "buffer"])
+def test_memory_that_is_shared_is_refused(tmp_path, view):
+    model = decoder(blocks=2)
+    weight = model.blocks[1].attention.out.weight
+    if view == "buffer":
+        model.blocks[0].register_buffer("kept", weight.data[:2])
+    else:
+        model.blocks[0].attention.out.weight = nn.Parameter(
+            weight.data.t() if view == "transposed" else weight.data
+        )
+    with refused(
+        tmp_path,
+        ModelNotSupported,
+        r"blocks\.\S+ and blocks\.\S+ are one memory.*Tie parameters as one object",
+    ):
+        offload(tmp_path, model)
+
+
+def test_slices_of_one_storage_are_trained(tmp_path):
+    model = decoder(blocks=2)
+    names, held = zip(*model.named_parameters(), strict=True)
+    flat = torch.cat([p.detach().flatten() for p in held])
+    for p, part in zip(held, flat.split([p.numel() for p in held]), strict=True):
+        p.data = part.view(p.shape)
+    plain = {name: p.clone() for name, p in zip(names, held, strict=True)}
+    with offload(tmp_path, model) as engine:
+        there = engine.state_dict()
+    assert all(torch.equal(there[name], plain[name]) for name in names)
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_parameters_gradient_is_refused_by_name(tmp_path, kind):
     model = decoder(blocks=2)
@@ -300,13 +329,6 @@ def test_an_optimizer_of_other_parameters_says_which(tmp_path):
     optimizer.add_param_group({"params": [other.bias, other.weight]})
     with refused(tmp_path, OptimizerNotSupported, r"parameter 0 of optimizer group 2, shape \(5,\)"):
         offload(tmp_path, model, optimizer)
-
-
-def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path):
-    model = decoder(blocks=2)
-    optimizer = adamw(model)
-    with refused(tmp_path, BadInput, "ReduceLROnPlateau"):
-        offload(tmp_path, model, optimizer, scheduler=ReduceLROnPlateau(optimizer))
 
 
 class Stateless:

@@ -464,7 +464,7 @@ HOSTILE = {
             i for i in m.storage_data if i.fqn == "model.a.bias"))}), r"model\.(a\.bias|b)"),
     "an entry of nothing that is there": (
         lambda m: m.storage_data.update({MetadataIndex("model.z", (0,)): type(info(m))("__0_0.distcp", 0, 0)}),
-        r"says where model\.z from \(0,\) on is, and has no such chunk"),
+        r"says where model\.z from \[0\] on is, and has no such chunk"),
     "an entry after the end": (lambda m: setattr(info(m), "offset", 10**9), r"a\.weight is at 1000000000 to .*distcp"),
     "an entry before the start": (lambda m: setattr(info(m), "offset", -8), "no sizes"),
     "an entry longer than the file": (lambda m: setattr(info(m), "length", 1 << 50), r"model\.a\.weight is at"),

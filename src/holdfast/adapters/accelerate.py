@@ -15,6 +15,7 @@ base of the run as well, and ``load_state`` of such a folder, in place of ``resu
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from ..checkpointer import Checkpointer
 from ..errors import BadInput
+from ..units import shown
 from .position import Batches
 from .wrapped import innermost, refuse_unless_torchs
 
@@ -55,6 +57,7 @@ class AcceleratedCheckpointer(Checkpointer):
             also=_also(accelerator),
             **options,
         )
+        _tell_of_hooks(accelerator)
         self._accelerator, self._mark = accelerator, _Mark(self)
         accelerator.register_for_checkpointing(self._mark)
         self._hooks = [
@@ -115,6 +118,19 @@ def _model_of(accelerator: Accelerator, options: dict[str, Any]) -> nn.Module:
             " parts of one nn.Module"
         )
     return accelerator._models[0]
+
+
+def _tell_of_hooks(accelerator: Accelerator) -> None:
+    """Warn of hooks of the script's around ``save_state``, which write state into its folder."""
+    hooks = list(accelerator._save_model_state_pre_hook.values())
+    if hooks:
+        names = sorted({getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks})
+        warnings.warn(
+            f"{shown(names)} of register_save_state_pre_hook is called by save_state alone: what it writes, such as an"
+            " average of the weights, is in no step of the run. Register what has a state by"
+            " register_for_checkpointing, or keep it in buffers of the model.",
+            stacklevel=4,
+        )
 
 
 def _batches_of(loader: Any, num_ranks: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..state.atoms import Atom, fragment
 from ..state.boxes import Box
 from ..state.dtypes import TO_NAME
 from ..state.encoding import encode
+from ..state.plain import odd_kind
 from ..universal.keys import KEY, Kind
 from .saving import unit_of
 
@@ -63,8 +65,19 @@ class Resolved(dict[str, torch.Tensor]):
         self._items, self._planner = items, planner
 
     def __missing__(self, key: str) -> torch.Tensor:
-        tensor = self._planner.resolve_data(self._items[key])
+        item = self._items[key]
+        tensor = self._planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
+        kind = "on meta, without values" if tensor.is_meta else odd_kind(tensor)
+        if kind is not None:
+            raise BadInput(
+                f"{item.index.fqn} is {kind}, and commits hold plain tensors. Save what it is made of, or leave it out."
+            )
+        if (tuple(tensor.shape), TO_NAME.get(tensor.dtype)) != (box_of(item).shape, kind_of(item).dtype):
+            raise BadInput(
+                f"{item.index.fqn} is {list(tensor.shape)} of {tensor.dtype} by now, and was planned to be"
+                f" {list(box_of(item).shape)} of {kind_of(item).dtype}: it was changed while it was saved"
+            )
         return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -76,7 +89,13 @@ def value_of(planner: SavePlanner, item: WriteItem) -> Any:
         return encode(look_up(item.index), key)
     data: Any = planner.resolve_data(item)
     data.seek(0)
-    return encode(torch.load(data, weights_only=True), key)
+    try:
+        value = torch.load(data, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadInput(
+            f"{key} is no data that torch.load(weights_only=True) takes, as which this planner gives it: {error}"
+        ) from error
+    return encode(value, key)
 
 
 def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) -> dict[str, Any]:

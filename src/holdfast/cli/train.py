@@ -170,7 +170,7 @@ class Job:
         first, values = self.engine.steps_done, to_values(self.config)
         self.events.emit("run", first_step=first, pid=os.getpid(), config=values, changed=changed)
         if self.engine.resumed_from:  # 0 is where a folder's weights begin
-            self.say(f"Continuing after step {first:,}, the newest that is whole.")
+            self.say(f"Continuing after step {first:,}, the newest that is whole. {self.engine.said_lost}")
         if changed:
             self.say(f"Changed from here on: {describe(changed)}.")
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
 from ..units import MiB, counted
+from .documents import is_packed
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that are other people's code, or tests."""
@@ -49,6 +50,11 @@ class Corpus:
             if not os.access(path, os.R_OK):
                 raise BadInput(
                     f"the text {text!r} holds {path}, which may not be read. Change its mode or leave it out."
+                )
+            if is_packed(path):
+                raise BadInput(
+                    f"the text {text!r} holds {path}, which is packed, and bytes are read where they lie. Unpack it or"
+                    " leave it out."
                 )
         sized = [(path, path.stat().st_size) for path in paths]
         self.context = context

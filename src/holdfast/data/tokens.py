@@ -3,14 +3,16 @@
 Documents are encoded one after the other into one long row of ids, which is cut into windows of ``context``: window
 ``k`` begins with the last id of the one before, so each id is predicted once per epoch by a model that shifts its
 labels. Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th
-window or sample is held out. What is kept counts only if it was made of the same files by the same tokenizer and all
+window or sample is held out.
+
+Text has the tokens that it has as a whole: a completion is encoded together with its prompt, and a piece of a long
+document with what is around it. What is kept counts only if it was made of the same files by the same tokenizer and all
 of it is there; otherwise it is made again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from ..regular import load_json, open_regular, read_regular
 from ..store.files import Disk, write_durably
 from ..units import MiB, counted
 from .corpus import Windows, find_files, split
+from .documents import PLAIN, chunks, form_of, records
 
 IGNORED = -100
 """The label of what is no target."""
@@ -36,6 +39,16 @@ IDS, SAMPLES, ABOUT = "ids.u32", "samples.i64", "about.json"
 PIECE_CHARACTERS = 1 << 16
 """About, of text that is encoded at once; a piece ends with a line."""
 PIECES_AT_ONCE = 64
+AROUND = 2048
+"""Characters before and after a piece that are encoded with it."""
+AGREEING = 8
+"""Tokens that two pieces must have in common where one ends and the other begins."""
+ENCODING = 2
+"""What is kept says by which version of this module it was encoded. Version 1 encoded completions and pieces by
+themselves; what a run has kept of it stays in use, so that the run goes on with the samples that it began with."""
+
+Encoded = tuple[list[int], list[int]]
+"""Ids of a text, and for each the number of the text's characters up to its end."""
 
 
 class Encoder(Protocol):
@@ -48,15 +61,21 @@ class Encoder(Protocol):
     digest: str
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_with_ends(self, texts: list[str]) -> list[Encoded] | None:
+        """Return None if it cannot say where tokens end."""
+        ...
 
 
 class Piece(NamedTuple):
-    """Text to be encoded. ``opens`` and ``closes`` a document; of a pair, ``prompt`` comes before ``text``."""
+    """Text to be encoded. ``opens`` and ``closes`` a document; of a pair, ``prompt`` comes before ``text``, of a part
+    of a document ``before`` and ``after`` are around it."""
 
     text: str
     opens: bool
     closes: bool
     prompt: str | None = None
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(eq=False)
@@ -127,15 +146,17 @@ def encoded(
     validation_fraction: float = 0.0,
     told: Callable[[], object] = lambda: None,
 ) -> Tokens:
-    """The text that ``text`` names (a file, a folder, a glob; files that end in .jsonl hold one object a line),
+    """The text that ``text`` names (a file, a folder, a glob; see ``documents`` for the forms of files),
     encoded and kept in ``folder``. ``told`` is called before anything is encoded. Raises ``BadInput``."""
     if context < 2:
         raise BadInput(f"model.context = {context}: a sample of less than 2 tokens predicts nothing")
     root, paths = find_files(text)
     stats = [(path, path.stat()) for path in paths]
     sized = [(path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    of = json.loads(json.dumps({"files": sized, "tokenizer": encoder.digest, "context": context}))
-    about = _kept(folder, of)
+    about: dict[str, Any] | None
+    first: dict[str, Any] = {"files": sized, "tokenizer": encoder.digest, "context": context}
+    of = first | {"encoding": ENCODING}
+    about = _kept(folder, [json.loads(json.dumps(each)) for each in (of, first)])
     if about is None:
         told()
         about = {"of": of, **_encode(paths, encoder, folder, context)}
@@ -153,11 +174,11 @@ def _mapped(path: Path, dtype: Any, count: int) -> np.ndarray:
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
 
 
-def _kept(folder: Path, of: dict[str, Any]) -> dict[str, Any] | None:
-    """What is said of what is kept in ``folder``, if it is whole and was made of the same."""
+def _kept(folder: Path, of: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What is said of what is kept in ``folder``, if it is whole and was made of one of these."""
     try:
         about = load_json(read_regular(folder / ABOUT))
-        good = about["of"] == of and about["xxh3"] == _digest(folder)
+        good = about["of"] in of and about["xxh3"] == _digest(folder)
     except (OSError, Damaged, ValueError, KeyError, TypeError):
         return None
     return about if good else None
@@ -175,7 +196,7 @@ def _digest(folder: Path) -> str:
 def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> dict[str, Any]:
     """Write the ids, and what of them is a sample. Never more in memory than a few pieces."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds, left_out, ids, samples = set[bool](), 0, 0, 0
+    kinds, left_out, ids, samples, texts = set[bool](), 0, 0, 0, _Texts(encoder)
     try:
         parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # what is there may be read by a run
         with open(parts[0], "wb") as into, open(parts[1], "wb") as rows:
@@ -187,7 +208,7 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
                         "the text has lines with prompt and completion and other text besides. Name the one or the"
                         " other: pairs are samples of their own, text is cut into windows."
                     )
-                for piece, prompt, found in _ids_of(pieces, encoder):
+                for piece, prompt, found in texts.ids_of(pieces):
                     if piece.prompt is None:
                         ids += _write(into, found)
                     elif prompt >= context:
@@ -217,55 +238,77 @@ def _write(into: BinaryIO, values: Sequence[int], dtype: str = "<u4") -> int:
     return len(values)
 
 
-def _ids_of(pieces: Sequence[Piece], encoder: Encoder) -> Iterator[tuple[Piece, int, list[int]]]:
-    """Each piece with the number of its ids that are prompt, and its ids."""
-    prompts = encoder.encode([piece.prompt or "" for piece in pieces])
-    texts = encoder.encode([piece.text for piece in pieces])
-    for piece, prompt, text in zip(pieces, prompts, texts, strict=True):
-        before = (encoder.begin if piece.opens else []) + (prompt if piece.prompt is not None else [])
-        yield piece, len(before), before + text + (encoder.end if piece.closes else [])
+class _Texts:
+    """Encodes the pieces of documents, one after the other."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._ahead: list[tuple[int, int]] = []
+        """Of a document under way, the tokens after the last piece, and where they end in it."""
+        self._place = self._done = 0
+        """Characters of the document in the pieces before, and up to the end of the last token."""
+
+    def ids_of(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
+        """Yield each piece with the number of its ids that are prompt, and its ids."""
+        texts = [(piece.prompt or piece.before) + piece.text + piece.after for piece in pieces]
+        found = self._encoder.encode_with_ends(texts)
+        if found is None:
+            yield from self._by_themselves(pieces)
+            return
+        for piece, (ids, ends) in zip(pieces, found, strict=True):
+            if piece.prompt is None:
+                own = self._continued(piece, ids, ends)
+                prompt = 0
+            else:
+                own = ids
+                prompt = next((n for n, end in enumerate(ends) if end > len(piece.prompt)), len(ids))
+            begin = self._encoder.begin if piece.opens else []
+            yield piece, len(begin) + prompt, begin + own + (self._encoder.end if piece.closes else [])
+
+    def _continued(self, piece: Piece, ids: list[int], ends: list[int]) -> list[int]:
+        """Return the ids of a piece that follow on those of the piece before.
+
+        Where both have other tokens around the place between them, as many of the piece before are taken as lead to a
+        place where they have the same.
+        """
+        if piece.opens:
+            self._ahead, self._place, self._done = [], 0, -1
+        shift = self._place - len(piece.before)
+        tokens = [(token, end + shift) for token, end in zip(ids, ends, strict=True)]
+        taken: list[tuple[int, int]] = []
+        ahead, rest = self._ahead, [each for each in tokens if each[1] > self._done]
+        for count in range(len(ahead)):
+            done = ahead[count - 1][1] if count else self._done
+            follows = [each for each in rest if each[1] > done]
+            if follows[:AGREEING] == ahead[count : count + AGREEING]:
+                taken, rest = ahead[:count], follows
+                break
+        self._place += len(piece.text)
+        limit = tokens[-1][1] if piece.closes and tokens else self._place
+        found = taken + [each for each in rest if each[1] <= limit]
+        self._ahead = [each for each in rest if each[1] > limit]
+        self._done = found[-1][1] if found else self._done
+        return [token for token, _ in found]
+
+    def _by_themselves(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
+        """The same where the encoder cannot say where tokens end."""
+        prompts = self._encoder.encode([piece.prompt or "" for piece in pieces])
+        texts = self._encoder.encode([piece.text for piece in pieces])
+        for piece, prompt, text in zip(pieces, prompts, texts, strict=True):
+            before = self._encoder.begin if piece.opens else []
+            before = before + (prompt if piece.prompt is not None else [])
+            yield piece, len(before), before + text + (self._encoder.end if piece.closes else [])
 
 
 def _pieces(path: Path) -> Iterator[Piece]:
-    if not os.access(path, os.R_OK):
-        raise BadInput(f"{path} may not be read. Change its mode or leave it out.")
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            if path.suffix == ".jsonl":
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _of_line(line, f"{path}:{number}")
-                return
-            opens = True
-            ahead = _lines(file)
-            text = next(ahead, "")
-            while text:
-                following = next(ahead, "")
-                yield Piece(text, opens, closes=not following)
-                opens, text = False, following
-    except UnicodeDecodeError as error:
-        raise BadInput(
-            f"{path} is no text in UTF-8 (byte {error.start}). Convert it or leave it out."
-        ) from error
-
-
-def _lines(file: Any) -> Iterator[str]:
-    """Text in pieces that end with a line, but for a line that is longer."""
-    while text := file.read(PIECE_CHARACTERS):
-        yield text + ("" if text.endswith("\n") else file.readline(PIECE_CHARACTERS))
-
-
-def _of_line(line: str, where: str) -> Piece:
-    try:
-        told = json.loads(line)
-    except ValueError as error:
-        raise BadInput(f"{where} is no JSON: {error}") from error
-    told = told if isinstance(told, dict) else {}
-    if isinstance(told.get("text"), str):
-        return Piece(told["text"], True, True)
-    if isinstance(told.get("prompt"), str) and isinstance(told.get("completion"), str):
-        return Piece(told["completion"], True, True, told["prompt"])
-    raise BadInput(
-        f'{where} has neither "text" nor "prompt" and "completion", as text in quotes; it has'
-        f" {', '.join(told) or 'no keys'}"
-    )
+    if form_of(path) != PLAIN:
+        for record in records(path):
+            yield Piece(record.text, True, True, record.prompt)
+        return
+    before, opens = "", True
+    ahead = chunks(path, PIECE_CHARACTERS)
+    text = next(ahead, "")
+    while text:
+        following = next(ahead, "")
+        yield Piece(text, opens, not following, before=before, after=following[:AROUND])
+        before, opens, text = (before + text)[-AROUND:], False, following

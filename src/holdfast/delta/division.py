@@ -124,17 +124,32 @@ def atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
 
 
 def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
-    """Owners in order, joined to about ``UNIT_BYTES``, or rows of one that has more; residuals, which come last, are
-    apart. One group of none where a rank stores nothing, so that it has a part of a base all the same."""
+    """Owners in order, those that overlap together, joined to about ``UNIT_BYTES``, or rows of one that has more;
+    residuals, which come last, are apart. One group of none where a rank stores nothing, so that it has a part of a
+    base all the same."""
     found: list[tuple[tuple[str, ...], range | None]] = []
-    for _, alike in groupby(owned, lambda owner: _is_late(owned[owner])):
-        for group in packed(alike, lambda owner: _bytes_of(owned[owner]), UNIT_BYTES):
-            held = owned[group[0]]
-            if _bytes_of(held) > UNIT_BYTES and _has_rows(group[0], held, state):  # by itself, then
-                found += [(tuple(group), rows) for rows in _divided_rows(held)]
+    # where an optimizer needs all of it at once, all units are of one step
+    bundles = state.bundles() if all(map(is_elementwise, state.optimizers)) else []
+    bundled = {owner for bundle in bundles for owner in bundle}
+    for _, alike in groupby(_together(owned, bundles), lambda owners: _is_late(owned[owners[0]])):
+        for group in packed(alike, lambda owners: sum(_bytes_of(owned[o]) for o in owners), UNIT_BYTES):
+            first, names = group[0][0], tuple(owner for owners in group for owner in owners)
+            is_large = _bytes_of(owned[first]) > UNIT_BYTES  # by itself, then
+            if is_large and first not in bundled and _has_rows(first, owned[first], state):
+                found += [(names, rows) for rows in _divided_rows(owned[first])]
             else:
-                found.append((tuple(group), None))
+                found.append((names, None))
     return found or [((), None)]
+
+
+def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the owners in order, each with those whose tensors overlap its own: a unit has all or none of them."""
+    group_of = {owner: [owner] for owner in owned}
+    for bundle in bundles:
+        joined = {other for owner in bundle if owner in owned for other in group_of[owner]}
+        in_order = [owner for owner in owned if owner in joined]
+        group_of |= dict.fromkeys(joined, in_order)
+    return [group for owner, group in group_of.items() if group[0] == owner]
 
 
 def _is_late(held: Held) -> bool:
@@ -193,6 +208,7 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
                 region = region.rows(unit.rows)
             known = replace(atom, shape=shape).to_json()
             atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
+    atoms = {key: atoms[key] for key in whole}  # fingerprints are of parameters in the order of the model
     if not atoms:  # two ranks that store nothing write two files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}

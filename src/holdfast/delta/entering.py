@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..errors import ModelNotSupported
 from ..ranks import Ranks
 from ..state.cuts import copies, owners
 from ..state.fsdp1 import refuse_apart
-from ..state.live import LiveState
+from ..state.live import BUFFERS, LiveState
 from ..state.stretches import Region, refuse_gaps
 
 
@@ -35,8 +36,11 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     where stretches of a parameter that the ranks hold leave gaps or overlap."""
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int]]:
+    def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int], list[list[str]]]:
         made.append(state := make())
+        bundles = state.bundles()
+        if not ranks.alone:
+            _refuse_shared_buffers(bundles)
         boxes = state.boxes
         parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
@@ -45,21 +49,51 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
         }
         names = {name for p in state.parameters for name in p.names}
         averaged = {p.name: p.flattened.ranks for p in state.flattened if p.flattened is not None}
-        return parameters, names | {atom.name for atom, _ in state.buffers().values()}, averaged
+        names |= {atom.name for atom, _ in state.buffers().values()}
+        return parameters, names, averaged, bundles
 
     parts = ranks.all_do(held)
-    held_by = [parameters for parameters, _, _ in parts]
+    held_by = [parameters for parameters, *_ in parts]
     [state] = made
 
     def check() -> None:
         regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
         refuse_gaps(regions, state.boxes)
-        refuse_apart([averaged for _, _, averaged in parts])
+        refuse_apart([averaged for _, _, averaged, _ in parts])
 
     ranks.all_do(check)
     if not ranks.alone:
         stored = owners(held_by)
+        _store_together(held_by, stored, parts[0][3])
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = set().union(*(names for _, names, _ in parts))
+        state.elsewhere = set().union(*(names for _, names, *_ in parts))
     return state
+
+
+def _refuse_shared_buffers(bundles: Sequence[Sequence[str]]) -> None:
+    """Raise ``ModelNotSupported`` where a buffer, which every rank stores, lies over a parameter, which one stores."""
+    for bundle in bundles:
+        if BUFFERS in bundle and len(bundle) > 1:
+            names = " and ".join(name for name in bundle if name != BUFFERS)
+            raise ModelNotSupported(
+                f"{names} and a buffer are one memory, of which several ranks would each store a part at another step."
+                " Register the buffer with persistent=False, or as a copy: .clone()."
+            )
+
+
+def _store_together(
+    held_by: Sequence[Mapping[str, tuple[Region, int]]],
+    stored: list[set[str]],
+    bundles: Sequence[Sequence[str]],
+) -> None:
+    """Let the rank that stores the first of the parameters that are one memory store the others: they are of one
+    step."""
+    for first, *others in bundles:
+        for rank in [rank for rank, names in enumerate(stored) if first in names]:
+            for name in others:
+                region = held_by[rank].get(name, (None, 0))[0]
+                for other in range(len(stored)):
+                    if other != rank and held_by[other].get(name, (None, 0))[0] == region:
+                        stored[other].discard(name)
+                stored[rank] |= {name} & held_by[rank].keys()

@@ -17,19 +17,22 @@ from ..state.atoms import RESIDUAL, Atom
 from ..state.capture import CapturedParameter
 from ..state.dtypes import TO_NAME
 from ..state.live import Held, LiveState
+from ..state.overlaps import Memory, Shared
 from ..state.stretches import Region
 
 
 class Ghost(LiveState):
     """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
 
-    def __init__(self, state: LiveState, boxes: Mapping[str, Region]) -> None:
+    def __init__(self, state: LiveState, boxes: Mapping[str, Region], shared: Shared) -> None:
+        """``shared`` says which of its writer's tensors overlapped: so do those of the parameters here."""
         held = {parameter.name for parameter in state.parameters}
         self.boxes = {name: box for name, box in boxes.items() if name in held}
         self.parameters = self.stored = tuple(  # in the order in which their writer had them
             _like(state.parameter(name), box) for name, box in self.boxes.items()
         )
         self._parameter = {parameter.name: parameter for parameter in self.parameters}
+        self._share_parameters(shared)
         self._optimizer_of = state._optimizer_of
         self.optimizers = tuple(
             _copy_of(optimizer, [
@@ -46,6 +49,18 @@ class Ghost(LiveState):
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
+
+    def _share_parameters(self, shared: Shared) -> None:
+        here = {(name, "param"): captured.parameter.detach() for name, captured in self._parameter.items()}
+        for group in shared:
+            mine = [member for member in group if tuple(member[0]) in here]
+            if len(mine) < 2:
+                continue
+            memory = Memory.empty(mine, here)
+            for (name, slot), offset, strides in mine:
+                made = memory.view(offset, strides, here[name, slot])
+                assert made is not None
+                self._parameter[name].parameter.data = made
 
     def buffers(self, beside: bool = True) -> Held:
         """Those that were kept aside."""

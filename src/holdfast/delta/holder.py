@@ -37,6 +37,7 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
         "strides": strides_of(state),
+        "shared": state.shared(),
         "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

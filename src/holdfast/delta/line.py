@@ -18,6 +18,7 @@ import torch
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..state.atoms import RESIDUAL
 from ..state.live import BUFFERS, LiveState
+from ..state.overlaps import PARAMETERS, Shared, placed, said_keys
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
@@ -91,11 +92,11 @@ class Line:
 
     def progress(self, rank: int) -> dict[str, Any]:
         """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
-        return self.chains[self._stream_of(rank)].progress
+        return self.chains[self.stream_of(rank)].progress
 
     def trained(self, rank: int) -> set[str]:
         """The parameters that the last step trained; none if the base is of a version that does not say."""
-        stream = self._stream_of(rank)
+        stream = self.stream_of(rank)
         replay, records = self.shares[stream].progress.get("replay", {}), self.chains[stream].records
         if "frozen" not in replay:
             return set()
@@ -118,15 +119,59 @@ class Line:
             for key, atom in share.atoms.items()
         }
         state.check(kinds)
-        sources = self._sources(state)
+        sources, stream = self._sources(state), self.stream_of(rank)
+        self._refuse_joined(state, stream, is_cut_alike=sources is not None)
         self.watch.begins(self.base, list(self.chains.values()))
+        overlap_alike = self.overlap_alike(state, stream)
+        if not overlap_alike:
+            self._refuse_apart(state, after_update)
         state.forget_optimizer_state()
-        if sources is not None and self._has_buffers_of(state, self._stream_of(rank)):
-            self._replay(state, sources, self._stream_of(rank), after_update)
+        if sources is not None and overlap_alike and self._has_buffers_of(state, stream):
+            self._replay(state, sources, stream, after_update)
         else:
             self._recut(state, after_update)
 
-    def _stream_of(self, rank: int) -> str:
+    def _shared(self, stream: str) -> Shared | None:
+        """Return what overlapped at the writer of ``stream``; None where its version did not say."""
+        return self.shares[stream].progress.get("replay", {}).get("shared")
+
+    def overlap_alike(self, state: LiveState, stream: str) -> bool:
+        """Return whether parameters overlap in memory as they did at the writer of ``stream``. Buffers are recorded,
+        and a forward pass may put others in their place."""
+        shared = self._shared(stream)
+        return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
+
+    def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
+        """Raise ``RunMismatch`` where tensors are one memory here, and had values of their own in the run."""
+        told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
+        for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
+            together = [there for groups in told for there in groups if keys <= there]
+            as_here = lies in placed(self._shared(stream) or []).values()
+            if not together or (is_cut_alike and not as_here):
+                raise RunMismatch(
+                    f"{said_keys(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
+                    " of their values could be brought back. Build the model as the run's was, each with memory of its"
+                    " own (.clone())."
+                )
+
+    def apart(self, state: LiveState, stream: str) -> list[str]:
+        """Return the names of parameters that were one memory in the run and are not here, by group."""
+        here = placed(state.shared(), PARAMETERS)
+        there = placed(self._shared(stream) or [], PARAMETERS)
+        return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
+
+    def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
+        """Raise ``RunMismatch`` where tensors are not one memory here, and records need them to be."""
+        odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
+        names = [name for stream in self.shares for name in self.apart(state, stream)]
+        if names and odd_one and any(chain.records for chain in self.chains.values()):
+            raise RunMismatch(
+                f"{names[0]} were one memory in the run, and are not here: its records can be replayed only where they"
+                " are, since there is an after_update= or an optimizer that is not elementwise. Build the model as the"
+                " run's was, resume, call save(), and change it then."
+            )
+
+    def stream_of(self, rank: int) -> str:
         streams = list(self.chains)
         return streams[rank if rank < len(streams) else 0]
 
@@ -174,7 +219,7 @@ class Line:
     def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
         """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
         for stream, share in self.shares.items():
-            ghost = Ghost(state, share.boxes)
+            ghost = Ghost(state, share.boxes, self._shared(stream) or [])
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
             yield stream, ghost
 
@@ -200,6 +245,7 @@ class Line:
             state.load_standing(each.share.progress, each.owners)
         if state.own:
             state.load_own(taking[with_buffers].share.progress)
+        state.share(self._shared(with_buffers) or [])
         self._step_on(state, taking, after_update)
 
     def _step_on(

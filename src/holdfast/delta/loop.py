@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
 from ..state.prepared import refuse_away
+from ..state.schedules import Forgotten
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -84,6 +87,8 @@ class Loop:
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
         self.script = Script(self.optimizers, things)
+        self._forgotten = Forgotten(self.optimizers, things.values())
+        self._looks_for_scaler = scaler is None
         self.model, self._averages, self._scaler, self._schedule = model, averages, scaler, scheduler
         self._ends_again = loader is not None and not getattr(loader, "endless", False)
         """Whether who resumes comes to the end of the epoch again, and does what follows it: moves the schedule."""
@@ -208,6 +213,9 @@ class Loop:
 
     def begins_step(self) -> None:
         """An optimizer is about to make the first update since the last step."""
+        if self._looks_for_scaler:
+            self._looks_for_scaler = False
+            _tell_of_scaler(list(self.script.things.values()))
         self._late_moves = self._late_moves + 1 if self._schedule_at != self._schedule_now() else 0
         if self._late_moves == 2 and not self._redoes:
             warnings.warn(
@@ -232,6 +240,10 @@ class Loop:
     def stepped(self, updates: Sequence[Update]) -> None:
         """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
+        self._forgotten.look(
+            "Pass it as scheduler=, several as also={name: ...}; the script goes on stepping it, before step().",
+            6,
+        )
         self.has_new_buffers = self._passing.look(self.state)
         for number in {update.optimizer for update in updates}:
             self._checks[number].look(self.state)
@@ -337,6 +349,22 @@ class Loop:
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
+
+
+def _tell_of_scaler(given: Sequence[Any]) -> None:
+    """Warn of a ``GradScaler`` that is calling ``optimizer.step`` now and is not among what was ``given``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(owner, torch.amp.GradScaler):
+            if not any(owner is each for each in given):
+                warnings.warn(
+                    "a GradScaler steps the optimizer and was not given, so no step of the run has its scale, and after"
+                    " a resume it begins anew. Pass it as scaler=.",
+                    stacklevel=6,
+                )
+            return
+        frame = frame.f_back
 
 
 def _tell_of_frozen(state: LiveState, trained: Collection[str], updates: Sequence[Update]) -> None:

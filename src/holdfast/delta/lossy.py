@@ -71,12 +71,13 @@ class Lossy(Codec):
     def consume(
         self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
     ) -> dict[str, Arrays]:
-        found = {
-            name: self._consume(parameter, residuals, skipped)
-            for name, parameter in trained
-            if not self._is_together(parameter)
-        }
-        for group in alike([(name, p) for name, p in trained if name not in found]):
+        there = {p.device for _, p in trained} if self.width else set()
+        together = {device for device in there if is_accelerator(device)}
+        if not together:  # a host compresses each in its caches
+            return {name: self._consume(parameter, residuals, skipped) for name, parameter in trained}
+        alone = [(name, p) for name, p in trained if p.device not in together]
+        found = {name: self._consume(parameter, residuals, skipped) for name, parameter in alone}
+        for group in alike([(name, p) for name, p in trained if p.device in together]):
             found |= self._consume_together(group, residuals, skipped)
         return {name: found[name] for name, _ in trained}
 
@@ -91,10 +92,6 @@ class Lossy(Codec):
     def width(self) -> int:
         """The columns of the grid that ``compress_rows`` is for; 0 for a codec that has no such method."""
         return 0
-
-    def _is_together(self, parameter: torch.Tensor) -> bool:
-        """Return whether a gradient is compressed with others: a host compresses each in its caches."""
-        return self.width > 0 and is_accelerator(parameter.device)
 
     def _consume_together(
         self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool

@@ -241,6 +241,15 @@ def refuse_with_a_replica(
         )
 
 
+def refuse_waiting(wait_each_step: bool) -> None:
+    """Raise ``BadInput`` where every step would be a base."""
+    if wait_each_step:
+        raise BadInput(
+            "wait_each_step= with replica= would make a base of every step, since a replica has the others in memory:"
+            " leave out one of them. replica_step says what survives the death of the process."
+        )
+
+
 def refuse_with_fsdp1(
     state: LiveState,
     codec: Codec,

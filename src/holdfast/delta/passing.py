@@ -49,7 +49,7 @@ class PassingBuffers:
         """See what the model was made with."""
         for name, (module, own) in state.passing.items():
             buffer = module._buffers.get(own)
-            if buffer is not None and name not in self._kinds:
+            if buffer is not None and name not in self._kinds and storable(buffer):
                 self._kinds[name] = (buffer.dtype, buffer.shape)
             self._attributes.setdefault(_above(name), _small_attributes(module))
 
@@ -101,10 +101,10 @@ class PassingBuffers:
     def _why_not(self, state: LiveState, name: str, buffer: torch.Tensor) -> str:
         if not self._alone:
             return "it is on several ranks"
-        if (buffer.dtype, buffer.shape) != self._kinds.get(name):
-            return "its shape or type changes"
         if not storable(buffer):
             return "it is of a kind that commits do not hold"
+        if (buffer.dtype, buffer.shape) != self._kinds.get(name):
+            return "its shape or type changes"
         sizes = [state.passing[each] for each in {*self.carried, name}]
         if (
             sum(found.nbytes for module, own in sizes if (found := module._buffers.get(own)) is not None)

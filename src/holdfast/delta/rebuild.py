@@ -24,6 +24,7 @@ from ..state.cuts import local_of
 from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.encoding import encode
 from ..state.live import LiveState, Rounds, counts_on_host
+from ..state.overlaps import said_keys
 from ..state.progress import hyper_parameters
 from ..state.stretches import Region
 from ..units import packed
@@ -129,6 +130,7 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
                 f"optimizer {index}, a {kind.__name__}, holds {own[0]}, which is neither its state nor a"
                 f" hyper-parameter, so another process could not go on with it. {_INSTEAD}"
             )
+    _refuse_shared(state)
     kinds = {p.parameter.device.type: p for p in state.parameters}
     odd = [p for kind, p in kinds.items() if kind == "meta"] or list(kinds.values())[1:]
     if odd:
@@ -138,8 +140,15 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
         )
 
 
+def _refuse_shared(state: LiveState) -> None:
+    if shared := state.shared():
+        names = said_keys(tuple(key) for key, *_ in shared[0])
+        raise BadInput(f"{names} are one memory, and would not be in a replica. {_INSTEAD}")
+
+
 def describe(state: LiveState) -> dict[str, Any]:
-    """What ``rebuild`` needs of what is stored here, as JSON."""
+    """What ``rebuild`` needs of what is stored here, as JSON. Raises ``BadInput`` for tensors that are one memory."""
+    _refuse_shared(state)
     parameters = []
     for p in state.stored:
         held = local_of(p.parameter.detach())

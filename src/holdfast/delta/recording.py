@@ -14,6 +14,7 @@ from ..accelerators import devices_of
 from ..events import EventLog
 from ..store import entering
 from ..store.local import LocalStore
+from ..units import counted, format_seconds
 from . import kept
 from .agreement import Agreement
 from .allotment import Allotment
@@ -86,6 +87,15 @@ class Recording(Survival):
             "waiting_bytes": recorder.pending_bytes,
             "staged_bytes": bases.memory_bytes,
         }
+
+    @property
+    def recovered_by(self) -> str:
+        recovery = self._recovery
+        replayed = f" and {counted(recovery.replayed_records, 'record')} replayed" * bool(
+            recovery.replayed_records
+        )
+        seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
+        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}"
 
     # Beginning
 

@@ -126,6 +126,10 @@ def recover(
         trained = line.trained(ranks.rank)
         odd += _told_of_thawed(line.base, state, trained)
         odd += [text for text in others.values() if text]
+        odd += [
+            f"{names} were one memory in the run and are not here: from here on each is trained by itself."
+            for names in line.apart(state, line.stream_of(ranks.rank))
+        ]
         odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
         script.restore(progress)
         if ranks.rank >= len(line.chains):
@@ -204,7 +208,8 @@ def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
     here = strides_of(state)
     there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
-    return line.shares[ranks.stream].boxes == boxes and there == here
+    alike = there == here and line.overlap_alike(state, ranks.stream)
+    return alike and line.shares[ranks.stream].boxes == boxes
 
 
 def _updated(line: Line, here: bool) -> bool:

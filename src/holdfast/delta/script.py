@@ -28,6 +28,7 @@ from ..state.progress import (
 )
 from ..units import MiB, format_bytes
 from .computing import computing
+from .hidden import refuse_unstorable
 
 LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 """Of tensors in ``also=``, which are text in every record: more is told, and refused of a run that begins."""
@@ -58,7 +59,8 @@ class Script:
                     f"{name}: {type(thing).__name__} has no state_dict and load_state_dict, so a resume would lose its"
                     f" position{instead}."
                 )
-        self._optimizers, self._things = optimizers, things
+            _refuse_unstorable(name, thing)
+        self._optimizers, self.things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
         """By optimizer, as the script had them before a resume put the run's in their place."""
         self.given_schedule = _given_to(things.get("scheduler"))
@@ -69,7 +71,7 @@ class Script:
 
     def now(self) -> dict[str, Any]:
         """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
-        states = {name: thing.state_dict() for name, thing in self._things.items()}
+        states = {name: thing.state_dict() for name, thing in self.things.items()}
         if self._looks % LOOK_EVERY == 0:
             self._weigh(states)
         self._looks += 1
@@ -84,7 +86,7 @@ class Script:
     def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
         """As JSON what there is now, but for random generators and things that are not ``which``, which stay as
         ``before``."""
-        own = {name: thing for name, thing in self._things.items() if which(name, thing)}
+        own = {name: thing for name, thing in self.things.items() if which(name, thing)}
         things = {
             **before["things"],
             **{name: encode(thing.state_dict(), f"{name}.state_dict()") for name, thing in own.items()},
@@ -94,7 +96,7 @@ class Script:
 
     def refuse_large(self) -> None:
         """Raise ``BadInput`` for tensors in ``also=`` that would make a run too slow: before there is one."""
-        states = {name: thing.state_dict() for name, thing in self._things.items() if name not in KNOWN}
+        states = {name: thing.state_dict() for name, thing in self.things.items() if name not in KNOWN}
         nbytes = {name: tensor_bytes(state) for name, state in states.items()}
         if sum(nbytes.values()) > MOST_BYTES:
             raise BadInput(f"{_large(nbytes)}, {format_bytes(MOST_BYTES)} at most")
@@ -127,7 +129,7 @@ class Script:
                     f"optimizer {index} of the run has {len(groups)} parameter groups, this one has"
                     f" {len(optimizer.param_groups)}. Build it with the groups that the run was made with."
                 )
-        lost = [name for name in progress["things"] if name not in self._things]
+        lost = [name for name in progress["things"] if name not in self.things]
         if lost:
             known = lost[0] in ("scheduler", "loader", "scaler")
             how = f"{lost[0]}=" if known else f"also={{{lost[0]!r}: ...}}"
@@ -139,7 +141,7 @@ class Script:
     def check_place(self, progress: dict[str, Any], num_ranks: int) -> None:
         """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with so many
         ranks."""
-        refuse_other_ranks(self._things.get("loader"), progress, num_ranks)
+        refuse_other_ranks(self.things.get("loader"), progress, num_ranks)
 
     def told_of_kept(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
         """Which hyper-parameters were given otherwise than to the script that made ``base``, and will be those of
@@ -148,7 +150,7 @@ class Script:
         each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
         told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
         told.append(self._told_of_schedule(base.get("given_schedule", {}), progress))
-        new = [name for name in self._things if name not in progress["things"]]
+        new = [name for name in self.things if name not in progress["things"]]
         return [text for text in told if text is not None] + [
             f"the run has no {name}: the one that was passed begins where it is" for name in new
         ]
@@ -176,7 +178,7 @@ class Script:
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not as it was
         is told in what is returned. A rank that is not the first has random numbers of its own."""
-        left = adopt(self._things, progress)
+        left = adopt(self.things, progress)
         if "random" in progress:
             restore_random_state(decode(progress["random"]))
             if rank:
@@ -192,7 +194,7 @@ class Script:
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Put everything where ``progress`` has it."""
-        for name, thing in self._things.items():
+        for name, thing in self.things.items():
             if name in progress["things"]:
                 thing.load_state_dict(decode(progress["things"][name]))
         for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
@@ -201,6 +203,19 @@ class Script:
                 # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
                 cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)
         restore_random_state(decode(progress["random"]))
+
+
+def _refuse_unstorable(name: str, thing: Any) -> None:
+    """Raise ``BadInput``, before there is a run, for a state that would not come back. Of a loader, which may begin to
+    load when it is asked, and of what cannot say its state yet, that shows when the run begins."""
+    if name == "loader":
+        return
+    try:
+        refuse_unstorable(thing.state_dict(), f"{name}.state_dict()")
+    except BadInput:
+        raise
+    except Exception:
+        return
 
 
 def _given_to(scheduler: Any) -> dict[str, Any]:

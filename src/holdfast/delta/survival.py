@@ -92,6 +92,11 @@ class Survival(ABC):
             "ring_bytes": ring_bytes, "staging_bytes": self.staging_bytes,
         }  # fmt: skip
 
+    @property
+    def recovered_by(self) -> str:
+        """How ``enter`` came to its step, for a person; empty where that is not known."""
+        return ""
+
     # Beginning
 
     @abstractmethod

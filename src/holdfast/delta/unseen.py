@@ -21,7 +21,7 @@ import xxhash
 
 from ..errors import BadInput
 from ..state.cuts import is_distributed
-from ..state.live import LiveState
+from ..state.live import LiveState, local_held
 
 PATIENCE = 1000
 """Iterations, more than gradients are accumulated over."""
@@ -54,6 +54,7 @@ class Unseen:
             place = -1 if index is None else index
             self._names[place].append(captured.name)
             self._parameters[place].append(captured.parameter)
+        self._linked = _linked(self._parameters)
         self.settle()
 
     def settle(self) -> None:
@@ -62,7 +63,8 @@ class Unseen:
 
     def stepped(self, index: int) -> None:
         """What optimizer ``index`` has done is known."""
-        self._marks[index] = self._now(index)
+        for place in self._linked[index]:
+            self._marks[place] = self._now(place)
 
     @property
     def is_other(self) -> bool:
@@ -77,7 +79,7 @@ class Unseen:
         would be recorded.
         """
         names: list[str] = []
-        for place in range(len(self._marks)) if index is None else (index,):
+        for place in range(len(self._marks)) if index is None else self._linked[index]:
             before, now = self._marks[place], self._now(place)
             if before != now:
                 self._marks[place] = now
@@ -137,6 +139,18 @@ class Unseen:
         if before[2:] != now[2:]:
             names.append(f"the state of {type(self._state.optimizers[place]).__name__}")
         return names
+
+
+def _linked(parameters: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """Return by place the places with parameters of the same storages: views of one storage are counted as one."""
+    places_of: dict[int, set[int]] = {}
+    for place, held in enumerate(parameters):
+        for tensor in map(local_held, held):
+            places_of.setdefault(tensor.untyped_storage().data_ptr(), set()).add(place)
+    return [
+        sorted({place}.union(*(found for storage, found in places_of.items() if storage and place in found)))
+        for place in range(len(parameters))
+    ]
 
 
 _VERSION = attrgetter("_version")

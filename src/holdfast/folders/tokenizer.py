@@ -63,6 +63,16 @@ class Tokenizer:
         """Their ids, with nothing around them."""
         return self._own(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
+    def encode_with_ends(self, texts: list[str]) -> list[tuple[list[int], list[int]]] | None:
+        """The same, and for each id the number of characters up to its end; None where the tokenizer does not say."""
+        if not self._own.is_fast:
+            return None
+        if not texts:
+            return []
+        found = self._own(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ends = [[end for _, end in offsets] for offsets in found["offset_mapping"]]
+        return list(zip(found["input_ids"], ends, strict=True))
+
     def decode(self, ids: list[int]) -> str:
         return self._own.decode(ids, skip_special_tokens=True)
 

@@ -36,10 +36,6 @@ class Place:
     block: int
     inside: bool
 
-    @property
-    def is_prologue(self) -> bool:
-        return self.block == 0 and not self.inside
-
 
 @dataclass(eq=False)
 class Suspect:
@@ -49,20 +45,28 @@ class Suspect:
     block: int | None = None
     set_by: int | None = None
     """The micro-batch that set it last, where they take turns."""
-    of_prologue: bool = False
-    """It has a gradient, and the prologue, or code between blocks, has set it."""
+    set_before: int | None = None
+    """Before which block the model's own code has set it."""
+    of_code: bool = False
+    """It has a gradient, and the model's own code has set it."""
     of_block: bool = False
     """It has a gradient, and ``block`` has set it."""
     read_elsewhere: bool = False
 
     def read(self, place: Place, interleaved: bool) -> None:
-        """Raise ``ModelNotSupported`` where the value read at ``place`` would not be that of a plain loop."""
-        if place.is_prologue or (place.inside and place.block == self.block):
+        """Raise ``ModelNotSupported`` where the value read at ``place`` would not be that of a plain loop.
+
+        Between two blocks micro-batches come in their order, so what this code itself has left there is as in a plain
+        loop, be it of the micro-batch before.
+        """
+        if place.inside and place.block == self.block:
+            return
+        if not place.inside and place.block == (self.set_before if self.block is None else 0):
             return
         self.read_elsewhere = True
         if self.of_block:
             raise _refused(self.name, *KEEPS_GRADIENT)
-        if self.of_prologue:
+        if self.of_code:
             raise _refused(self.name, *SET_BEFORE)
         if interleaved and self.set_by not in (None, place.micro_batch):
             raise _refused(self.name, *TAKEN_IN_TURNS)
@@ -116,11 +120,11 @@ class Attributes:
         for (holder, name), held in _look(modules).items():
             if _same(held, before.get((holder, name))):
                 continue
-            if any(tensor.requires_grad for tensor, _ in held):
-                self._suspect(holder, name).of_prologue = True
             others = self._set_by.setdefault(f"{holder}.{name}", micro_batch) != micro_batch
-            if others and self.interleaved:
-                self._suspect(holder, name).set_by = micro_batch
+            with_gradient = any(tensor.requires_grad for tensor, _ in held)
+            if with_gradient or (others and self.interleaved):
+                suspect = self._suspect(holder, name)
+                suspect.of_code, suspect.set_by, suspect.set_before = with_gradient, micro_batch, block
 
     @contextmanager
     def inside(self, block: int, micro_batch: int) -> Iterator[None]:
@@ -204,7 +208,7 @@ class _Watch:
         vars(module)[self._name] = value
         suspect, place = self._attributes.suspect_of(module, self._name), self._attributes.place
         if suspect is not None and place is not None and not place.inside:
-            suspect.set_by = place.micro_batch
+            suspect.set_by, suspect.set_before = place.micro_batch, place.block
 
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(self._name, _ABSENT) is _ABSENT:

@@ -140,6 +140,7 @@ class Planner:
             device.torch_device,
             lambda seconds: _block_times(times, work, device.torch_device),
             say,
+            0 if has_commits(Path(self.directory)) else least_bytes(work),
         )
         machine = sped_up(within(known.profile, self.limits), self.speed_up)
         question = ask(machine, work if times is None else with_times(work, times, machine))
@@ -168,6 +169,16 @@ class Planner:
                 "without highspy (pip install 'holdfast[plan]') placement is by what saves most traffic per byte"
             )
         return prediction
+
+
+def has_commits(run: Path) -> bool:
+    """Return whether the state of the run is there already."""
+    return (run / "commits").is_dir()
+
+
+def least_bytes(work: Work) -> int:
+    """Return what the state of a run takes on its disk at least: two generations of everything."""
+    return 2 * (sum(block.state_bytes for block in work.blocks) + work.resident_state_bytes)
 
 
 def with_times(work: Work, times: Times, machine: MachineProfile) -> Work:

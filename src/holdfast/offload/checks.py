@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..accelerators import emulates_bf16, is_accelerator, name_of
 from ..errors import BadInput, ModelNotSupported
@@ -86,7 +85,7 @@ def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | No
 
 
 def check_stateful(scheduler: Any, loader: Any) -> None:
-    """What belongs to a commit can be stored and restored, and the scheduler stepped by the engine."""
+    """What belongs to a commit can be stored and restored."""
     for name, thing in (("scheduler", scheduler), ("loader", loader)):
         kind = type(thing).__name__
         if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -96,11 +95,6 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
             raise BadInput(
                 f"{name}: {kind} has no state_dict and load_state_dict, so a resume would lose it.{instead}"
             )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise BadInput(
-            "ReduceLROnPlateau needs a metric at each step, and the engine has none to give: do not pass it as "
-            "scheduler=, step it yourself."
-        )
 
 
 def check_budget(budget: Budget | str | None) -> None:

@@ -102,6 +102,8 @@ class Engine:
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
+        self.said_lost = ""
+        """What is known to have been lost at the resume, as a sentence."""
         self.skipped_steps = 0
         self._positions: dict[str, Any] = {}  # since the last step a batch may have been fetched
         self.last: dict[str, Any] = {}
@@ -145,6 +147,7 @@ class Engine:
             self._steps.over(step)
             self._corrections.returns(step)
             self.steps_done += 1
+            self._user.look_for_forgotten()
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
             before, self._told = self._told, traffic(self._run)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
-from ..events import EventLog
+from ..events import EventLog, said_lost, tell
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..regular import home_path
@@ -126,13 +126,13 @@ def offload(
     ``optimizer`` is one of ``torch.optim`` or ``holdfast.optim`` over the model's parameters, which may be on ``meta``;
     it is read, never stepped. What needs whole matrices (Muon, APOLLO, Grass, Adafactor) is computed by one thread, so
     the bits are those of a loop with one. ``holdfast.optim.MeZO`` has steps of forward passes alone. ``scheduler`` is
-    stepped by the engine after each step, and its state and the ``loader``'s are part of every commit. If the directory
-    holds a run of this model, it is resumed from its newest whole commit; scheduler, loader, random generators and the
-    hyper-parameters in ``optimizer``'s groups are restored: a learning rate is changed after this call. All else may
-    change from one resume to the next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is
-    warned of, since the numbers are not those of an uninterrupted run any more, as is a change to or from
-    ``clipping="per_block"``. A hyper-parameter that was changed before this call is warned of too, since the run's own
-    is kept.
+    stepped by the engine after each step, but for one whose ``step`` takes a metric, which the script steps, and its
+    state and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed from
+    its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s groups are
+    restored: a learning rate is changed after this call. All else may change from one resume to the next; a ``seed``,
+    ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are not those of an
+    uninterrupted run any more, as is a change to or from ``clipping="per_block"``. A hyper-parameter that was changed
+    before this call is warned of too, since the run's own is kept.
 
     ``drives`` are directories on further SSDs, each this run's alone (made if absent): the state's files are shared out
     among them and ``ssd`` in proportion to what each takes, which is measured once. The run names them by links. With
@@ -345,6 +345,10 @@ def offload(
                 events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
                 update_workers=update_workers, caches=caches,
             )  # fmt: skip
+        if found is not None and told:
+            engine.said_lost = said_lost(Path(ssd) / "events.jsonl", found.step)
+            if say is None:
+                tell(f"{ssd} continues after step {found.step:,}. {engine.said_lost}")
         engine.begin(found, beginning)
         with fellows.control.agreeing():
             take_over(run, parts.captured, engine.taken)

@@ -14,7 +14,8 @@ from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
 from ..ranks import Ranks, stream_of
 from ..state.atoms import fragment
-from ..state.capture import Captured, capture
+from ..state.capture import Captured, buffer_at, capture
+from ..state.overlaps import Key, overlaps, said_keys
 from ..units import round_up
 from ..update.optimizer import HostOptimizer
 from .blocks import Blocks, find_blocks, owned_parameters
@@ -55,6 +56,7 @@ class Parts:
         _check_names(blocks)
         captured = capture(model, optimizer)
         _check_parameters(captured)
+        _check_memory(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
         host, ranks = HostOptimizer(optimizer), ranks or Ranks()
         place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
@@ -146,6 +148,19 @@ class Parts:
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
+
+
+def _check_memory(captured: Captured) -> None:
+    """Raise ``ModelNotSupported`` where a trained parameter lies over another tensor: each gets memory of its own."""
+    held: dict[Key, torch.Tensor] = {(p.name, "param"): p.parameter for p in captured.parameters}
+    held |= {(name, "buffer"): buffer_at(place) for name, place in captured.buffers.items()}
+    trained = {(p.name, "param") for p in captured.parameters if p.trained}
+    for group in overlaps(held):
+        if trained.intersection(group):
+            raise ModelNotSupported(
+                f"{said_keys(group)} are one memory, and each would get its own out of core. Tie parameters as one"
+                " object (head.weight = embedding.weight), or give each its own (.clone())."
+            )
 
 
 def _check_names(blocks: Blocks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..state.progress import (
     refuse_place_of_first,
     told_of_kept,
 )
+from ..state.schedules import Forgotten, needs_arguments
 from ..update.joined import kind_name
 
 
@@ -81,8 +83,21 @@ class UserState:
         return adopt(dict(self._stateful()), progress)
 
     def step_scheduler(self) -> None:
-        if self.scheduler is not None:
+        """Step the scheduler, but for one that the script has to step with a value of its own."""
+        if self.scheduler is not None and not needs_arguments(self.scheduler):
             self.scheduler.step()
+
+    def look_for_forgotten(self) -> None:
+        """Warn of a scheduler that is at work and was not given."""
+        self._forgotten.look(
+            "Pass it as scheduler=: the engine steps it, and the script no longer does; one whose step() takes a metric"
+            " the script goes on stepping.",
+            stacklevel=4,
+        )
+
+    @cached_property
+    def _forgotten(self) -> Forgotten:
+        return Forgotten([self.optimizer], [self.scheduler, self.loader])
 
     def hand_over(self) -> None:
         """From here on the engine steps for the optimizer, so a scheduler need not warn that nobody does."""

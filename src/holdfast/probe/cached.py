@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from ..accelerators import is_accelerator, name_of
-from ..errors import ConfigError, HoldfastError
+from ..errors import ConfigError, DoesNotFit, HoldfastError
 from ..profiles import MachineProfile, load_machine, to_toml
 from ..store.files import Disk, write_durably
 from ..units import MiB, format_bytes
@@ -62,8 +62,10 @@ def machine_at(
     device: torch.device,
     time_block: Callable[[float], BlockTimes],
     say: Callable[[str], object],
+    needed_bytes: int = 0,
 ) -> Known:
-    """The profile of this machine with its state in ``directory``, which is there. ``say`` is told of a measurement."""
+    """The profile of this machine with its state in ``directory``, which is there. ``say`` is told of a measurement.
+    ``needed_bytes`` is what the run itself will take at least: that is told first where there is too little room."""
     named = os.environ.get(VARIABLE)
     if named:
         return Known(_now(load_machine(named), directory), None, named, False)
@@ -72,6 +74,11 @@ def machine_at(
         return Known(_now(load_machine(str(path)), directory), path, str(path), False)
     free = shutil.disk_usage(directory).free
     if free // MOST_OF_DISK < LEAST_BYTES:
+        if needed_bytes > free:
+            raise DoesNotFit(
+                f"the run does not fit: {directory} needs at least {format_bytes(needed_bytes)} ({needed_bytes} bytes),"
+                f" and {format_bytes(free)} are free. Free some, or choose another directory."
+            )
         raise ConfigError(
             f"there is too little room in {directory} to measure its SSD: {format_bytes(free)} are free, and "
             f"{format_bytes(MOST_OF_DISK * LEAST_BYTES)} are needed. Name a profile of the machine in the "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import datetime
 import enum
+import io
 import sys
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -348,6 +349,19 @@ def _to_iso(value: Any) -> list[Any]:
     return [value.isoformat(), value.fold]
 
 
+def _plain_numbers(*values: Any) -> list[int | None]:
+    for value in values:
+        if value is not None and not (type(value) is int and -_MOST_JSON_INT <= value < _MOST_JSON_INT):
+            raise _refused("a slice", type(value).__name__)
+    return list(values)
+
+
+def _bytes_io(data: str, position: int) -> io.BytesIO:
+    made = io.BytesIO(base64.b64decode(data))
+    made.seek(position)
+    return made
+
+
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("__bytes__", lambda v: base64.b64encode(v).decode(), base64.b64decode),
     bytearray: (
@@ -361,6 +375,12 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     Fraction: ("__fraction__", str, Fraction),
     PosixPath: ("__path__", str, PosixPath),
     uuid.UUID: ("__uuid__", str, uuid.UUID),
+    slice: ("__slice__", lambda v: _plain_numbers(v.start, v.stop, v.step), lambda t: slice(*t)),
+    io.BytesIO: (
+        "__bytesio__",
+        lambda v: [base64.b64encode(v.getbuffer()).decode(), v.tell()],
+        lambda t: _bytes_io(*t),
+    ),
     datetime.date: ("__date__", datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.time: ("__time__", _to_iso, _from_iso(datetime.time)),
     datetime.datetime: ("__datetime__", _to_iso, _from_iso(datetime.datetime)),

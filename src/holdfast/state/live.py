@@ -21,6 +21,7 @@ from .capture import Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
+from .overlaps import PLACED, Key, Memory, Shared, described, overlaps, put_within, said_keys, tensors_within
 from .plain import is_plain, odd_kind
 from .stretches import Region, copy_common, is_nothing
 
@@ -153,6 +154,17 @@ class LiveState:
                 if kind := "on meta" if tensor.is_meta else odd_kind(tensor):
                     raise _refused_kind(key, kind)
         self.values()
+        self._refuse_shared_parts()
+
+    def _refuse_shared_parts(self) -> None:
+        """Raise ``BadInput`` where distributed tensors of optimizers overlap, which could not be made so again."""
+        for group in overlaps(self.memory()):
+            for name, slot, *_ in (key for key in group if key[1:] not in PLACED):
+                if is_distributed(self._state(self.parameter(name))[slot]):
+                    raise BadInput(
+                        f"{said_keys(group)} are one memory, and a resume would give each its own. Have the optimizer"
+                        " keep copies: .clone()."
+                    )
 
     def residuals_held(self) -> Held:
         """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""
@@ -182,6 +194,60 @@ class LiveState:
             for number, module in enumerate(self._modules)
             if module._buffers and (names := _persistent(module))
         ]
+
+    def memory(self) -> dict[Key, torch.Tensor]:
+        """Return all tensors that this process holds now, whoever stores them; those in lists and dictionaries too."""
+        found: dict[Key, torch.Tensor] = {}
+        for parameter in self.parameters:
+            found[parameter.name, "param"] = local_held(parameter.parameter)
+        for atom, tensor in self.buffers().values():
+            found[atom.name, "buffer"] = tensor
+        for parameter in self.parameters:
+            for slot, value in self._state(parameter).items():
+                found.update(tensors_within(value, (parameter.name, slot)))
+        return {key: local for key, tensor in found.items() if is_plain(local := local_held(tensor))}
+
+    def shared(self) -> Shared:
+        """Return which of them overlap in memory, and how, as JSON."""
+        return described(self.memory())
+
+    def bundles(self) -> list[list[str]]:
+        """Return the owners whose tensors overlap, also where that is within one: those are of one step."""
+        return [
+            list(dict.fromkeys(BUFFERS if key[1:] == ("buffer",) else key[0] for key in group))
+            for group in overlaps(self.memory())
+        ]
+
+    @torch.no_grad()
+    def share(self, shared: Shared) -> None:
+        """Let the optimizers' tensors overlap as told, with one another and with the model's. Raise ``RunMismatch``
+        where that cannot be."""
+        held = self.memory() if shared else {}
+        for group in shared:
+            memory = self._memory_for(group, held)
+            for key, offset, strides in group:
+                way = tuple(key[1:])
+                if memory is None or tuple(key) not in held or way in PLACED:
+                    continue
+                made = memory.view(offset, strides, held[tuple(key)])
+                if made is None:
+                    raise RunMismatch(
+                        f"{said_keys(tuple(key) for key, *_ in group)} were one memory in the run, and cannot be here."
+                        " Resume with the model and optimizer, and as many ranks, as the run had."
+                    )
+                slots = self._state(self.parameter(key[0]))
+                slots[way[0]] = put_within(slots[way[0]], way[1:], made)
+
+    def _memory_for(self, group: Sequence[Sequence[Any]], held: Mapping[Key, torch.Tensor]) -> Memory | None:
+        """Return the memory of a group: around the model's tensor in it, else new; None where less than two are
+        here."""
+        here = [(tuple(key), offset) for key, offset, _ in group if tuple(key) in held]
+        if len(here) < 2:
+            return None
+        anchor = next(((key, offset) for key, offset in here if key[1:] in PLACED), None)
+        if anchor is None:
+            return Memory.empty(group, held)
+        return Memory.around(held[anchor[0]], anchor[1])
 
     def values(self) -> dict[str, dict[str, Any]]:
         """What optimizers hold for stored parameters that is no tensor, by parameter and slot, as JSON."""
@@ -379,6 +445,11 @@ class LiveState:
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)
         return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
+
+
+def local_held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of ``tensor``, without asking autograd."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def counts_on_host(group: Mapping[str, Any]) -> bool:

@@ -141,8 +141,9 @@ class Timeline:
 
     def encode(self) -> bytes:
         table = asdict(self)
-        for name in ("by_saves", "run", "begun"):  # which say as much where they are not there
-            if not table[name]:
+        implied = {"by_saves": (False,), "run": ("", self.key), "begun": (0.0, self.created)}
+        for name, values in implied.items():  # as a record says that lacks them
+            if table[name] in values and (self.parent is None or not table[name]):
                 del table[name]
         return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
 
@@ -152,11 +153,12 @@ class Timeline:
         with reading(path):
             names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
             record = cls(table["timeline"], **{name: table[name] for name in names})
+            first = record.parent is None
             record = replace(
                 record,
                 by_saves=table.get("by_saves") is True,
-                run=str(table.get("run", "")),
-                begun=float(table.get("begun", 0.0)),
+                run=str(table.get("run", record.key if first else "")),
+                begun=float(table.get("begun", record.created if first else 0.0)),
             )
         if record.path != path:
             raise unreadable(path, f"it is the record of timeline {record.id}", len(data))

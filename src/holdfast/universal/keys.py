@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ KEY = "dcp"
 """Of an atom in an index its key in a state dict; of a commit's progress the ``paths`` and the ``values`` by key."""
 PROGRESS = "holdfast.progress"
 """The key of a progress as JSON, where that has no keys of its own."""
+MOST_OPTIMIZERS, MOST_NAMES = 64, 256
+"""Optimizers of one state, and names on the way to a tensor: each key is compared with all of them."""
 _GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
 
 Path = tuple[Any, ...]
@@ -91,6 +94,12 @@ def name_all(
     numbers are in which group is needed to name parameters that an optimizer knows by number. Raises ``BadInput``,
     naming ``where`` they are, if several could be the model and nothing tells which is."""
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
+    if len(optimizers) > MOST_OPTIMIZERS:
+        raise BadInput(
+            f"{where} has param_groups in {len(optimizers)} places, which is no state of a training"
+        )
+    if (longest := max((key.count(".") for key in tensors), default=0)) > MOST_NAMES:
+        raise BadInput(f"{where} has a tensor whose name has {longest} dots, which no model has")
     states = {key: found for key in tensors if (found := state_of(key, paths[key], optimizers)) is not None}
     rest = [key for key in paths if key in tensors and key not in states and not inside(key, optimizers)]
     by_optimizer = {name for name, _ in states.values() if not name.isdecimal()}
@@ -268,21 +277,33 @@ def _numbered(
         if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
+    numbers = [number for group in groups for number in group]
+    if any(isinstance(number, list | dict) for number in numbers):
+        raise TypeError("a parameter of a group is neither a number nor a name")
+    if not all(type(number) is int and 0 <= number < len(trained) for number in numbers):
+        return {}
     left = [deque(group) for group in groups]
     if {n for group in left for n in group} != set(range(len(trained))) or sum(map(len, left)) != len(
         trained
     ):
         return {}
+    heads: dict[frozenset[tuple[int, ...]], list[deque[int]]] = {}
+    """By the shapes of what is held for the next number of a group, those groups."""
+    for group in filter(None, left):
+        heads.setdefault(frozenset(shapes.get(group[0], set())), []).append(group)
     found = {}
     for name, kind in trained:
-        fitting = [g for g in left if g and _fits(kind.shape, shapes.get(g[0], set()), len(left) == 1)]
-        if len(fitting) != 1:
+        fitting = [held for held in heads if _fits(kind.shape, held, len(left) == 1)]
+        if len(fitting) != 1 or len(heads[fitting[0]]) != 1:
             return {}
-        found[str(fitting[0].popleft())] = name
+        [group] = heads.pop(fitting[0])
+        found[str(group.popleft())] = name
+        if group:
+            heads.setdefault(frozenset(shapes.get(group[0], set())), []).append(group)
     return found
 
 
-def _fits(shape: tuple[int, ...], held: set[tuple[int, ...]], alone: bool) -> bool:
+def _fits(shape: tuple[int, ...], held: AbstractSet[tuple[int, ...]], alone: bool) -> bool:
     """Whether an optimizer may hold tensors of these shapes for a parameter of ``shape``: all of that, or with ones in
     it, as factors of it have; numbers alone are of a number. In a group ``alone``, which is in order, what else it
     holds says nothing against it."""

@@ -40,6 +40,12 @@ MOST_DEPTH = 100
 """Of what is inside of one another."""
 MOST_IN_KEY = 256
 """Values in a key of a dictionary or a member of a set: all are looked at each time that it is looked up."""
+MOST_BITS = 4096
+"""Of a number in such a key."""
+MOST_ALIKE = 32
+"""Keys of one dictionary, or members of one set, that may have one hash: each is compared with all before it. Hashes of
+texts are drawn anew in each process, those of numbers and tuples can be computed by whoever writes a file; further ones
+become a ``Key`` each."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,39 @@ class Record:
             self.append(value)
 
     def __hash__(self) -> int:
-        plain = [value for value in self.fields.values() if isinstance(value, (str, int, tuple))]
-        return hash((self.name, len(self.args), *plain))
+        return _drawn_hash(self)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """A key of a dictionary, or a member of a set, in place of a ``value`` whose hash others have too."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return _drawn_hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.value == other.value
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def _drawn_hash(value: Any) -> int:
+    """Return a hash of ``value`` that nobody can foresee who does not know those of texts in this process."""
+    if value is None or isinstance(value, str | bytes | float | bool):
+        return hash(value)
+    if isinstance(value, Record):
+        return _drawn_hash((value.name, *value.args, *value.fields.values(), *value.items.values()))
+    if isinstance(value, list | tuple):
+        return hash(tuple(map(_drawn_hash, value)))
+    if isinstance(value, set | frozenset):
+        return hash(frozenset(map(_drawn_hash, value)))
+    return len(value) if isinstance(value, dict) else hash(repr(value))
 
 
 PLAIN: dict[str, Callable[..., Any]] = {
@@ -206,6 +240,8 @@ def _written_out(value: Any) -> int:
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, Record):
         return [*value.args, value.fields, value.items]
+    if isinstance(value, Key):
+        return [value.value]
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []
@@ -213,7 +249,7 @@ def _inside(value: Any) -> list[Any]:
 
 def _refuse_long_keys(keys: Iterable[Any]) -> None:
     for key in keys:
-        if isinstance(key, str | int):
+        if isinstance(key, str):
             continue
         stack, count = [key], 0
         while stack:
@@ -221,14 +257,46 @@ def _refuse_long_keys(keys: Iterable[Any]) -> None:
             count += len(each) if isinstance(each, list | tuple | set | frozenset | dict) else 1
             if count > MOST_IN_KEY:
                 raise ValueError(f"a key of more than {MOST_IN_KEY} values")
+            if isinstance(each, int) and each.bit_length() > MOST_BITS:
+                raise ValueError(f"a number of more than {MOST_BITS} bits as a key")
             stack += _inside(each)
 
 
-def _with_short_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """``load`` of an operation that looks up what is at ``keys`` of the stack."""
+def _is_spread(key: Any) -> bool:
+    """Return whether keys like ``key`` that differ have few hashes in common, whoever chose them."""
+    if type(key) is int:
+        return -(1 << 60) < key < 1 << 60
+    return key is None or isinstance(key, str | bytes | bool | float | Record | Key)
+
+
+def _spread(keys: Iterable[Any], known: dict[int, list[Any]]) -> list[Any]:
+    """Return ``keys`` with a ``Key`` in place of each that has the hash of many others. ``known`` has the first of each
+    hash, also those that are in the dictionary already."""
+    found = []
+    for key in keys:
+        if not _is_spread(key):
+            alike = known.setdefault(hash(key), [])
+            if key not in alike and len(alike) >= MOST_ALIKE:
+                key = Key(key)
+            elif key not in alike:
+                alike.append(key)
+        found.append(key)
+    return found
+
+
+def _with_short_keys(load: Callable[[Any], None], keys: slice, into: int | None) -> Callable[[Any], None]:
+    """``load`` of an operation that looks up what is at ``keys`` of the stack. ``into`` is where on the stack the
+    dictionary or set is that they go to, of -1 on the one below; None of a new one."""
 
     def checked(reader: Any) -> None:
-        _refuse_long_keys(reader.stack[keys])
+        found = reader.stack[keys]
+        _refuse_long_keys(found)
+        if not all(map(_is_spread, found)):
+            known: dict[int, list[Any]] = {}
+            if into is not None:
+                target = reader.metastack[-1][-1] if into == -1 else reader.stack[into]
+                known = reader.alike.setdefault(id(target), (target, known))[1]
+            reader.stack[keys] = _spread(found, known)
         load(reader)
 
     return checked
@@ -246,8 +314,8 @@ def _build(reader: Any) -> None:
 
 _DISPATCH: dict[int, Any] = pickle._Unpickler.dispatch
 _KEYS = {
-    pickle.SETITEMS: slice(0, None, 2), pickle.DICT: slice(0, None, 2), pickle.SETITEM: slice(-2, -1),
-    pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None),
+    pickle.SETITEMS: (slice(0, None, 2), -1), pickle.DICT: (slice(0, None, 2), None),
+    pickle.SETITEM: (slice(-2, -1), -3), pickle.ADDITEMS: (slice(None), -1), pickle.FROZENSET: (slice(None), None),
 }  # fmt: skip
 
 
@@ -255,12 +323,14 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
     dispatch = _DISPATCH | {
         pickle.BYTEARRAY8[0]: _refuse_bytearray,
         pickle.BUILD[0]: _build,
-        **{code[0]: _with_short_keys(_DISPATCH[code[0]], keys) for code, keys in _KEYS.items()},
+        **{code[0]: _with_short_keys(_DISPATCH[code[0]], *keys) for code, keys in _KEYS.items()},
     }
 
     def __init__(self, file: io.BytesIO, where: str, most: int) -> None:
         super().__init__(file, encoding="utf-8")
         self._where, self._left = where, most
+        self.alike: dict[int, tuple[Any, dict[int, list[Any]]]] = {}
+        """By identity each dictionary and set, and those of its keys whose hashes others could have chosen."""
 
     def _made(self, kind: Callable[..., Any], *given: Any) -> Any:
         """One of ``PLAIN``, which may be a copy of what is given: of so much altogether, and of no long keys."""
@@ -268,8 +338,11 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
         for each in given:
             if kind in (set, frozenset):
                 _refuse_long_keys(each)
+                given = (_spread(each, {}),)
             elif kind in (dict, OrderedDict) and isinstance(each, list | tuple):
                 _refuse_long_keys(key for key, _ in each)
+                keys = _spread((key for key, _ in each), {})
+                given = ([(key, value) for key, (_, value) in zip(keys, each, strict=True)],)
         if self._left < 0:
             raise ValueError("it copies what it holds more often than it has bytes")
         return kind(*given)

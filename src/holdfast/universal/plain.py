@@ -16,7 +16,7 @@ from ..state.encoding import tensor_json
 from ..units import MiB
 from .archives import Archive
 from .files import check_sum
-from .pickles import Record, Tensor
+from .pickles import Key, Record, Tensor
 from .source import MOST_EXPANDED
 
 MOST_BEYOND = 16 * MiB
@@ -41,6 +41,8 @@ class Plain:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value, where)
+        if isinstance(value, Key):
+            return self(value.value, where)
         value = _bytes_in(value)
         if isinstance(value, Record) and value.name.endswith(".multiarray.scalar"):
             return self._scalar(value, where)

@@ -19,6 +19,8 @@ from ..state.boxes import Box
 from ..state.capture import CapturedParameter
 from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.live import LiveState
+from ..state.overlaps import Key, Memory, described, said_keys
+from ..state.plain import flat_bytes
 from ..state.stretches import Region, boxes_of
 from ..units import MiB, packed
 from ..update.formed import FormedOptimizer
@@ -64,6 +66,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
     check_all(source, sorted({number for each in live for number in _parts_of(each)}))
+    _refuse_joined(state, source, live)
     before, residuals = [_of_parameters(optimizer) for optimizer in state.optimizers], dict(state.residuals)
     state.forget_optimizer_state()
     try:
@@ -83,6 +86,35 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     _load(state, source, live)
     source.refuse_rewritten()  # in this very moment, which is all that is left of it
     return found, _set_hyper_parameters(state, source.progress, found)
+
+
+def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> None:
+    """Raise ``RunMismatch`` where tensors that are one memory here have other values in ``source``."""
+    held = state.memory()
+    wanted: dict[Key, list[_Wanted]] = {}
+    for each in live:
+        wanted.setdefault((each.name, each.slot), []).append(each)
+    for group in described({key: held[key] for key in wanted if key in held}):
+        one_each = [member for member in group if len(wanted[tuple(member[0])]) == 1]
+        if len(one_each) < 2:
+            continue
+        values = {}
+        for key in (tuple(member[0]) for member in one_each):
+            [each] = wanted[key]
+            [read] = read_tensors(source, [(each.stored, each.box)])
+            values[key] = read.to(held[key].dtype).view(held[key].shape)
+        memory = Memory.empty(one_each, values)
+        made = {
+            tuple(key): memory.view(offset, strides, values[tuple(key)]) for key, offset, strides in one_each
+        }
+        if any(
+            there is None or not torch.equal(flat_bytes(there), flat_bytes(values[key]))
+            for key, there in made.items()
+        ):
+            raise RunMismatch(
+                f"{said_keys(made)} are one memory here, and {source.path} has other values for each, so not all could"
+                " be brought back. Give each memory of its own (.clone())."
+            )
 
 
 def _of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:

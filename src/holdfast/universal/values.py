@@ -7,6 +7,7 @@ nested again here.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,11 +137,8 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
 
 def _joined_groups(single: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One group of the parameters that have the same hyper-parameters."""
-    groups: list[tuple[dict[str, Any], list[str]]] = []
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, options in single.items():
-        same = next((names for other, names in groups if other == options), None)
-        if same is None:
-            groups.append((options, [name]))
-        else:
-            same.append(name)
-    return [{**options, "params": names} for options, names in groups]
+        text = json.dumps(options, sort_keys=True)
+        groups.setdefault(text, (options, []))[1].append(name)
+    return [{**options, "params": names} for options, names in groups.values()]

@@ -216,7 +216,11 @@ def _finish(run: Runtime, step: Step, m: int) -> Any:
     with run.attributes.before(last + 1, m) if attending else nullcontext():
         event = batch.coroutine.resume(batch.deliveries[last].reply())
     if not isinstance(event, Returned):
-        raise ModelNotSupported(f"the model called block {event.block} after its last block.")
+        raise ModelNotSupported(
+            f"the model called {run.blocks[event.block].name} again after its last block, as models do whose layers"
+            " share their parameters (ALBERT, universal transformers). Every micro-batch must call every block once:"
+            " pass blocks= that do, or train this model in memory, with a Checkpointer."
+        )
     return event.value
 
 

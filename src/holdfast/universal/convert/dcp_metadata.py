@@ -12,12 +12,15 @@ from ...errors import BadInput, Damaged, FileMissing, HoldfastError
 from ...state.atoms import DTYPE_BYTES
 from ...state.boxes import Box
 from .. import pickles
+from ..archives import PICKLE_BYTES
 from ..keys import Kind
 from ..pickles import Record
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TABLES = (f"{_CLASSES}Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
+_WHOLE = "whole"
+"""The place of an entry that is not a chunk."""
 _MOST = 1 << 62
 """More than any size or offset is."""
 
@@ -71,14 +74,15 @@ class Claims:
             raise ValueError(f"it holds a {getattr(table, 'name', type(table).__name__)}")
         stored = self._stored(table.get("storage_data"))
         about = table.get("state_dict_metadata")
-        wanted: set[tuple[str, tuple[int, ...] | None]] = set()
+        wanted: set[tuple[str, str]] = set()
         for key, record in about.items():
             if record.name == f"{_CLASSES}BytesStorageMetadata":
                 self.values[key] = self._entry_of(stored, key, None)
-                wanted.add((key, None))
+                wanted.add((key, _WHOLE))
             elif record.name == f"{_CLASSES}TensorStorageMetadata":
                 self.tensors[key] = self._shards(key, record, stored)
-                wanted |= {(key, chunk.box.start) for chunk in self.tensors[key].chunks} | {(key, None)}
+                wanted |= {(key, _place(chunk.box.start)) for chunk in self.tensors[key].chunks}
+                wanted.add((key, _WHOLE))
             else:
                 raise ValueError(f"{key} is a {record.name}")
         for key, offset in stored.keys() - wanted:
@@ -113,20 +117,20 @@ class Claims:
 
     def _entry_of(
         self,
-        stored: Mapping[tuple[str, tuple[int, ...] | None], Entry],
+        stored: Mapping[tuple[str, str], Entry],
         key: str,
         start: tuple[int, ...] | None,
     ) -> Entry:
-        entry = stored.get((key, start)) or stored.get((key, None))
+        entry = stored.get((key, _place(start))) or stored.get((key, _WHOLE))
         if entry is None:
             place = "" if start is None else f" from {list(start)} on"
             raise self._damaged(f"does not say where {key}{place} is: a chunk is missing")
         return entry
 
-    def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Entry]:
+    def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, str], Entry]:
         """Where everything is: inside of files that are there, and nothing twice."""
         sizes: dict[str, int] = {}
-        found: dict[tuple[str, tuple[int, ...] | None], Entry] = {}
+        found: dict[tuple[str, str], Entry] = {}
         for index, info in table.items():
             key, offset = index.get("fqn"), index.get("offset")
             name, start, length = info.get("relative_path"), *ints((info.get("offset"), info.get("length")))
@@ -141,7 +145,7 @@ class Claims:
                 raise self._damaged(
                     f"says that {key} is at {start} to {start + length} of {name}, which has {sizes[name]} bytes"
                 )
-            place = key, None if offset is None else ints(offset)
+            place = key, _place(None if offset is None else ints(offset))
             if place in found:
                 raise self._damaged(f"says twice where {key} is")
             found[place] = Entry(self._folder / name, start, length)
@@ -172,6 +176,8 @@ class Claims:
 
 def _read(path: Path) -> bytes:
     try:
+        if (size := path.stat().st_size) > PICKLE_BYTES:
+            raise Damaged(f"{path} has {size} bytes, more than any that torch writes", path=str(path))
         return path.read_bytes()
     except FileNotFoundError:
         if (path.parent / f"__0{METADATA}").exists():
@@ -180,6 +186,11 @@ def _read(path: Path) -> bytes:
                 " without that."
             ) from None
         raise FileMissing(f"{path} is missing: the save was not finished", path=str(path)) from None
+
+
+def _place(start: tuple[int, ...] | None) -> str:
+    """Return where a chunk begins as a text: hashes of tuples of numbers can be chosen by who wrote the file."""
+    return _WHOLE if start is None else str(list(start))
 
 
 def ints(values: Any) -> tuple[int, ...]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ...errors import Damaged, FileMissing
 
+INDEX_BYTES = 100_000_000
+"""More than any index has."""
+
 
 def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]:
     """The file ``path``, or those of the folder: ``single``, or what its ``index`` names. And the keys that the index
@@ -19,6 +22,8 @@ def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]
         return [path], set()
     if (path / single).is_file() or not (path / index).is_file():
         return [path / single], set()
+    if (size := (path / index).stat().st_size) > INDEX_BYTES:
+        raise Damaged(f"{path / index} is no index of files: it has {size} bytes", path=str(path / index))
     try:
         named = json.loads((path / index).read_text())["weight_map"]
         names = sorted(set(named.values()))

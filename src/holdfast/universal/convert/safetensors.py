@@ -20,6 +20,7 @@ from ...state.atoms import DTYPE_BYTES, Atom
 from ...state.boxes import Box
 from ...state.pieces import Pieces, dense
 from ...store.layout import Entry, without_pads
+from ...units import MiB
 from ..files import Files
 from ..source import Part, Stored, Sums
 from ..told import told, told_progress
@@ -31,6 +32,7 @@ _UNREAD = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|optimizer_\d+|trainer_state\.json"
     r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl|(pytorch_)?model_\d+\.(safetensors|bin)"
 )
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 DIGITS = 16
 """Of a checksum."""
 HEADER_BYTES = 100_000_000
@@ -152,6 +154,7 @@ def header_of(path: Path) -> Header:
 
 def _table_of(header: bytes) -> dict[str, Any]:
     """Return a header as JSON, as strictly as the safetensors library reads it. Raises ``ValueError``."""
+    _refuse_many_lists(header)
     text = header.decode("utf-8")
     table = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
     if type(table) is not dict:
@@ -159,6 +162,17 @@ def _table_of(header: bytes) -> dict[str, Any]:
     for name in table:
         name.encode()  # raises for half of a surrogate pair, which no other reader takes
     return table
+
+
+def _refuse_many_lists(header: bytes) -> None:
+    """Raise ``ValueError`` if ``header`` has far more lists and objects than its tensors need, which would take twenty
+    times its size in memory."""
+
+    def has_many(text: bytes) -> bool:
+        return 8 * (text.count(b"[") + text.count(b"{")) > len(header)
+
+    if len(header) > MiB and has_many(header) and has_many(_TEXT.sub(b"", header)):
+        raise ValueError("it has many more lists than tensors")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

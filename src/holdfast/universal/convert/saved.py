@@ -31,6 +31,8 @@ from .safetensors import unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MOST_NUMBERED = 1 << 32
+"""More than an optimizer has parameters."""
 _ZIP = b"PK\x03\x04"
 
 
@@ -103,11 +105,11 @@ class Saved(Files):
 
     def _tied(self, named: Named) -> dict[str, str]:
         """By key of a tensor of the model, that of the one before it which is the same memory."""
-        first: dict[tuple[Path, Tensor], str] = {}
+        first: dict[str, str] = {}  # by texts: hashes of numbers can be chosen by who wrote the file
         tied = {}
         for key, (archive, tensor) in self._held.items():
             of_model = key in named.tensors and named.tensors[key][1] in ("param", "buffer")
-            if of_model and (known := first.setdefault((archive.path, tensor), key)) != key:
+            if of_model and (known := first.setdefault(f"{archive.path} {tensor}", key)) != key:
                 tied[key] = known
         return tied
 
@@ -166,6 +168,8 @@ def _by_name(state: dict[Any, Any]) -> dict[Any, Any]:
     for group in groups:
         numbers, own = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (0, 0)
         if not isinstance(numbers, list) or not isinstance(own, list) or len(numbers) != len(own):
+            return state
+        if not all(type(number) is int and 0 <= number < MOST_NUMBERED for number in numbers):
             return state
         names |= dict(zip(numbers, own, strict=True))
     if len(set(names.values())) != len(names) or not slots.keys() <= names.keys():

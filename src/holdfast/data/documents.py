@@ -1,0 +1,276 @@
+"""Documents: what text files hold, read piece by piece, each error with its file, line and byte.
+
+The name of a file says its form, in any case: ``.jsonl`` and ``.ndjson`` hold one JSON object a line, ``.json`` an
+array of objects or objects one after another, all others plain text; ``.gz`` or ``.zst`` at the end says that it is
+packed. Text is UTF-8, with or without a byte order mark. Raises ``BadInput`` for all else.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from ..errors import BadInput
+
+LINES, VALUES, PLAIN = "lines", "values", "plain"
+FORMS = {".jsonl": LINES, ".ndjson": LINES, ".json": VALUES}
+PACKED = (".gz", ".zst")
+OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+"""Byte order marks of what is not read; the longer ones first, since they begin with the others."""
+
+KEYS = ("text", "prompt", "completion")
+
+
+class Record(NamedTuple):
+    """A document; of a pair, ``prompt`` comes before ``text``. ``where`` is its file and line."""
+
+    text: str
+    prompt: str | None
+    where: str
+
+
+def form_of(path: Path) -> str:
+    """Return what the name of ``path`` says that it holds."""
+    name = path.name.lower()
+    for ending in PACKED:
+        name = name.removesuffix(ending)
+    return FORMS.get(os.path.splitext(name)[1], PLAIN)
+
+
+def is_packed(path: Path) -> bool:
+    return path.name.lower().endswith(PACKED)
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file of JSON."""
+    if form_of(path) == LINES:
+        for number, line in _lines(path):
+            if line.strip():
+                yield _record(_parsed(line, path, number), f"{path}:{number}")
+        return
+    for number, value in _values("".join(line for _, line in _lines(path)), path):
+        yield _record(value, f"{path}:{number}")
+
+
+def chunks(path: Path, characters: int) -> Iterator[str]:
+    """Yield the text of a file in chunks of about ``characters``, which end with a line unless that is longer."""
+    with _Reader(path) as reader:
+        while text := reader.read(characters):
+            yield text if text.endswith("\n") else text + reader.readline(characters)
+
+
+class _Reader:
+    """Reads the text of a file, and knows where it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._line, self._offset, self._begun = path, 1, 0, False
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._file = _opened(path)
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, nbytes: int) -> str:
+        """Return the next text of about ``nbytes``; nothing at the end alone."""
+        return self._text(self._file.read, nbytes)
+
+    def readline(self, nbytes: int = -1) -> str:
+        """Return the next line, or as much of it as ``nbytes`` hold."""
+        return self._text(self._file.readline, nbytes)
+
+    def _text(self, read: Any, nbytes: int) -> str:
+        while True:
+            data = self._bytes(read, nbytes)
+            text = self._decoded(data)
+            if text or not data:
+                return text
+
+    def _bytes(self, read: Any, nbytes: int) -> bytes:
+        try:
+            return read(nbytes)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise BadInput(
+                f"{self._path} is no whole gzip file: {error}. Pack it again or leave it out."
+            ) from error
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "zstandard":
+                raise
+            raise BadInput(
+                f"{self._path} is no whole zstd file: {error}. Pack it again or leave it out."
+            ) from error
+
+    def _decoded(self, data: bytes) -> str:
+        """Decode ``data``, which follows what was read before; none is the end, where characters must be whole."""
+        if self._offset == 0:
+            self._refuse_other_marks(data)
+        waiting = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            at = self._offset - waiting + error.start
+            line = self._line + error.object[: error.start].count(b"\n")
+            raise BadInput(
+                f"{self._path}:{line} is no text in UTF-8 (byte {at} of the file, 0x{error.object[error.start]:02x})."
+                " Convert it or leave it out."
+            ) from error
+        if "\0" in text:
+            before = text[: text.index("\0")]
+            raise BadInput(
+                f"{self._path}:{self._line + before.count(chr(10))} has a NUL (byte"
+                f" {self._offset - waiting + len(before.encode())} of the file), so it is UTF-16 without a mark, or no"
+                " text. Convert it to UTF-8 or leave it out."
+            )
+        self._offset += len(data)
+        self._line += text.count("\n")
+        if not self._begun and text:
+            self._begun, text = True, text.removeprefix("\ufeff")
+        return text
+
+    def _refuse_other_marks(self, data: bytes) -> None:
+        for mark, name in OTHER_MARKS.items():
+            if data.startswith(mark):
+                raise BadInput(
+                    f"{self._path} is {name}, by its byte order mark. Convert it: iconv -f {name} -t UTF-8 {self._path}"
+                )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file, numbered from 1."""
+    with _Reader(path) as reader:
+        number = 1
+        while line := reader.readline():
+            yield number, line
+            number += 1
+
+
+def _opened(path: Path) -> BinaryIO:
+    if not os.access(path, os.R_OK):
+        raise BadInput(f"{path} may not be read. Change its mode or leave it out.")
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if not name.endswith(".zst"):
+        return path.open("rb")
+    try:
+        unpack = import_module("zstandard").ZstdDecompressor()
+    except ImportError as error:
+        raise BadInput(
+            f"{path} needs zstandard, which cannot be imported ({error}): pip install 'holdfast[compress]', or unpack"
+            " it first"
+        ) from error
+    packed = unpack.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+    return io.BufferedReader(packed)  # type: ignore[return-value]
+
+
+class _Object(list[tuple[str, Any]]):
+    """A JSON object with all of its keys."""
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_Object)
+_space = re.compile(r"[ \t\n\r]*")
+
+
+def _parsed(line: str, path: Path, number: int) -> Any:
+    """Return the JSON value of one line."""
+    line = line.rstrip()  # an error at the end of the line is in this line
+    start = len(line) - len(line.lstrip())
+    value, end = _raw(line, start, path, number)
+    if line[end:].strip():
+        _refuse_json(path, number, "something follows its value", end + 1)
+    return value
+
+
+def _values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the values of an array, or values one after another, each with its line."""
+    place, line, in_array = 0, 1, False
+    first = True
+
+    def skip() -> None:
+        nonlocal place, line
+        end = _space.match(text, place).end()  # type: ignore[union-attr]
+        line += text.count("\n", place, end)
+        place = end
+
+    skip()
+    if text.startswith("[", place):
+        in_array, place = True, place + 1
+    while True:
+        skip()
+        if in_array and text.startswith("]", place):
+            in_array, place = False, place + 1
+            skip()
+            if place < len(text):
+                _refuse_json(path, line, "something follows its array")
+        if place >= len(text):
+            break
+        if in_array and not first:
+            if not text.startswith(",", place):
+                _refuse_json(path, line, "a comma is missing between its records")
+            place += 1
+            skip()
+        value, end = _raw(text, place, path, line)
+        yield line, value
+        line += text.count("\n", place, end)
+        place, first = end, False
+    if in_array:
+        _refuse_json(path, line, "its array has no end")
+
+
+def _raw(text: str, start: int, path: Path, line: int) -> tuple[Any, int]:
+    try:
+        return _decoder.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        _refuse_json(path, line + text.count("\n", start, error.pos), error.msg, error.colno)
+    except ValueError as error:
+        _refuse_json(path, line, str(error))
+    except RecursionError:
+        _refuse_json(path, line, "it is nested too deeply")
+
+
+def _refuse_json(path: Path, line: int, why: str, column: int | None = None) -> NoReturn:
+    at = "" if column is None else f" (column {column})"
+    raise BadInput(f"{path}:{line} is no JSON: {why}{at}")
+
+
+def _record(value: Any, where: str) -> Record:
+    pairs = value if isinstance(value, _Object) else []
+    told = dict(pairs)
+    for key in KEYS:
+        if sum(name == key for name, _ in pairs) > 1:
+            raise BadInput(f'{where} has "{key}" twice. Leave one of them out.')
+        _refuse_halves(key, told.get(key), where)
+    if isinstance(told.get("text"), str):
+        return Record(told["text"], None, where)
+    if isinstance(told.get("prompt"), str) and isinstance(told.get("completion"), str):
+        return Record(told["completion"], told["prompt"], where)
+    raise BadInput(
+        f'{where} has neither "text" nor "prompt" and "completion", as text in quotes; it has'
+        f" {', '.join(told) or 'no keys'}"
+    )
+
+
+def _refuse_halves(key: str, text: Any, where: str) -> None:
+    """Raise ``BadInput`` where ``text`` has half of a character, which no encoding of text holds."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f'{where} has \\u{ord(text[error.start]):04x} in "{key}" (character {error.start}), which is half of a'
+            " character (a lone surrogate). Write the whole character, or leave it out."
+        ) from error

@@ -1,0 +1,103 @@
+"""Schedules: learning-rate schedulers that are at work and were not given, so that no commit has their place.
+
+A scheduler of torch leaves ``initial_lr`` in the groups of its optimizer; ``ReduceLROnPlateau`` leaves nothing, and is
+seen when a learning rate has moved. Who it is, is looked for among what refers to the optimizer, once.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..units import shown
+
+MOST_LOOKED_AT = 10_000
+"""Things in a given thing, such as the schedulers in a ``SequentialLR``."""
+
+
+class Forgotten:
+    """Looks for schedulers of ``optimizers`` that are not in ``given``. Called after every step."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]) -> None:
+        members = [member for each in optimizers for member in getattr(each, "members", ())]
+        self._optimizers, self._given = [*optimizers, *members], list(given)
+        self._rates: list[Any] | None = None
+        self._looked = {"bound": False, "moved": False}
+        """By sign, whether schedulers were looked for since it was seen."""
+
+    def look(self, how: str, stacklevel: int) -> None:
+        """Warn at the first step that shows a scheduler at work which was not given; ``how`` says what to do."""
+        if all(self._looked.values()):
+            return
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        before, self._rates = self._rates, [rate for g in groups if isinstance(rate := g.get("lr"), float)]
+        signs = {
+            "bound": any("initial_lr" in group for group in groups),
+            "moved": before is not None and before != self._rates,
+        }
+        new = [sign for sign, is_there in signs.items() if is_there and not self._looked[sign]]
+        if not new:
+            return
+        self._looked |= dict.fromkeys(new, True)
+        given = _things_in(self._given)
+        names = sorted({type(each).__name__ for o in self._optimizers for each in _schedulers_of(o)
+                        if id(each) not in given})  # fmt: skip
+        if names:
+            self._looked = dict.fromkeys(self._looked, True)
+            warnings.warn(
+                f"{shown(names)} moves learning rates and was not given, so no step of the run has its place, and after"
+                f" a resume it begins anew. {how}",
+                stacklevel=stacklevel,
+            )
+
+
+def needs_arguments(scheduler: Any) -> bool:
+    """Return whether ``scheduler.step`` cannot be called without a value, as that of ``ReduceLROnPlateau``."""
+    try:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.default is each.empty and each.kind in by_position for each in parameters)
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for each in _referring_to(optimizer):
+        looks_so = isinstance(each, LRScheduler) or "sched" in type(each).__name__.lower()
+        if looks_so and getattr(each, "optimizer", None) is optimizer and hasattr(each, "state_dict"):
+            yield each
+
+
+def _referring_to(thing: Any) -> Iterator[Any]:
+    """Return the objects of which ``thing`` is an attribute."""
+    for each in gc.get_referrers(thing):
+        if isinstance(each, dict):
+            yield from (owner for owner in gc.get_referrers(each) if getattr(owner, "__dict__", None) is each)
+        else:
+            yield each
+
+
+def _things_in(given: Sequence[Any]) -> set[int]:
+    """Return the ids of ``given`` and of what is in them."""
+    seen: set[int] = set()
+    waiting = list(given)
+    while waiting and len(seen) < MOST_LOOKED_AT:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(
+            thing, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type)
+        ):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Mapping):
+            waiting += thing.values()
+        elif isinstance(thing, (list, tuple, set)):
+            waiting += thing
+        else:
+            waiting += vars(thing).values() if hasattr(thing, "__dict__") else []
+    return seen

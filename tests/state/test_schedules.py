@@ -1,0 +1,87 @@
+"""A scheduler that moves learning rates and was not given is told of, at the step that shows it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR
+
+from holdfast import Checkpointer
+from holdfast.state.schedules import needs_arguments
+
+
+def rising(optimizer):
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+
+def plateau(optimizer):
+    return ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
+
+
+def train(run, make, after_update=None, **options):
+    """Four steps, with a schedule; ``options`` are given what was made by name."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    given = dict.fromkeys(options, scheduler)
+    with Checkpointer(run, model=model, optimizer=optimizer, **given) as checkpointer:
+        checkpointer.resume()
+        for _ in range(4):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            scheduler.step(*[1.0] * needs_arguments(scheduler))
+            checkpointer.step()
+
+
+@pytest.mark.parametrize("make", [rising, plateau])
+def test_a_forgotten_scheduler_is_told_once(tmp_path, make):
+    with pytest.warns(UserWarning, match="moves learning rates and was not given") as told:
+        train(tmp_path / "run", make)
+    assert len(told) == 1
+    assert type(make(torch.optim.SGD([torch.ones(1)], lr=0.1))).__name__ in str(told[0].message)
+
+
+@pytest.mark.parametrize("make", [rising, plateau])
+def test_a_given_scheduler_is_not_told(tmp_path, make):
+    train(tmp_path / "run", make, scheduler=True)
+
+
+def test_schedulers_in_a_given_one_are_known(tmp_path):
+    def several(optimizer):
+        return SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
+
+    train(tmp_path / "run", several, scheduler=True)
+
+
+def test_rates_that_a_script_sets_are_no_scheduler(tmp_path):
+    class Sets:
+        def __init__(self, optimizer):
+            self.group, self.steps = optimizer.param_groups[0], 0
+
+        def step(self):
+            self.steps += 1
+            self.group["lr"] = 0.1 / self.steps
+
+    train(tmp_path / "run", Sets)
+
+
+def test_a_forgotten_scaler_is_told(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        scaler.scale(model(torch.ones(3)).sum()).backward()
+        with pytest.warns(UserWarning, match="a GradScaler steps the optimizer and was not given"):
+            scaler.step(optimizer)
+        scaler.update()
+        checkpointer.step()
+
+
+def test_which_steps_need_a_value():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert needs_arguments(plateau(optimizer)) and not needs_arguments(rising(optimizer))

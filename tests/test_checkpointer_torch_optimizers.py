@@ -1,0 +1,73 @@
+"""Every optimizer of ``torch.optim`` under a Checkpointer has the bits of a plain loop after a kill."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+from torch import nn
+
+import holdfast
+import torch_optimizers
+
+CONFIGURATIONS = torch_optimizers.configurations()
+
+
+def begin():
+    """A layer for each configuration, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3) for _ in CONFIGURATIONS])
+    optimizers = [
+        torch_optimizers.make(*told, [*layer.parameters()])
+        for layer, told in zip(model, CONFIGURATIONS.values(), strict=True)
+    ]
+    return model, optimizers
+
+
+def iterate(model, optimizers, i):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
+    sum(layer(x).square().mean() for layer in model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+
+
+def held(model, optimizers):
+    """By configuration, weights and state."""
+    each = zip(CONFIGURATIONS, model, optimizers, strict=True)
+    return {
+        name: ([p.detach() for p in layer.parameters()], [dict(slots) for slots in optimizer.state.values()])
+        for name, layer, optimizer in each
+    }
+
+
+def alike(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
+    """From a base in the midst and the records after it; all in one run, each for a layer of its own."""
+    whole = begin()
+    for i in range(8):
+        iterate(*whole, i)
+    root = tmp_path / "run"
+    for until in (6, 8):
+        model, optimizers = begin()
+        with holdfast.Checkpointer(root, model=model, optimizer=optimizers) as ckpt:
+            assert ckpt.resume() == (0 if until == 6 else 6)
+            for i in range(ckpt.steps_done, until):
+                iterate(model, optimizers, i)
+                ckpt.step()
+                if i == 2:
+                    ckpt.save()
+            ckpt.wait()
+            root = shutil.copytree(root, tmp_path / "killed" / str(until))
+    there, found = held(*whole), held(model, optimizers)
+    assert len(CONFIGURATIONS) >= 137
+    assert [name for name in CONFIGURATIONS if not alike(there[name], found[name])] == []

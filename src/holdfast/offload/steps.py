@@ -94,9 +94,8 @@ class StepMaker:
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
         shape = rules.shape(len(micro_batches), commit)
-        if casts(
-            autocast_state()
-        ):  # then every block is computed again, and its inputs are to come in time for that
+        if casts(autocast_state()):
+            # then every block is computed again, and its inputs are to come in time for that
             shape = replace(shape, recomputed_fraction=1.0)
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams

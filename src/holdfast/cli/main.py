@@ -24,10 +24,10 @@ from .machine import launched
 from .planning import AsJson
 
 EXIT_CODES = (
-    "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, nothing "
-    "was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once, on SIGINT "
-    "and SIGTERM; 141 nobody reads the output any more. `train` commits its step on a first Ctrl-C or SIGTERM and ends "
-    "with 0; a second one leaves at once."
+    "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
+    "nothing was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once, "
+    "on SIGINT and SIGTERM; 141 nobody reads the output any more. `train` commits its step on a first Ctrl-C or "
+    "SIGTERM and ends with 0; a second one leaves at once."
 )
 
 app = typer.Typer(

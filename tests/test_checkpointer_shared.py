@@ -226,6 +226,17 @@ def test_a_replica_of_shared_memory_is_refused(tmp_path):
         holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizers, replica=True).resume()
 
 
+def test_a_replica_takes_buffers_that_are_one(tmp_path):
+    """As one mask in several layers: records hold buffers by value."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mask = torch.ones(2)
+    for layer in model:
+        layer.register_buffer("mask", mask)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, replica=tmp_path) as ckpt:
+        assert ckpt.resume() == 0
+
+
 def test_overlap_is_found_by_bytes():
     flat = torch.zeros(128)
     columns = flat[:16].view(4, 4)

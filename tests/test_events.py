@@ -87,6 +87,12 @@ def test_what_was_lost_is_said(tmp_path):
     log.emit("step", step=5)
     assert said_lost(log.path, 4).startswith("Lost: step 5 was done and not durable")
     assert said_lost(log.path, 3).startswith("Lost: steps 4 to 5 were done and not durable")
+    log.emit("step", step=6, durable_step=5)
+    log.emit("step", durable_step=None)  # a line of the script's own
+    assert said_lost(log.path, 5).startswith("Lost: step 6 was done and not durable")
+    assert said_lost(log.path, 4).startswith(
+        "Later steps, to 5, had been durable: files of journal/ or commits/"
+    )
 
 
 def test_a_resume_is_one_line_on_standard_error(tmp_path):

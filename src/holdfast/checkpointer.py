@@ -318,8 +318,8 @@ class Checkpointer:
         started = time.perf_counter()
         self._loop.stepped(updates)
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
-        other = self._loop.has_new_buffers or self._loop.state.has_other_buffers()
-        if self._tap.changed or (alone and (self._tap.lost or other)):
+        other = alone and (self._loop.has_new_buffers or self._loop.state.has_other_buffers())
+        if self._tap.changed or other or (alone and self._tap.lost):
             self._adapt(updates)
         elif self._tap.lost:
             self._survival.lose(updates, self._tap.lost)

@@ -79,23 +79,33 @@ def tell(text: str) -> None:
 def said_lost(log: Path | None, step: int) -> str:
     """Return which steps after ``step`` the events in ``log`` tell of, as a sentence: who resumes there does them
     again. Events are a line a second at most, so there may have been more."""
-    newest = _newest_step(log) if log is not None else step
+    newest, durable = _newest_steps(log) if log is not None else (step, step)
+    if durable > step:
+        return (
+            f"Later steps, to {durable:,}, had been durable: files of journal/ or commits/ are missing. Put them back"
+            " and resume again, or those steps are done again."
+        )
     if newest <= step:
         return "No later step is known."
     steps = f"steps {step + 1:,} to {newest:,} were" if newest > step + 1 else f"step {newest:,} was"
     return f"Lost: {steps} done and not durable, perhaps more; they are done again."
 
 
-def _newest_step(log: Path) -> int:
-    """Return the highest step in the last events of ``log``; -1 if there is none."""
+def _newest_steps(log: Path) -> tuple[int, int]:
+    """Return the highest step done and the highest durable one in the last events of ``log``; -1 if there is none."""
     try:
         with open(open_regular(log), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             events = list(parsed(file.read().splitlines()))
     except (OSError, Damaged):
-        return -1
-    steps = [each["step"] for each in _since_the_opening(events) if each.get("event") == "step"]
-    return max((step for step in steps if isinstance(step, int)), default=-1)
+        return -1, -1
+    steps = [each for each in _since_the_opening(events) if each.get("event") == "step"]
+    done, durable = ([each.get(key) for each in steps] for key in ("step", "durable_step"))
+    return _highest(done), _highest(durable)
+
+
+def _highest(numbers: list[Any]) -> int:
+    return max((number for number in numbers if type(number) is int), default=-1)
 
 
 def _since_the_opening(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -150,6 +150,18 @@ def test_without_residuals_every_step_is_continuation_exact(tmp_path, codec):
         assert same(go_on(loop, again, STEPS)[STEPS], states[STEPS])
 
 
+@pytest.mark.parametrize("codec", LOSSY.values(), ids=list(LOSSY))
+def test_a_step_without_any_gradient_is_recorded(tmp_path, codec):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, codec=codec) as checkpointer:
+        checkpointer.resume()
+        optimizer.step()
+        checkpointer.step()
+        checkpointer.wait()
+        assert checkpointer.durable_step == 1
+
+
 def test_a_step_without_a_base_cannot_be_had_continuation_exact(tmp_path):
     loop, checkpointer = start(tmp_path, TopK(0.2))
     with checkpointer:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from holdfast import Checkpointer
-from holdfast.state.schedules import needs_arguments
+from holdfast.state.schedules import MOST_LOOKED_AT, needs_arguments
 
 
 def rising(optimizer):
@@ -53,6 +53,34 @@ def test_schedulers_in_a_given_one_are_known(tmp_path):
         return SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
 
     train(tmp_path / "run", several, scheduler=True)
+
+
+class Loader:
+    """A place in data, with many things in it."""
+
+    def __init__(self):
+        self.texts = [[str(number)] for number in range(2 * MOST_LOOKED_AT)]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert not state
+
+
+def test_a_scheduler_beside_large_data_is_known(tmp_path):
+    """The schedulers in it as well."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
+    with Checkpointer(
+        tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler, loader=Loader()
+    ) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        checkpointer.step()
 
 
 def test_rates_that_a_script_sets_are_no_scheduler(tmp_path):

@@ -111,6 +111,14 @@ def test_a_spoiled_listing_is_asked_for_again(spoiled, how):
     assert not proxy.times
 
 
+def test_a_mark_of_a_folder_is_no_entry(spoiled):
+    """Some tools leave an empty object that is called like the folder."""
+    disk, proxy = spoiled
+    mark = urllib.request.Request(f"{proxy.endpoint}/bucket/runs/a/journal/", method="PUT", data=b"")
+    urllib.request.urlopen(mark).close()
+    assert disk.listdir("journal") == [] and disk.listdir("commits") == NAMES
+
+
 @pytest.mark.parametrize("how", ["broken", "cut", "page"])
 def test_a_listing_that_stays_spoiled_is_named(spoiled, how):
     disk, proxy = spoiled

@@ -190,10 +190,9 @@ class BaseMaker:
         """Copy what is in ``unit``. Returns the buffer, and the events of copies that are under way into it; None where
         a later step will find a pinned buffer free, unless it has to be ``now``: then training waits for the copies."""
         nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
-        if devices and self._landing is None:
-            self._landing = Landing(
-                devices, max(each.layout.file_bytes for each in self._units if not each.late)
-            )
+        largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
+        if devices and largest and self._landing is None:
+            self._landing = Landing(devices, largest)
             self._recorder.put(Task(self._landing.make, at_once=True))
         landing = self._landing if devices else None
         buffer = landing.take(nbytes) if landing is not None else None

@@ -137,9 +137,10 @@ def refuse_renormalised(model: nn.Module) -> None:
 
 def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ``BadInput`` where gradients will be sparse: records hold plain ones, and other optimizers take those."""
+    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad:
+        if is_sparse and module.weight.requires_grad and id(module.weight) in updated:
             raise BadInput(
                 f"{name or 'the model'} makes sparse gradients, which records do not hold. Build it with"
                 " sparse=False, and give its weight to an optimizer of dense gradients (AdamW)."

@@ -141,8 +141,10 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
 
 
 def _refuse_shared(state: LiveState) -> None:
-    if shared := state.shared():
-        names = said_keys(tuple(key) for key, *_ in shared[0])
+    """Raise ``BadInput`` for tensors that are one memory; not for buffers alone, which records hold by value."""
+    shared = [[tuple(key) for key, *_ in group] for group in state.shared()]
+    if trained := [keys for keys in shared if any(key[1:] != ("buffer",) for key in keys)]:
+        names = said_keys(trained[0])
         raise BadInput(f"{names} are one memory, and would not be in a replica. {_INSTEAD}")
 
 

@@ -22,6 +22,7 @@ from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
 from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
+from ..store.target import Url
 from ..store.verifying import NONE_WHOLE
 from ..units import shown
 from .computing import needs_threads, told_in, told_of_other
@@ -153,7 +154,9 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
     why."""
     step, root = line.step, line.store.root
     newest = line.store.timelines()[0].get(line.store.tip())
-    if newest is not None and newest.writer.get(BY) == RECORDS and not line.store.disk.exists("journal"):
+    is_local = not isinstance(root, Url)  # a bucket has no empty folders
+    by_records = newest is not None and newest.writer.get(BY) == RECORDS
+    if is_local and by_records and not line.store.disk.exists("journal"):
         raise Damaged(
             f"{root} has no journal/, and its steps were recorded there: it was removed or not restored. Nothing on the"
             f" disk was changed: put it back, or call resume(step={step}) to go on from there without it.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -89,7 +90,8 @@ class Replicas(Replica):
         if found is not None:
             own = kept.leading_to(found.step, mine)
             assert own is not None
-            wrong = ranks.all_do(lambda: self._load(own, found.step, script))
+            progress: dict[str, Any] = {}
+            wrong = ranks.all_do(lambda: self._load(own, found.step, script, progress))
             odd = [
                 f"what the replica of rank {rank} kept is not whole: {text}"
                 for rank, text in enumerate(wrong)
@@ -101,25 +103,27 @@ class Replicas(Replica):
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
-                return Recovered(found, self._told_of_stray(own))
+                return Recovered(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
             without = [rank for rank, each in enumerate(there) if not each]
             odd = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
-        return Recovered(recovered.point, odd + recovered.odd, trained=recovered.trained)
+        return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
-    def _load(self, own: kept.Kept, step: int, script: Script) -> str | None:
-        """Bring what this rank stores to ``step``, to which its ``own`` leads; why not, if that cannot be."""
+    def _load(self, own: kept.Kept, step: int, script: Script, progress: dict[str, Any]) -> str | None:
+        """Bring what this rank stores to ``step``, to which its ``own`` leads, and fill ``progress``; why not, if that
+        cannot be."""
         part = rebuild(describe(self._state))
         try:
             with tier.opened(own.path) as memory:
-                recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
+                found = recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
         except (Damaged, NoCommit) as error:
             return str(error)
         self._state.forget_optimizer_state()
         pour(part, self._state)
         self._state.load({key: tensor for key, (_, tensor) in part.buffers().items()})
+        progress.update(found.progress)
         return None
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:

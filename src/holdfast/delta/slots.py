@@ -67,6 +67,8 @@ class Slot:
         Args:
             lasting: nobody writes to the sources after this, and nobody else holds them.
         """
+        if not targets:
+            return
         if self._departures is None or not self._is_pinned:
             torch._foreach_copy_(list(targets), list(sources))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,11 +87,11 @@ def _referring_to(thing: Any) -> Iterator[Any]:
 
 
 def _things_in(given: Sequence[Any]) -> set[int]:
-    """Return the ids of ``given`` and of what is in them."""
+    """Return the ids of ``given`` and of what is in them: first what is near, since data may hold very many things."""
     seen: set[int] = set()
-    waiting = list(given)
+    waiting = deque(given)
     while waiting and len(seen) < MOST_LOOKED_AT:
-        thing = waiting.pop()
+        thing = waiting.popleft()
         if id(thing) in seen or isinstance(
             thing, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type)
         ):

@@ -197,8 +197,8 @@ class ObjectDisk:
 
         ends = [*_paths(found), *(f"{prefix}0" for prefix in found["common_prefixes"])]  # "0" follows "/"
         rest = obstore.list(self._store, path or None, offset=max(ends, default=None), chunk_size=1)
-        if next(iter(rest), None):
-            return False
+        if any(each["path"].strip("/") != path.strip("/") for page in rest for each in page):
+            return False  # what is called like the folder itself is a mark that other tools leave
         return bool(ends) or not self._has_any_object()
 
     def _has_any_object(self) -> bool:

@@ -93,7 +93,7 @@ def _beside(source: Source) -> Iterator[tuple[str, Any]]:
         if progress.get(key):
             yield key, progress[key]
     extra = {key: value for key, value in progress.get("extra", {}).items() if key != STEP}
-    yield from _put_together(extra).items()  # readers of other formats take dictionaries apart
+    yield from (_put_together(extra) if _was_flattened(source) else extra).items()
 
 
 def _optimizers(source: Source, tensor: Callable[[Stored], Streamed]) -> list[dict[str, Any]]:
@@ -144,8 +144,13 @@ def _state(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, di
     for name, values in (source.progress.get("values") or {}).items():
         for slot, value in values.items():
             state.setdefault(name, {})[slot] = _loadable(decode(value))
-    was_flattened = source.format != "holdfast" or "converted_from" in source.progress
-    return {name: _nested(name, held, source) if was_flattened else held for name, held in state.items()}
+    flattened = _was_flattened(source)
+    return {name: _nested(name, held, source) if flattened else held for name, held in state.items()}
+
+
+def _was_flattened(source: Source) -> bool:
+    """Return whether a reader or a conversion has taken dictionaries and lists apart, into keys with dots."""
+    return source.format != "holdfast" or "converted_from" in source.progress
 
 
 def _nested(name: str, held: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -165,6 +170,8 @@ def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 return dict(flat)  # a key with a dot of its own
+        if last in table:
+            return dict(flat)
         table[last] = value
     return {key: _with_lists(value) for key, value in made.items()}
 

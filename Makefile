@@ -32,7 +32,8 @@ types: install
 	$(BIN)/pyrefly check
 
 test: install lint types
-	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 2 -m "not crash and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 2 -m "not gpu" tests/played tests/gpu
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from holdfast.errors import RunMismatch
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Timeline
 from holdfast.store.retention import ANCESTORS_KEPT
+from tiny_run import TinyRun, flip
 
 
 def resumed(root, saves=True):
@@ -68,5 +70,40 @@ def test_two_runs_are_told_apart_without_their_beginnings(tmp_path):
     assert min(path.name for path in (tmp_path / "b" / "timelines").iterdir()) == "t0004.json"
     for name in ("commits", "timelines"):
         shutil.copytree(tmp_path / "b" / name, tmp_path / "a" / name, dirs_exist_ok=True)
+    with pytest.raises(RunMismatch, match="no beginning in common"):
+        LocalStore.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("resumes", [2, 3])
+@pytest.mark.parametrize("harm", [lambda path: flip(path, 100), Path.unlink])
+def test_a_rebuilt_record_keeps_the_run(tmp_path, harm, resumes):
+    """Though its timeline has no parent and is not the run's first."""
+    with LocalStore.open(tmp_path) as store:
+        first = store.begin(None)
+        key = store.opened.key
+    for _ in range(resumes):
+        with TinyRun(tmp_path, retain=4, copies=6) as run:
+            run.take_step()
+    with LocalStore.read(tmp_path) as reader:
+        before = reader.timelines()[0]
+    assert first not in before and before[2].parent is None and before[2].run == key
+    harm(tmp_path / before[2].path)
+    with LocalStore.read(tmp_path) as reader:
+        assert reader.run_key() == key
+    with TinyRun(tmp_path, retain=4, copies=6) as run:
+        assert run.step == resumes and run.store.opened.run == key
+    with LocalStore.read(tmp_path) as reader:
+        again, damaged = reader.timelines()
+    assert not damaged and (again[2].run, again[2].begun) == (key, before[2].begun)
+    assert Timeline.decode((tmp_path / again[2].path).read_bytes(), again[2].path).run == key
+
+
+def test_commits_without_records_are_of_another_run(tmp_path):
+    """They are not taken for the run's own because nothing says whose they are."""
+    resumed(tmp_path / "a")
+    with LocalStore.open(tmp_path / "b") as store:
+        store.begin(None)
+    resumed(tmp_path / "b")
+    shutil.copytree(tmp_path / "b" / "commits", tmp_path / "a" / "commits", dirs_exist_ok=True)
     with pytest.raises(RunMismatch, match="no beginning in common"):
         LocalStore.open(tmp_path / "a")

@@ -107,3 +107,23 @@ def test_commits_without_records_are_of_another_run(tmp_path):
     shutil.copytree(tmp_path / "b" / "commits", tmp_path / "a" / "commits", dirs_exist_ok=True)
     with pytest.raises(RunMismatch, match="no beginning in common"):
         LocalStore.open(tmp_path / "a")
+
+
+def test_pruning_does_not_change_the_line(tmp_path):
+    """The run went back and has no commit since; the save of a newer timeline was killed."""
+    with TinyRun(tmp_path, retain=5, copies=9) as run:
+        for _ in range(3):
+            run.take_step()
+    with TinyRun(tmp_path, retain=5, copies=9) as run:
+        left = run.take_step()
+    with TinyRun(tmp_path, retain=5, copies=9, fork=2) as run:
+        present = run.timeline
+    with LocalStore.open(tmp_path, retain=5) as store:
+        assert store.tip() == present
+        store.begin(store.load(store.line()[0]), by_saves=True)
+    with LocalStore.open(tmp_path, retain=5) as store:
+        assert store.tip() == present
+        store.retire([store.at(1).ref], [])
+    with LocalStore.read(tmp_path) as reader:
+        assert (reader.tip(), reader.line()[0].step) == (present, 2)
+        assert left.ref in reader.commits()

@@ -862,6 +862,24 @@ def test_a_run_on_another_disk_reads_its_memory(remembered, tmp_path):
     assert resumed(tmp_path / "second") == 5
 
 
+def test_a_new_run_in_the_same_inode_leaves_memory_alone(remembered, tmp_path):
+    """The run itself, which was moved to another disk, finds its memory there."""
+    shutil.copytree(remembered, tmp_path / "second")
+    for path in (remembered / "run").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    [place] = tier.MEMORY.iterdir()
+    owner = tier.owner_of(place)
+    loop, checkpointer = start(remembered)
+    with checkpointer:
+        assert checkpointer.resume() == 0
+        loop.iteration(0, checkpointer.step)
+    assert owner is not None and owner.is_at(remembered / "run")
+    assert tier.owner_of(place) == owner and os.listdir(tier.MEMORY) == [place.name]
+    with pytest.warns(UserWarning, match="step 5 was in memory of a replica of this run"):
+        assert resumed(tmp_path / "second") == 5
+    tier.remove(place)
+
+
 @pytest.mark.parametrize("text", [b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"])
 def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered, text):
     (tier.place_of(remembered / "run", tier.MEMORY) / tier.OWNER).write_bytes(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from holdfast.errors import RunMismatch
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Timeline
 from holdfast.store.retention import ANCESTORS_KEPT
+from tiny_run import TinyRun, flip
 
 
 def resumed(root, saves=True):
@@ -70,3 +72,58 @@ def test_two_runs_are_told_apart_without_their_beginnings(tmp_path):
         shutil.copytree(tmp_path / "b" / name, tmp_path / "a" / name, dirs_exist_ok=True)
     with pytest.raises(RunMismatch, match="no beginning in common"):
         LocalStore.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("resumes", [2, 3])
+@pytest.mark.parametrize("harm", [lambda path: flip(path, 100), Path.unlink])
+def test_a_rebuilt_record_keeps_the_run(tmp_path, harm, resumes):
+    """Though its timeline has no parent and is not the run's first."""
+    with LocalStore.open(tmp_path) as store:
+        first = store.begin(None)
+        key = store.opened.key
+    for _ in range(resumes):
+        with TinyRun(tmp_path, retain=4, copies=6) as run:
+            run.take_step()
+    with LocalStore.read(tmp_path) as reader:
+        before = reader.timelines()[0]
+    assert first not in before and before[2].parent is None and before[2].run == key
+    harm(tmp_path / before[2].path)
+    with LocalStore.read(tmp_path) as reader:
+        assert reader.run_key() == key
+    with TinyRun(tmp_path, retain=4, copies=6) as run:
+        assert run.step == resumes and run.store.opened.run == key
+    with LocalStore.read(tmp_path) as reader:
+        again, damaged = reader.timelines()
+    assert not damaged and (again[2].run, again[2].begun) == (key, before[2].begun)
+    assert Timeline.decode((tmp_path / again[2].path).read_bytes(), again[2].path).run == key
+
+
+def test_commits_without_records_are_of_another_run(tmp_path):
+    """They are not taken for the run's own because nothing says whose they are."""
+    resumed(tmp_path / "a")
+    with LocalStore.open(tmp_path / "b") as store:
+        store.begin(None)
+    resumed(tmp_path / "b")
+    shutil.copytree(tmp_path / "b" / "commits", tmp_path / "a" / "commits", dirs_exist_ok=True)
+    with pytest.raises(RunMismatch, match="no beginning in common"):
+        LocalStore.open(tmp_path / "a")
+
+
+def test_pruning_does_not_change_the_line(tmp_path):
+    """The run went back and has no commit since; the save of a newer timeline was killed."""
+    with TinyRun(tmp_path, retain=5, copies=9) as run:
+        for _ in range(3):
+            run.take_step()
+    with TinyRun(tmp_path, retain=5, copies=9) as run:
+        left = run.take_step()
+    with TinyRun(tmp_path, retain=5, copies=9, fork=2) as run:
+        present = run.timeline
+    with LocalStore.open(tmp_path, retain=5) as store:
+        assert store.tip() == present
+        store.begin(store.load(store.line()[0]), by_saves=True)
+    with LocalStore.open(tmp_path, retain=5) as store:
+        assert store.tip() == present
+        store.retire([store.at(1).ref], [])
+    with LocalStore.read(tmp_path) as reader:
+        assert (reader.tip(), reader.line()[0].step) == (present, 2)
+        assert left.ref in reader.commits()

@@ -126,7 +126,7 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
     told = {record.writer.get(REPLICA_IN) for record in timelines.values()}
     memories = {tier.MEMORY, *(Path(place) for place in told if isinstance(place, str))}
     last = max(
-        newest_of([*tier.places_of(run, memory), *tier.strays_of(run, memory, key)], store)
+        newest_of([*tier.places_of(run, memory, key), *tier.strays_of(run, memory, key)], store)
         for memory in memories
     )
     if last > step:

@@ -126,7 +126,7 @@ class Replica:
     def _make_earlier_ones_leave(self, takes: bool) -> None:
         """Also those of another number of ranks, which bring to the disk what they can, and those of this run in a
         directory that is not where it was: these finish what they have, and keep it."""
-        self._place = tier.place_for(self._terms.run, self._memory, self._suffix)
+        self._place = tier.place_for(self._terms.run, self._memory, self._key(), self._suffix)
         self._terms = replace(self._terms, place=str(self._place))
         for place in self._strays():
             with suppress(RunLocked):  # a copy of this run trains
@@ -138,13 +138,16 @@ class Replica:
 
     def _places(self) -> list[Path]:
         """The tiers of the run on this host, whoever left them."""
-        return tier.places_of(self._terms.run, self._memory)
+        return tier.places_of(self._terms.run, self._memory, self._key())
+
+    def _key(self) -> str:
+        """Return the key of the run, as its directory says now; "" before it is begun."""
+        with LocalStore(self._terms.run) as reader:
+            return reader.run_key()
 
     def _strays(self) -> list[Path]:
         """Return the tiers of this rank that may be this run's, and are not of its directory."""
-        with LocalStore(self._terms.run) as reader:
-            key = reader.run_key()
-        found = tier.strays_of(self._terms.run, self._memory, key)
+        found = tier.strays_of(self._terms.run, self._memory, self._key())
         return [place for place in found if tier.suffix_of(place) == self._suffix]
 
     def _kept(self, store: LocalStore) -> list[kept.Kept]:

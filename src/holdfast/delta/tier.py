@@ -3,7 +3,8 @@
 A run's tier is a directory of its own in ``/dev/shm``: what is in it survives the processes, and not the machine. A
 file in it says whose it is: by the key of the run, which its timelines have, and by the directory itself (device and
 inode), which a rename, a link, a bind mount or a container's mount leave as they are. So a run that was moved finds its
-memory, and a copy, which has the same key, does not take that of the run that it was copied from.
+memory, and a copy, which has the same key, does not take that of the run that it was copied from. A new run in a
+directory with the inode of one that was removed has another key, and does not take that run's memory either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import BadInput, Damaged
+from ..errors import BadInput, Damaged, HoldfastError
 from ..io.threads import open_file
 from ..regular import load_json, read_regular
 from ..state.live import LiveState
@@ -28,6 +29,7 @@ from ..store.files import Disk
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.manifest import ALONE
+from ..store.reader import RunReader
 from .bases import BaseMaker
 from .recorder import Inline
 
@@ -67,6 +69,13 @@ class Owner:
             return False
         return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
+    def is_run(self, path: str | Path, key: str) -> bool:
+        """Return whether this is the run with ``key`` ("": not begun yet) in the directory at ``path``.
+
+        An owner without a key had not begun when it was written, and is known by the directory alone.
+        """
+        return self.is_at(path) and self.key in ("", key)
+
 
 def say_owner(place: Path, run: str | Path, key: str) -> None:
     """Write into the tier that it is that of the run in directory ``run``, which has this key ("": none yet)."""
@@ -93,40 +102,59 @@ def place_of(run: str | Path, memory: Path, suffix: str = "", number: int = 0) -
     return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
-def place_for(run: str | Path, memory: Path, suffix: str = "") -> Path:
-    """Return the tier that the run has already, or one that no other has."""
-    own = [place for place in places_of(run, memory) if suffix_of(place) == suffix]
+def place_for(run: str | Path, memory: Path, key: str, suffix: str = "") -> Path:
+    """Return the tier that the run with ``key`` has already, or one that no other has."""
+    own = [place for place in places_of(run, memory, key) if suffix_of(place) == suffix]
     if own:
         return max(own, key=lambda place: (any((place / name).is_dir() for name in FOLDERS), place.name))
     names = (place_of(run, memory, suffix, number) for number in count())
-    return next(place for place in names if not _is_of_another(place, run))
+    return next(place for place in names if not _is_of_another(place, run, key))
 
 
-def _is_of_another(place: Path, run: str | Path) -> bool:
+def _is_of_another(place: Path, run: str | Path, key: str) -> bool:
     owner = owner_of(place)
-    return owner is not None and not owner.is_at(run)
+    return owner is not None and not owner.is_run(run, key)
 
 
-def places_of(run: str | Path, memory: Path) -> list[Path]:
-    """Return the tiers of the run in directory ``run`` that are there, of whatever ranks left them on this host."""
+def places_of(run: str | Path, memory: Path, key: str) -> list[Path]:
+    """Return the tiers that the run in directory ``run`` has on this host, of whatever ranks left them.
+
+    Args:
+        run: The directory. Its inode may be that of another run's directory that was removed.
+        memory: Where tiers are.
+        key: The run's; "" if it is not begun, which has no tier with a key.
+    """
     name = place_of(run, memory).name
 
     def is_own(place: Path) -> bool:
         owner = owner_of(place)
-        return place.name.partition(".")[0] == name if owner is None else owner.is_at(run)
+        return place.name.partition(".")[0] == name if owner is None else owner.is_run(run, key)
 
     return [place for place in _tiers(memory) if is_own(place)]
 
 
 def strays_of(run: str | Path, memory: Path, key: str) -> list[Path]:
-    """Return the tiers of a run with this ``key`` whose directory is not where it was: this run, moved to another disk,
-    or one that it is a copy of. They may be read, and are not this one's to remove."""
+    """Return the tiers of a run with this ``key`` that is not where it was any more.
+
+    It is this run, moved to another disk, or one that it is a copy of. They may be read, and are not this one's to
+    remove.
+    """
 
     def is_stray(place: Path) -> bool:
         owner = owner_of(place)
-        return owner is not None and owner.key == key and not owner.is_at(run) and not owner.is_at(owner.run)
+        return owner is not None and owner.key == key and not owner.is_at(run) and not _is_where_it_was(owner)
 
     return [place for place in _tiers(memory) if key and is_stray(place)]
+
+
+def _is_where_it_was(owner: Owner) -> bool:
+    """Return whether the owner's directory still holds its run, and not another one in a directory with its inode."""
+    if not owner.is_at(owner.run):
+        return False
+    try:
+        return RunReader(owner.run).run_key() == owner.key
+    except (HoldfastError, OSError):  # it cannot be read, so nothing says that it is another one
+        return True
 
 
 def suffix_of(place: Path) -> str:

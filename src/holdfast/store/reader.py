@@ -8,8 +8,9 @@ listed, and if not, it was retired.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Self, TypeVar
 
@@ -123,8 +124,8 @@ class RunReader:
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         """The records of all timelines, and what is wrong with those that cannot be read.
 
-        A record that cannot be read is replaced by what the manifests or the journals of its timeline say; one that
-        nothing says anything of never had a step and is left out.
+        A record that cannot be read is replaced by what the manifests or the journals of its timeline say, and those
+        that can be read say of the run; one that nothing says anything of never had a step and is left out.
         """
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
@@ -138,6 +139,7 @@ class RunReader:
                 continue
             else:
                 records[timeline] = record
+        read, unreadable = frozenset(records), frozenset(damaged)
         for ref in self.commits():
             if ref.timeline not in records and (manifest := self._load_or_none(ref)) is not None:
                 records[ref.timeline] = record = manifest.timeline_record
@@ -147,7 +149,7 @@ class RunReader:
             if record.parent is None or (parent is not None and parent.key == record.parent_key):
                 records.setdefault(record.id, record)
                 damaged.setdefault(record.path, _missing(record))
-        return records, list(damaged.values())
+        return with_run(records, read, unreadable), list(damaged.values())
 
     def verify(self, manifest: Manifest, *, report: Report | None = None) -> list[Damaged]:
         """Read every byte that ``manifest`` stands for, itself included: what is not as it was written."""
@@ -236,8 +238,41 @@ class RunReader:
 def run_key_of(records: Mapping[int, Timeline]) -> str:
     """Return the key of the run that has these timelines: its first one's."""
     newest_first = sorted(records.values(), key=lambda record: -record.id)
-    said = (record.run or (record.key if record.parent is None else "") for record in newest_first)
-    return next(filter(None, said), "")
+    said = [record.run for record in newest_first]
+    without_parent = [record.key for record in newest_first if record.parent is None]
+    return next(filter(None, said + without_parent), "")
+
+
+def with_run(
+    records: Mapping[int, Timeline], read: Collection[int], unreadable: Collection[str]
+) -> dict[int, Timeline]:
+    """Return the records, with ``run`` and ``begun`` filled in where manifests or segments had to stand in for one.
+
+    A stand-in gets the run of a record that continues it or that it continues, by their keys. Without such a link it
+    gets the run of the records that were read, but only if its own file is there: a manifest without any record may
+    have come from another run.
+
+    Args:
+        records: By number, the records that were read and the stand-ins.
+        read: Numbers of the records that were read.
+        unreadable: Paths of the record files that are there and cannot be read.
+    """
+    own = {timeline: records[timeline] for timeline in read}
+    run, begun = run_key_of(own), min((record.begun for record in own.values() if record.begun), default=0.0)
+    linked = {(record.id, record.key): record.run for record in own.values() if record.run}
+    oldest_first = [records[timeline] for timeline in sorted(records)]
+    for record in reversed(oldest_first):
+        if record.parent is not None and (said := linked.get((record.id, record.key))):
+            linked.setdefault((record.parent, record.parent_key or ""), said)
+    for record in oldest_first:
+        if record.parent is not None and (said := linked.get((record.parent, record.parent_key or ""))):
+            linked.setdefault((record.id, record.key), said)
+
+    def filled(record: Timeline) -> Timeline:
+        said = linked.get((record.id, record.key), run if record.path in unreadable else "")
+        return replace(record, run=said, begun=begun if said == run else 0.0) if said else record
+
+    return {timeline: record if timeline in read else filled(record) for timeline, record in records.items()}
 
 
 def _missing(record: Timeline) -> FileMissing:

@@ -16,7 +16,7 @@ from holdfast.store.files import AnyDisk
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep, dropped, kept_for_good, lineage, unneeded_timelines
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage, newest_tip, unneeded_timelines
 from holdfast.store.room import needs, unneeded_segments, used_bytes
 from holdfast.store.segments import segments, streams
 
@@ -127,9 +127,11 @@ class RetainedCommits(RunReader):
         """Remove the timeline records that lead to no commit and no segment any more. One that a power cut brings back
         leads nowhere either."""
         records = self._timelines
-        used = {ref.timeline for ref in self.commits()}
+        commits = self.commits()
+        used = {ref.timeline for ref in commits}
         used |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
-        gone = unneeded_timelines(records, used, max(self.timeline_ids(), default=0))
+        newest, present = max(self.timeline_ids(), default=0), newest_tip(commits, records)
+        gone = unneeded_timelines(records, used, newest, present)
         for timeline in gone:
             self.disk.unlink(records[timeline].path)
         self._timelines = {number: record for number, record in records.items() if number not in gone}

@@ -103,15 +103,27 @@ ANCESTORS_KEPT = 4
 """Timelines of the newest line whose records stay whatever they lead to: a replica may hold a step of one in memory."""
 
 
-def unneeded_timelines(timelines: Mapping[int, Timeline], used: Collection[int], newest: int) -> list[int]:
-    """Return the timelines whose records nothing needs, lowest first: neither they nor those that they continue are
-    ``used`` by a commit or a segment. ``newest`` is needed, since its number may not be given again.
+def unneeded_timelines(
+    timelines: Mapping[int, Timeline], used: Collection[int], newest: int, present: int = 0
+) -> list[int]:
+    """Return the timelines whose records nothing needs, lowest first.
+
+    Args:
+        timelines: The records, by number.
+        used: Timelines that have a commit or a segment: these are needed, and so is what leads to them.
+        newest: The highest number, which is needed since it may not be given again, and the newest it continues.
+        present: The timeline that the run is on, needed likewise; 0 if that is ``newest``. The two differ while a save
+            that began a timeline is not finished.
 
     >>> line = {1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 2, 9), 4: Timeline(4, 3, 9), 5: Timeline(5, 3, 9)}
     >>> unneeded_timelines(line, {3}, 5), unneeded_timelines({**line, 9: Timeline(9, 5, 9)}, {9}, 9)
     ([4], [1, 4])
+    >>> unneeded_timelines(line, {3}, 5, present=4)
+    []
     """
-    kept = [timeline for timeline, _ in ancestry(timelines, newest)[:ANCESTORS_KEPT]]
+    kept = [
+        timeline for tip in (newest, present) for timeline, _ in ancestry(timelines, tip)[:ANCESTORS_KEPT]
+    ]
     needed = {*used, *kept}
     for tip in needed.copy():
         line = [timeline for timeline, _ in ancestry(timelines, tip)]

@@ -254,6 +254,11 @@ class Loop:
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()
 
+    def check_again(self, updates: Sequence[Update]) -> None:
+        """Raise ``BadInput`` and its kin for what commits could not hold of parameters that ``look_again`` found."""
+        for number in {update.optimizer for update in updates}:
+            self._checks[number].look(self.state)
+
     def _tell_of_own(self, number: int) -> None:
         """Warn of what a step has changed that neither bases nor records can hold."""
         lost = self._own[number].lost

@@ -316,9 +316,15 @@ class LiveState:
     def carry(self, names: Iterable[str]) -> None:
         """Have those of the buffers ``names`` that are not persistent as if they were."""
         for name in names:
-            if name in self.passing and name not in self.carried:
+            module, own = self.passing.get(name, (None, ""))
+            if module is not None and module._buffers.get(own) is not None:
                 self.carried.add(name)
                 (self._buffers_beside if ":" in name else self._buffers)[name] = self.passing[name]
+
+    def drop_carried(self, name: str) -> None:
+        """Have the buffer ``name``, which is not persistent, no more."""
+        self.carried.discard(name)
+        (self._buffers_beside if ":" in name else self._buffers).pop(name, None)
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""

@@ -282,6 +282,7 @@ class Loop:
 
     def note_again(self, which: Which) -> None:
         """Of a base that is made after the step: hyper-parameters and the things ``which`` are what they are now."""
+        self._passing.drop_emptied(self.state)
         self.now = self._now_again(which)
         self._schedule_at = self._schedule_now()
 

@@ -158,5 +158,5 @@ def test_buffer_that_the_model_is_made_without_is_not_carried(tmp_path):
 def test_carried_buffer_that_is_not_there_yet_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="buffer cache"):
         train_cached(tmp_path, torch.zeros(4), 4)
-    with pytest.raises(holdfast.HoldfastError, match="cache/buffer.*run a forward pass before"):
+    with pytest.raises(holdfast.HoldfastError, match=r"cache/buffer.*run a forward pass before"):
         train_cached(tmp_path, None, 8)

@@ -15,6 +15,7 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..state.overlaps import buffers_within
 from ..state.prepared import refuse_away
 from ..state.schedules import Forgotten
 from ..units import shown
@@ -110,6 +111,8 @@ class Loop:
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
         self._passing = PassingBuffers(ranks.alone)
+        self._joined: set[str] = set()
+        """Names of buffers that overlapped only with one another at a look: a forward pass may part them."""
         self.has_new_buffers = False
         """Whether the last step is the first at which a buffer that is not persistent was seen to change."""
         self._is_first = False
@@ -159,6 +162,7 @@ class Loop:
         )  # fmt: skip
         self.state.carry(self._passing.carried)
         self._passing.begin(self.state)
+        self._joined |= buffers_within(self.state.shared())
         self.state.own = self._own
         for own in self._own:
             own.begin(self.state)
@@ -276,7 +280,8 @@ class Loop:
         """What the script holds now is what it has after ``steps_done``."""
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
-        self.now = {**self.script.now(), **self._passing.told(self.state)}
+        joined = {"joined": self.state.joined_buffers(self._joined)} if self._joined else {}
+        self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 

@@ -96,7 +96,8 @@ class PassingBuffers:
                 self.carried.discard(name)
                 state.drop_carried(name)
                 self._tell(
-                    name, "It is None now, so it is not in the run any more: a resume begins with what the model makes."
+                    name,
+                    "It is None now, so it is not in the run any more: a resume begins with what the model makes.",
                 )
 
     def _see_changed(self, state: LiveState, name: str, is_other: bool) -> None:

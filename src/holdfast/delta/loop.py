@@ -14,8 +14,8 @@ from torch import nn
 from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
+from ..state.joining import buffers_within, joined_buffers
 from ..state.live import LiveState
-from ..state.overlaps import buffers_within
 from ..state.prepared import refuse_away
 from ..state.schedules import Forgotten
 from ..units import shown
@@ -280,7 +280,7 @@ class Loop:
         """What the script holds now is what it has after ``steps_done``."""
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
-        joined = {"joined": self.state.joined_buffers(self._joined)} if self._joined else {}
+        joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
         self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()

@@ -17,24 +17,11 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
 from .boxes import Box
-from .capture import Captured, CapturedParameter, buffer_at, capture
+from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
-from .overlaps import (
-    PLACED,
-    Key,
-    Memory,
-    Shared,
-    buffers_within,
-    described,
-    only_buffers,
-    overlaps,
-    placed,
-    put_within,
-    said_keys,
-    tensors_within,
-)
+from .overlaps import PLACED, Key, Memory, Shared, described, overlaps, put_within, said_keys, tensors_within
 from .plain import is_plain, odd_kind
 from .stretches import Region, copy_common, is_nothing
 
@@ -84,8 +71,8 @@ class LiveState:
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
-        self._made_joined: set[str] = set()
-        """Names of buffers that overlapped only with one another when they were first arranged."""
+        self.made_joined: set[str] = set()
+        """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
             for parameter in captured.parameters:
@@ -192,6 +179,10 @@ class LiveState:
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
+    def buffer_places(self) -> dict[str, BufferPlace]:
+        """By name, the module that holds a buffer of ``buffers``, and the name of the buffer there."""
+        return self._buffers | self._buffers_beside
+
     def buffer_tensors(self) -> list[torch.Tensor]:
         """The same without their atoms, which take longer."""
         places = (*self._buffers.values(), *self._buffers_beside.values())
@@ -232,35 +223,6 @@ class LiveState:
             list(dict.fromkeys(BUFFERS if key[1:] == ("buffer",) else key[0] for key in group))
             for group in overlaps(self.memory())
         ]
-
-    def joined_buffers(self, names: Collection[str]) -> Shared:
-        """Return which of the buffers ``names`` overlap in memory, and how, as JSON."""
-        buffers = {atom.name: tensor for atom, tensor in self.buffers().values() if atom.name in names}
-        return described({(name, "buffer"): buffer for name, buffer in buffers.items() if is_plain(buffer)})
-
-    @torch.no_grad()
-    def arrange_buffers(self, shared: Shared) -> None:
-        """Give buffers that overlap only with one another memory of their own, but where they overlap in ``shared``.
-
-        A forward pass may put others in their place, so those of a model as it is made can overlap otherwise than those
-        of a later step."""
-        self._made_joined |= buffers_within(self.shared())
-        wanted = [
-            [each for each in group if each[0][0] in self._made_joined] for group in only_buffers(shared)
-        ]
-        if placed(wanted) == placed(self.joined_buffers(self._made_joined)):
-            return
-        places, held = self._buffers | self._buffers_beside, self.memory()
-        made = {(name, "buffer"): held[name, "buffer"].clone() for name in self._made_joined}
-        for group in wanted:
-            memory = Memory.empty(group, held) if len(group) > 1 else None
-            for key, offset, strides in group if memory is not None else ():
-                view = memory.view(offset, strides, held[tuple(key)])
-                assert view is not None
-                made[tuple(key)] = view
-        for (name, _), buffer in made.items():
-            module, own = places[name]
-            module._buffers[own] = buffer
 
     @torch.no_grad()
     def share(self, shared: Shared) -> None:

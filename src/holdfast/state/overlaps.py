@@ -128,16 +128,6 @@ def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key],
     return found
 
 
-def only_buffers(shared: Shared) -> Shared:
-    """Return the groups that have nothing but buffers in them."""
-    return [group for group in shared if all(tuple(key[1:]) == ("buffer",) for key, *_ in group)]
-
-
-def buffers_within(shared: Shared) -> set[str]:
-    """Return the names of the buffers that overlap only with one another."""
-    return {key[0] for group in only_buffers(shared) for key, *_ in group}
-
-
 class Memory:
     """Memory in which the tensors of one group of ``Shared`` overlap as they did where it was described."""
 

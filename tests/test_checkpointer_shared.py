@@ -250,3 +250,54 @@ def test_overlap_is_found_by_bytes():
         ["left", "right", "middle"], ["long", "end"], ["next", "bytes"], ["expanded", "inside"],
     ]  # fmt: skip
     assert overlaps({(name,): held[name] for name in ("left", "right", "next")}) == []
+
+
+class Parting(nn.Module):
+    """Its three buffers are made in one memory, which forward passes exchange or change in place as ``how`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer, zeros = how, nn.Linear(8, 8), torch.zeros(8)
+        for name in ("mean", "var", "count"):
+            self.register_buffer(name, zeros)
+
+    def forward(self, i):
+        x = self.layer(torch.randn(5, 8, generator=torch.Generator().manual_seed(i)))
+        if self.how == "all" or (self.how == "at step 3" and i == 3):
+            self.mean = self.mean * 0.9 + x.detach().mean(0)
+            self.var = self.var * 0.9 + x.detach().var(0)
+        elif self.how == "one":
+            self.mean = self.mean * 0.9 + x.detach().mean(0)
+            self.var.add_(1)
+        self.count.add_(1)
+        return (x - self.mean + self.var * self.count).square().mean()
+
+
+def train_parting(root, how, until, save=False, step=None):
+    model = Parting(how)
+    optimizer = adamw(model.parameters())
+    with holdfast.Checkpointer(root, model=model, optimizer=optimizer) as ckpt:
+        done = ckpt.resume(step=step)
+        for i in range(done, until):
+            model(i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step()
+        if save:
+            ckpt.save()
+    return done, model.state_dict()
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("how", ["all", "one", "at step 3", "none"])
+def test_buffers_that_part_after_they_are_made_come_back(tmp_path, how, save):
+    _, whole = train_parting(tmp_path / "whole", how, 8)
+    _, five = train_parting(tmp_path / "run", how, 5, save)
+    done, found = train_parting(tmp_path / "run", how, 5)
+    assert done == 5 and all(torch.equal(found[name], five[name]) for name in five)
+    done, found = train_parting(tmp_path / "run", how, 8)
+    assert done == 5 and all(torch.equal(found[name], whole[name]) for name in whole)
+    if not save:
+        done, found = train_parting(tmp_path / "run", how, 8, step=2)
+        assert done == 2 and all(torch.equal(found[name], whole[name]) for name in whole)

@@ -333,6 +333,7 @@ class Checkpointer:
         """The step could not be recorded as those before it: what there is now is kept otherwise."""
         self._survival.give_back(updates)
         self._loop.look_again()
+        self._loop.check_again(updates)
         self._tap.watch(self._loop.state)
         self._survival.adapt()
 

@@ -269,3 +269,59 @@ def test_strides_of_state_come_back(tmp_path):
             found.append(strides(optimizer))
             ckpt.save()
     assert found[0] == found[1] and found[0][0][0] == (1, 4)
+
+
+class Decaying(torch.optim.Optimizer):
+    """Descent along a mean, beside which ``odd`` gives what parameters of a later group have in their state."""
+
+    def __init__(self, parameters, odd=None):
+        super().__init__(parameters, {"lr": 0.1})
+        self.odd = odd
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                if self.odd is not None and number:
+                    self.state[parameter]["odd"] = self.odd()
+                parameter.sub_(mean.lerp_(parameter.grad, 0.5), alpha=group["lr"])
+
+
+def train_growing(root, kind, grows_at, until):
+    """The model gets a second layer before the step after ``grows_at``, or before ``resume`` if that was done."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = kind(model.parameters())
+
+    def grow():
+        torch.manual_seed(1)
+        model.append(torch.nn.Linear(4, 4))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+    if root.exists():
+        grow()
+    with holdfast.Checkpointer(root, model=model, optimizer=optimizer) as ckpt:
+        done = ckpt.resume()
+        for i in range(done, until):
+            if i == grows_at:
+                grow()
+            model(torch.randn(4, 4, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step()
+    return done, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("grows_at", [0, 3])
+@pytest.mark.parametrize("kind", [Decaying, torch.optim.AdamW])
+def test_model_that_grows_goes_on(tmp_path, kind, grows_at):
+    _, whole = train_growing(tmp_path / "whole", kind, grows_at, 8)
+    train_growing(tmp_path / "run", kind, grows_at, 6)
+    done, found = train_growing(tmp_path / "run", kind, grows_at, 8)
+    assert done == 6 and all(map(torch.equal, found, whole))
+
+
+def test_odd_state_of_what_a_model_grew_by_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"Decaying.state\[1.weight\]\['odd'\]"):
+        train_growing(tmp_path, lambda parameters: Decaying(parameters, lambda: [object()]), 3, 8)

@@ -93,3 +93,70 @@ def test_model_that_lost_such_a_buffer_is_refused(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(holdfast.HoldfastError, match="mean/buffer"):
         holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer).resume()
+
+
+class Cached(nn.Module):
+    """Keeps a cache that is not persistent, made anew in each forward pass."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("cache", cache, persistent=False)
+
+    def forward(self, i):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i))
+        self.cache = x.mean(0)
+        return self.layer(x).square().mean()
+
+
+def train_cached(root, cache, until, empties=None):
+    """The cache becomes None after step 5, just before ``step`` or ``save`` as ``empties`` says."""
+    torch.manual_seed(0)
+    model = Cached(cache)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with holdfast.Checkpointer(root, model=model, optimizer=optimizer) as ckpt:
+        done = ckpt.resume()
+        for i in range(done, until):
+            model(i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if empties == "step" and i == 5:
+                model.cache = None
+            ckpt.step()
+            if empties == "save" and i == 5:
+                model.cache = None
+                ckpt.save()
+            if empties == "look" and i == 5:  # is seen as a change that no record holds
+                model.layer.weight.data = model.layer.weight.data.clone()
+    return done, model
+
+
+@pytest.mark.parametrize("empties", ["step", "save"])
+def test_carried_buffer_that_becomes_none_is_told(tmp_path, empties):
+    with pytest.warns(UserWarning) as told:
+        train_cached(tmp_path / "run", torch.zeros(4), 8, empties)
+    texts = [str(each.message) for each in told if "buffer cache" in str(each.message)]
+    assert len(texts) == 3 and "It is None now" in texts[1] and "None at times" in texts[2]
+    done, model = train_cached(tmp_path / "run", torch.zeros(4), 8)
+    assert done == 8 and torch.equal(model.cache, torch.zeros(4))
+    with pytest.warns(UserWarning, match="buffer cache"):
+        _, model = train_cached(tmp_path / "run", torch.zeros(4), 10)
+    with pytest.warns(UserWarning, match="buffer cache"):
+        _, whole = train_cached(tmp_path / "whole", torch.zeros(4), 10)
+    assert torch.equal(model.layer.weight, whole.layer.weight)
+
+
+def test_buffer_that_the_model_is_made_without_is_not_carried(tmp_path):
+    with pytest.warns(UserWarning) as told:
+        train_cached(tmp_path, None, 8, "look")
+    texts = [str(each.message) for each in told if "buffer cache" in str(each.message)]
+    assert len(texts) == 1 and "since the model was made without it" in texts[0]
+    done, model = train_cached(tmp_path, None, 8)
+    assert done == 8 and model.cache is None
+
+
+def test_carried_buffer_that_is_not_there_yet_is_refused(tmp_path):
+    with pytest.warns(UserWarning, match="buffer cache"):
+        train_cached(tmp_path, torch.zeros(4), 4)
+    with pytest.raises(holdfast.HoldfastError, match=r"cache/buffer.*run a forward pass before"):
+        train_cached(tmp_path, None, 8)

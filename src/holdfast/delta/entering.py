@@ -64,7 +64,8 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     ranks.all_do(check)
     if not ranks.alone:
         stored = owners(held_by)
-        _store_together(held_by, stored, parts[0][3])
+        bundles = dict.fromkeys(tuple(bundle) for *_, told in parts for bundle in told)  # a stage has its own
+        _store_together(held_by, stored, list(bundles))
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
         state.elsewhere = set().union(*(names for _, names, *_ in parts))

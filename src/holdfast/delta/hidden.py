@@ -467,7 +467,8 @@ class StateCheck:
         self._looked = False
 
     def look(self, state: LiveState) -> None:
-        """Called after each step. Raises ``BadInput`` and its kin."""
+        """Called after each step, and once more where ``state`` had not yet what the model grew by. Raises ``BadInput``
+        and its kin."""
         if self._looked and not self._every_step:
             return
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
@@ -476,12 +477,14 @@ class StateCheck:
                 f"{kind} keeps its state elsewhere than in {kind}.state, which is empty after a step, so commits could"
                 " not hold it. Give the optimizer inside of it whose step() updates parameters."
             )
-        self._looked = True
         held = [(key, slots) for key, slots in optimizer.state.items() if isinstance(key, torch.Tensor)]
         kinds, containers = self._kinds(held)
         if not kinds <= self._known:
             self._refuse(state, held)
+            if not all(id(key) in state.name_of for key, _ in held):
+                return
             self._known |= kinds
+        self._looked = True
         for key, slot, value in containers:
             refuse_unstorable(value, f"{kind}.state[{state.name_of[id(key)]}][{slot!r}]")
 
@@ -511,15 +514,17 @@ class StateCheck:
 
     def _refuse(self, state: LiveState, held: list[tuple[torch.Tensor, Any]]) -> None:
         kind = type(self._optimizer).__name__
+        members = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         for key, slots in held:
-            if id(key) not in state.name_of:
+            if id(key) not in state.name_of and id(key) not in members:
                 raise BadInput(
                     f"{kind} keeps state of a tensor of shape {tuple(key.shape)} that is no parameter of the model, so"
                     " commits could not hold it. Keep it in the state of a parameter, or in an attribute."
                 )
             if not isinstance(slots, dict):
+                name = state.name_of.get(id(key), f"parameter of shape {tuple(key.shape)}")
                 raise BadInput(
-                    f"{kind}.state[{state.name_of[id(key)]}] is a {type(slots).__name__}, and commits hold dictionaries"
+                    f"{kind}.state[{name}] is a {type(slots).__name__}, and commits hold dictionaries"
                     " of what belongs to a parameter: keep it under a name there."
                 )
         names = {

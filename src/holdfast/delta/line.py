@@ -17,6 +17,7 @@ import torch
 
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..state.atoms import RESIDUAL
+from ..state.joining import BUFFER, arrange_buffers
 from ..state.live import BUFFERS, LiveState
 from ..state.overlaps import PARAMETERS, Shared, placed, said_keys
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
@@ -119,6 +120,7 @@ class Line:
             for key, atom in share.atoms.items()
         }
         state.check(kinds)
+        self._arrange_buffers(state, rank)
         sources, stream = self._sources(state), self.stream_of(rank)
         self._refuse_joined(state, stream, is_cut_alike=sources is not None)
         self.watch.begins(self.base, list(self.chains.values()))
@@ -130,6 +132,13 @@ class Line:
             self._replay(state, sources, stream, after_update)
         else:
             self._recut(state, after_update)
+        self._arrange_buffers(state, rank)  # it may have ended at an earlier step
+
+    def _arrange_buffers(self, state: LiveState, rank: int) -> None:
+        """Have buffers that the model is made with in one memory as they lay after the last step."""
+        shared = self.progress(rank).get("joined", self._shared(self.stream_of(rank)))
+        if shared is not None:
+            arrange_buffers(state, shared)
 
     def _shared(self, stream: str) -> Shared | None:
         """Return what overlapped at the writer of ``stream``; None where its version did not say."""
@@ -145,6 +154,8 @@ class Line:
         """Raise ``RunMismatch`` where tensors are one memory here, and had values of their own in the run."""
         told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
         for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
+            if all(key[1:] == BUFFER for key in keys):
+                continue  # they lie as after the last step, and records have all that changed
             together = [there for groups in told for there in groups if keys <= there]
             as_here = lies in placed(self._shared(stream) or []).values()
             if not together or (is_cut_alike and not as_here):

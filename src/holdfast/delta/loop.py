@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
+from ..state.joining import buffers_within, joined_buffers
 from ..state.live import LiveState
 from ..state.prepared import refuse_away
 from ..state.schedules import Forgotten
@@ -110,6 +111,8 @@ class Loop:
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
         self._passing = PassingBuffers(ranks.alone)
+        self._joined: set[str] = set()
+        """Names of buffers that overlapped only with one another at a look: a forward pass may part them."""
         self.has_new_buffers = False
         """Whether the last step is the first at which a buffer that is not persistent was seen to change."""
         self._is_first = False
@@ -159,6 +162,7 @@ class Loop:
         )  # fmt: skip
         self.state.carry(self._passing.carried)
         self._passing.begin(self.state)
+        self._joined |= buffers_within(self.state.shared())
         self.state.own = self._own
         for own in self._own:
             own.begin(self.state)
@@ -254,6 +258,11 @@ class Loop:
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()
 
+    def check_again(self, updates: Sequence[Update]) -> None:
+        """Raise ``BadInput`` and its kin for what commits could not hold of parameters that ``look_again`` found."""
+        for number in {update.optimizer for update in updates}:
+            self._checks[number].look(self.state)
+
     def _tell_of_own(self, number: int) -> None:
         """Warn of what a step has changed that neither bases nor records can hold."""
         lost = self._own[number].lost
@@ -271,12 +280,14 @@ class Loop:
         """What the script holds now is what it has after ``steps_done``."""
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
-        self.now = {**self.script.now(), **self._passing.told(self.state)}
+        joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
+        self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 
     def note_again(self, which: Which) -> None:
         """Of a base that is made after the step: hyper-parameters and the things ``which`` are what they are now."""
+        self._passing.drop_emptied(self.state)
         self.now = self._now_again(which)
         self._schedule_at = self._schedule_now()
 

@@ -39,19 +39,25 @@ class PassingBuffers:
         self.carried: set[str] = set()
         """Names of those that the run has."""
         self._rebound: set[str] = set()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._emptied: set[str] = set()
+        """Names of those that were carried and then became None."""
         self._marks: dict[str, tuple[int, int]] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, Kind] | None = None
+        """Of those that the model was made with: a resume finds no others to put values into."""
         self._attributes: dict[str, dict[str, Any]] = {}
         """By module, its attributes as it was made, as JSON."""
 
     def begin(self, state: LiveState) -> None:
         """See what the model was made with."""
+        kinds: dict[str, Kind] = {}
         for name, (module, own) in state.passing.items():
             buffer = module._buffers.get(own)
-            if buffer is not None and name not in self._kinds and storable(buffer):
-                self._kinds[name] = (buffer.dtype, buffer.shape)
+            if buffer is not None and storable(buffer):
+                kinds[name] = (buffer.dtype, buffer.shape)
             self._attributes.setdefault(_above(name), _small_attributes(module))
+        if self._kinds is None:
+            self._kinds = kinds
 
     def settle(self, state: LiveState) -> None:
         """The run goes on from what there is now, of which ``state`` has ``carried`` some."""
@@ -75,10 +81,24 @@ class PassingBuffers:
         if before == self._marks:
             return False
         carried = set(self.carried)
+        self.drop_emptied(state)
         for name, mark in self._marks.items():
             if before.get(name) != mark:
                 self._see_changed(state, name, is_other=before.get(name, mark)[0] != mark[0])
         return carried != self.carried
+
+    def drop_emptied(self, state: LiveState) -> None:
+        """Take those that are None now out of the run, with a warning."""
+        for name in sorted(self.carried & state.passing.keys()):
+            module, own = state.passing[name]
+            if module._buffers.get(own) is None:
+                self._emptied.add(name)
+                self.carried.discard(name)
+                state.drop_carried(name)
+                self._tell(
+                    name,
+                    "It is None now, so it is not in the run any more: a resume begins with what the model makes.",
+                )
 
     def _see_changed(self, state: LiveState, name: str, is_other: bool) -> None:
         module, own = state.passing[name]
@@ -103,7 +123,11 @@ class PassingBuffers:
             return "it is on several ranks"
         if not storable(buffer):
             return "it is of a kind that commits do not hold"
-        if (buffer.dtype, buffer.shape) != self._kinds.get(name):
+        if name in self._emptied:
+            return "it is None at times"
+        if self._kinds is None or name not in self._kinds:
+            return "the model was made without it"
+        if (buffer.dtype, buffer.shape) != self._kinds[name]:
             return "its shape or type changes"
         sizes = [state.passing[each] for each in {*self.carried, name}]
         if (
@@ -114,9 +138,9 @@ class PassingBuffers:
         return ""
 
     def _tell(self, name: str, text: str) -> None:
-        if name in self._told:
+        if (name, text) in self._told:
             return
-        self._told.add(name)
+        self._told.add((name, text))
         warnings.warn(
             f"buffer {name} is registered with persistent=False, and iterations change it. {text} Register it with"
             " persistent=True if it is a part of the training state.",

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
 from .boxes import Box
-from .capture import Captured, CapturedParameter, buffer_at, capture
+from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
@@ -71,6 +71,8 @@ class LiveState:
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
             self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
+        self.made_joined: set[str] = set()
+        """Names of buffers that overlapped only with one another before ``arrange_buffers``."""
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
             for parameter in captured.parameters:
@@ -176,6 +178,10 @@ class LiveState:
         """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
+
+    def buffer_places(self) -> dict[str, BufferPlace]:
+        """By name, the module that holds a buffer of ``buffers``, and the name of the buffer there."""
+        return self._buffers | self._buffers_beside
 
     def buffer_tensors(self) -> list[torch.Tensor]:
         """The same without their atoms, which take longer."""
@@ -316,9 +322,15 @@ class LiveState:
     def carry(self, names: Iterable[str]) -> None:
         """Have those of the buffers ``names`` that are not persistent as if they were."""
         for name in names:
-            if name in self.passing and name not in self.carried:
+            module, own = self.passing.get(name, (None, ""))
+            if module is not None and module._buffers.get(own) is not None:
                 self.carried.add(name)
                 (self._buffers_beside if ":" in name else self._buffers)[name] = self.passing[name]
+
+    def drop_carried(self, name: str) -> None:
+        """Have the buffer ``name``, which is not persistent, no more."""
+        self.carried.discard(name)
+        (self._buffers_beside if ":" in name else self._buffers).pop(name, None)
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""

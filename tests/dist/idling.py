@@ -50,6 +50,7 @@ def main(
         for number in range(iterations):
             if habit != "nothing":
                 model(torch.ones(3, 4)).sum().backward()
+            dist.barrier()  # a rank that is ahead would tell the others of its own refusal
             checkpointer.step()
             say(idle=number + 1)
         if habit == "unsynchronised":

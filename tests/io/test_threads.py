@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from holdfast.errors import DiskFailed, DiskFull
+from holdfast.errors import Damaged, DiskFailed, DiskFull
 from holdfast.io import threads
 from holdfast.io.buffers import Buffer
 from holdfast.io.threads import BufferedIOWarning, open_file
@@ -179,7 +179,7 @@ def test_direct_io_refused_at_the_first_transfer_falls_back_too(tmp_path, monkey
 def test_a_missing_file_and_a_forbidden_one_say_so(tmp_path):
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "absent", write=False)
-    with pytest.raises(DiskFailed, match=f"cannot open {tmp_path}: Is a directory"):
+    with pytest.raises(Damaged, match=f"{tmp_path} is a directory, and no regular file"):
         open_file(tmp_path, write=True)
 
 

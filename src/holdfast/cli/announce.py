@@ -37,7 +37,7 @@ def announce(
     facts = {
         "model": f"{preflight.parameters:,} parameters in {counted(len(preflight.block_names), 'block')}, "
         f"{format_bytes(preflight.state_bytes)} of training state",
-        "streamed": f"{preflight.streamed_parameters / max(1, preflight.parameters):.0%} of the parameters, in "
+        "blocks": f"{preflight.streamed_parameters / max(1, preflight.parameters):.0%} of the parameters streamed, in "
         f"{preflight.block_names[0]} to {preflight.block_names[-1]}; the others stay in memory",
         "update": f"{config.train.optimizer}, learning rate {config.train.highest_rate:g} at its highest, computed in"
         f" {config.train.dtype}",

@@ -19,7 +19,7 @@ BUFFER = ("buffer",)
 
 def joined_buffers(state: LiveState, names: Collection[str]) -> Shared:
     """Return which of the buffers ``names`` overlap in memory, and how, as JSON."""
-    buffers = {atom.name: tensor for atom, tensor in state.buffers().values() if atom.name in names}
+    buffers = {atom.name: tensor for atom, tensor in state.present_buffers().values() if atom.name in names}
     return described({(name, *BUFFER): buffer for name, buffer in buffers.items() if is_plain(buffer)})
 
 

@@ -179,6 +179,12 @@ class LiveState:
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
+    def present_buffers(self) -> Held:
+        """Return those of ``buffers`` that have not been set to None since the last look."""
+        places = self.buffer_places().items()
+        there = [(name, place) for name, place in places if place[0]._buffers.get(place[1]) is not None]
+        return dict(_held(name, "buffer", buffer_at(place)) for name, place in there)
+
     def buffer_places(self) -> dict[str, BufferPlace]:
         """By name, the module that holds a buffer of ``buffers``, and the name of the buffer there."""
         return self._buffers | self._buffers_beside
@@ -206,7 +212,7 @@ class LiveState:
         found: dict[Key, torch.Tensor] = {}
         for parameter in self.parameters:
             found[parameter.name, "param"] = local_held(parameter.parameter)
-        for atom, tensor in self.buffers().values():
+        for atom, tensor in self.present_buffers().values():
             found[atom.name, "buffer"] = tensor
         for parameter in self.parameters:
             for slot, value in self._state(parameter).items():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from holdfast.errors import BadInput
 from holdfast.regular import home_path
-from holdfast.store.target import Url
 
 NO_PLACE = (
     errno.ENOTDIR,
@@ -31,7 +30,7 @@ def check_place(root: str | Path) -> None:
     nothing, in a bucket, in a directory of another run's, or cannot be made or written in. Nothing is changed."""
     if str(root).startswith("s3:/"):
         raise BadInput(
-            f"{Url(str(root))} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
+            f"s3://{str(root)[3:].lstrip('/')} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
             " `holdfast push`."
         )
     path = home_path(root)

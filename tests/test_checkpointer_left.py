@@ -128,18 +128,6 @@ def test_a_step_before_another_is_of_the_present_line_or_nowhere(compacted):
         checkpointer.resume(before=12)
 
 
-def test_a_step_that_was_durable_is_not_that_of_another_line(run):
-    """Its records are gone, as the log alone knows."""
-    loop, checkpointer = start(run, base_every=100)
-    with checkpointer:
-        checkpointer.resume()
-        go_on(loop, checkpointer, 12)
-    for path in (run / "journal/rank-00000").glob("*.t0003.log"):
-        path.unlink()
-    with start(run)[1] as checkpointer, pytest.raises(NoCommit, match="timeline 3, has come to step 12"):
-        checkpointer.resume(step=11)
-
-
 def test_a_commit_that_was_left_is_told_unless_its_timeline_is_named(compacted, tmp_path):
     reader = RunReader(compacted)
     with pytest.warns(UserWarning, match=r"step 9 is of timeline 1, .* step 7.*, timeline 3, .*@9\.t1"):

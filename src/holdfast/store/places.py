@@ -29,9 +29,10 @@ def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
     nothing, in a bucket, in a directory of another run's, or cannot be made or written in. Nothing is changed."""
     if str(root).startswith("s3:/"):
+        place = str(root)[3:].lstrip("/")  # a path has lost one of the slashes
         raise BadInput(
-            f"s3://{str(root)[3:].lstrip('/')} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
-            " `holdfast push`."
+            f"s3://{place} is in a bucket, and no run is written there: write it in a directory, and copy it with remote="
+            " or `holdfast push`."
         )
     path = home_path(root)
     try:

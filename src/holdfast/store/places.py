@@ -31,8 +31,8 @@ def check_place(root: str | Path) -> None:
     if str(root).startswith("s3:/"):
         place = str(root)[3:].lstrip("/")  # a path has lost one of the slashes
         raise BadInput(
-            f"s3://{place} is in a bucket, and no run is written there: write it in a directory, and copy it with remote="
-            " or `holdfast push`."
+            f"s3://{place} is in a bucket, and no run is written there: write it in a directory, and copy it with"
+            " remote= or `holdfast push`."
         )
     path = home_path(root)
     try:

@@ -245,7 +245,9 @@ class Disk:
 
     def _created(self, path: str) -> BinaryIO:
         """Open ``path``, made if it is absent and emptied, for writing."""
-        return open(open_regular(self.root / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "wb")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        # a FIFO without a reader is an error with O_NONBLOCK, and would be waited for without it
+        return open(os.open(self.root / path, flags | os.O_NONBLOCK, 0o666), "wb")
 
     @contextmanager
     def made(self, path: str, nbytes: int) -> Iterator[BinaryIO]:

@@ -90,7 +90,7 @@ def test_small_files_are_read_to_a_limit(tmp_path):
 
 def test_a_write_into_a_fifo_does_not_wait(tmp_path):
     os.mkfifo(tmp_path / "a")
-    with pytest.raises(DiskFailed, match="cannot write .*a: "):
+    with pytest.raises(DiskFailed, match=r"cannot write .*a: "):
         Disk(tmp_path).write_bytes("a", b"text")
 
 

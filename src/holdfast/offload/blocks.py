@@ -160,7 +160,9 @@ def _is_composed(modules: nn.ModuleList) -> bool:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Return the bytes of the parameters of ``module``; those without a shape yet, which are refused later, have none."""
+    shaped = (p for p in module.parameters() if not nn.parameter.is_lazy(p))
+    return sum(parameter.numel() * parameter.element_size() for parameter in shaped)
 
 
 def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:

@@ -185,7 +185,9 @@ class ObjectDisk:
         for _ in range(LISTINGS):
             found = obstore.list_with_delimiter(self._store, path or None)
             if self._is_whole(path, found):
-                return found
+                mark = path.strip("/")  # an object that some tools leave, called like the folder itself
+                objects = [each for each in found["objects"] if each["path"].strip("/") != mark]
+                return {**found, "objects": objects}
         raise DiskFailed(
             f"cannot list {self.root / path}: its answers end before their end, {LISTINGS} times. Nothing was concluded"
             " from them: check the network and what lies between here and the bucket, then run again."
@@ -198,7 +200,7 @@ class ObjectDisk:
         ends = [*_paths(found), *(f"{prefix}0" for prefix in found["common_prefixes"])]  # "0" follows "/"
         rest = obstore.list(self._store, path or None, offset=max(ends, default=None), chunk_size=1)
         if any(each["path"].strip("/") != path.strip("/") for page in rest for each in page):
-            return False  # what is called like the folder itself is a mark that other tools leave
+            return False
         return bool(ends) or not self._has_any_object()
 
     def _has_any_object(self) -> bool:

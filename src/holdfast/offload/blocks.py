@@ -160,7 +160,7 @@ def _is_composed(modules: nn.ModuleList) -> bool:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of the parameters of ``module``; those without a shape yet, which are refused later, have none."""
+    """Return the bytes of the parameters of ``module``; those without a shape yet, refused later, have none."""
     shaped = (p for p in module.parameters() if not nn.parameter.is_lazy(p))
     return sum(parameter.numel() * parameter.element_size() for parameter in shaped)
 

@@ -78,8 +78,14 @@ class Owner:
 
 
 def say_owner(place: Path, run: str | Path, key: str) -> None:
-    """Write into the tier that it is that of the run in directory ``run``, which has this key ("": none yet)."""
-    found = os.stat(run)
+    """Write into the tier that it is that of the run in directory ``run``, which has this key ("": none yet).
+
+    Nothing is written where the directory is not there: a rank that sees another one is refused later.
+    """
+    try:
+        found = os.stat(run)
+    except FileNotFoundError:
+        return
     owner, disk = Owner(os.path.realpath(run), found.st_dev, found.st_ino, key), Disk(place)
     disk.write_bytes(f"{OWNER}.tmp", json.dumps(asdict(owner)).encode())
     disk.rename(f"{OWNER}.tmp", OWNER)

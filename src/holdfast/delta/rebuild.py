@@ -30,17 +30,9 @@ from ..state.stretches import Region
 from ..units import packed
 from ..update.kinds import is_elementwise
 from . import visiting
+from .hidden import OF_TORCH
 from .shell import members_of, module_of, optimizer_of
 from .visiting import Homes, Visit, visit_bytes
-
-_KNOWN = {
-    "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
-    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
-    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-}  # fmt: skip
-"""What optimizers of torch hold as attributes; the last ones are made anew."""
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 
@@ -124,7 +116,7 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
                 f"optimizer {index} is a {kind.__qualname__} of {kind.__module__}, which another process cannot import:"
                 f" put the class into a module of its own. {_INSTEAD}"
             )
-        own = sorted(set(vars(optimizer)) - _KNOWN)
+        own = sorted(set(vars(optimizer)) - OF_TORCH)
         if own:
             raise BadInput(
                 f"optimizer {index}, a {kind.__name__}, holds {own[0]}, which is neither its state nor a"

@@ -188,9 +188,8 @@ def both(model):
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("blocks", [both, lambda model: model.encoder.block, lambda model: None])
+@pytest.mark.parametrize("blocks", [both, lambda model: model.encoder.block])
 def test_an_encoder_and_a_decoder_equal_a_plain_loop(tmp_path, monkeypatch, schedule, blocks):
-    """Both streamed, where they are named; else the longer of the two, and the other stays."""
     monkeypatch.setattr(f"{__name__}.COUNT", 1)
     losses, expected = plain_loop(build(t5))
     model = build(t5)
@@ -203,6 +202,16 @@ def test_of_an_encoder_and_a_decoder_only_the_shared_matrix_differs_with_several
     losses, expected = plain_loop(build(t5), clip_norm=None, steps=1)
     model = build(t5)
     found_losses, found = offloaded(tmp_path, model, clip_norm=None, steps=1, blocks=both(model))
+    assert found_losses == losses
+    assert set(differing(found, expected)) <= {f"{SHARED}/{s}" for s in ("param", "exp_avg", "exp_avg_sq")}
+
+
+def test_of_an_encoder_beside_a_streamed_decoder_only_the_shared_matrix_differs(tmp_path, monkeypatch):
+    """Where nobody names blocks, the larger list is streamed, and its inputs' gradients come with the encoder's."""
+    monkeypatch.setattr(f"{__name__}.COUNT", 1)
+    losses, expected = plain_loop(build(t5), clip_norm=None, steps=1)
+    with pytest.warns(UserWarning, match=r"blocks are decoder\.block\.0 .* to stream both, pass blocks="):
+        found_losses, found = offloaded(tmp_path, build(t5), clip_norm=None, steps=1)
     assert found_losses == losses
     assert set(differing(found, expected)) <= {f"{SHARED}/{s}" for s in ("param", "exp_avg", "exp_avg_sq")}
 

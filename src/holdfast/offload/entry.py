@@ -1,7 +1,7 @@
-"""``holdfast.offload``: from a model and an optimizer to an engine, on a fresh directory or one to resume.
+"""``holdfast.offload``: from a model and an optimizer to an engine, in a fresh directory or one to resume.
 
-Everything that can be wrong is found before anything is written; then a fresh run gets its files and a first
-commit, and a resumed one a new timeline that continues its newest whole commit.
+Everything that can be wrong is found before anything is written. Then a fresh run gets its files and a first commit,
+and a resumed run a new timeline that continues its newest whole commit.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        with deferred():  # a key press does not come between the threads and who ends them
+        with deferred():  # no interrupt may come between the threads and the code that ends them
             queue = placed.queue(ssd, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
@@ -337,7 +337,7 @@ def offload(
             run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
         with fellows.control.agreeing():
-            refuse_held(parts.captured)  # by what ran since; from here on there is a commit
+            refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
         told = disk is None and fellows.rank == 0
         with deferred():
             engine = Engine(
@@ -355,12 +355,12 @@ def offload(
         engine.guard()
         return engine
     except BaseException as error:
-        fellows.close()  # who waits for this rank need not
+        fellows.close()  # so that ranks that wait for this one need not
         switch_on_cache(caches)
         if engine is not None:
             engine.give_up()
         if queue is not None:
-            queue.close()  # nothing is under way any more when the lock goes
+            queue.close()  # nothing is under way any more when the lock is released
         if run is not None and engine is None:
             run.residency.let_go()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
@@ -387,8 +387,12 @@ def _ready(
     drives: Drives,
     ranks: Ranks,
 ) -> tuple[Beginning | None, dict[str, Generations], Preflight]:
-    """The state to begin from where nothing was ``found`` to continue, if any, and the files of every unit. All has
-    been checked, and ``store`` is entered: until then a directory that was not there is not there."""
+    """Check everything, take the lock, and return what the runtime is filled from.
+
+    Returns the state to begin from (None if a commit was ``found`` or there is no source), the files of every unit, and
+    the preflight. A fresh directory is created only after all checks have passed. Collective: every rank must call
+    this.
+    """
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
@@ -432,7 +436,10 @@ def _ready(
 
 
 def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
-    """The commit to continue, with the progress of this rank; None in a fresh directory. The first rank finds it."""
+    """Return the commit to continue, with the progress of this rank; None in a fresh directory.
+
+    The first rank searches. Collective: every rank must call this.
+    """
 
     def newest() -> Manifest | None:
         if not store.commits():
@@ -450,7 +457,10 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
 
 
 def _enter_fresh(store: LocalStore) -> None:
-    """Make the directory and take its lock. Raises ``RunLocked`` if somebody has begun a run there since."""
+    """Create the directory and take its lock.
+
+    Raises ``RunLocked`` if another process has begun a run there since.
+    """
     store.enter()
     if store.commits():
         raise RunLocked(

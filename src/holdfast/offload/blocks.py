@@ -48,7 +48,7 @@ class Blocks:
 
     @cached_property
     def buffer_holders(self) -> list[list[tuple[str, nn.Module]]]:
-        """For each block, the modules in it that have buffers, with their names."""
+        """The modules with buffers in each block, with their names."""
         return [
             [(name, holder) for name, holder in module.named_modules() if holder._buffers]
             for module in self.modules

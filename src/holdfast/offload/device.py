@@ -137,7 +137,7 @@ class SeparateDevice:
         self._streams: dict[str, Any] = {}
         self._watchers: dict[str, Lane] = {}
         self._marks: dict[Key, tuple[str, Any]] = {}
-        """For the newest operation of each key: its lane, and the event that marks its end."""
+        """Lane of the newest operation of each key, and the event that marks its end."""
         self._pins = True
 
     def use(self) -> None:

@@ -364,7 +364,7 @@ class Engine:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether the weights lack the last step (of MeZO), which the next step would apply."""
+        """True if the weights lack the last step (of MeZO), which the next step would apply."""
         return self._run.zeroth is not None and self._run.zeroth.is_behind
 
     def _catch_up(self) -> None:

@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each kind of device: whether autocast is on, and its dtype."""
+"""Autocast state for each kind of device: the kind, whether autocast is on, and its dtype."""
 
 
 class _Cancelled(BaseException):

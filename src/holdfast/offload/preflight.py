@@ -43,7 +43,7 @@ class Preflight:
     streamed_parameters: int = 0
     """Number of the ``parameters`` that are in blocks; the others stay in memory."""
     drives: tuple[tuple[str, int, int], ...] = ()
-    """For each further drive: its directory, the bytes that the run still has to take there, and the free bytes."""
+    """Directory of each further drive, the bytes that the run still has to take there, and the free bytes."""
     prediction: Prediction | None = None
     """The planner's prediction, if it was asked."""
     plan: str | None = None

@@ -209,9 +209,9 @@ class Step:
     touched: dict[int, set[str]] = field(default_factory=dict)
     """Names of the parameters whose gradients wait on the SSD, by block."""
     delta: Delta | None = None
-    """How far a zeroth-order step moves the weights, once that is known."""
+    """Distance by which a zeroth-order step moves the weights, once that is known."""
     kept: tuple[bool, ...] = ()
-    """For each block of a training step, whether its graph is kept, so that it is not computed again."""
+    """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
 
     def mean_losses(self) -> list[float]:
         """Return the loss, as micro-batches are weighted; for a zeroth-order step, that of each of its two streams."""

@@ -65,7 +65,7 @@ class StepMaker:
 
     @property
     def may_ask(self) -> bool:
-        """Whether counts may depend on what is not known of the model yet."""
+        """True if counts may depend on what is not known of the model yet."""
         return self._rules.normalize == "tokens" and self.shifts is None
 
     def unclear(self, micro_batches: Sequence[Any]) -> Any | None:

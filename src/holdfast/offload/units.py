@@ -140,7 +140,7 @@ class Unit:
         self.frozen = [m for m in self.members if not m.trained]
         self._divide(rank, world_size)
         self.places: dict[str, tuple[tuple[int, ...], Box]] = {}
-        """For each tensor entry stored here, by key: the shape of the whole entry, and the region stored here."""
+        """Shape of the whole tensor entry, and the region stored here, by key of each entry that is stored here."""
         self.state_atoms = self._state_atoms()
         self.frozen_atoms = [
             self._placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
@@ -158,7 +158,7 @@ class Unit:
         trained = divided([(m.shape, self._optimizer.cuts(m.group)) for m in self.trained], world_size)
         frozen = divided([(m.shape, True) for m in self.frozen], world_size)
         self.owners: dict[str, list[tuple[int, int]]] = {m.name: [(0, 0)] * world_size for m in self.members}
-        """For each parameter, the range of elements that each rank has of it."""
+        """Range of elements that each rank has of each parameter, by parameter name."""
         for members, divisions in ((self.trained, trained), (self.frozen, frozen)):
             for owner, parts in enumerate(divisions):
                 for index, start, stop in parts:
@@ -170,7 +170,7 @@ class Unit:
             ]
             for t, f in zip(trained, frozen, strict=True)
         ]
-        """For each rank, its byte ranges of the compute copy: of trained and of frozen parameters."""
+        """Byte ranges of the compute copy of each rank: of trained and of frozen parameters."""
         self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
         self.copy_parts = copy_parts(self.copy_ranges[rank])
         """This rank's shard of the compute copy: its trained and its frozen part."""

@@ -1,4 +1,4 @@
-"""Builds the runtime of a run in its open store, and fills it: afresh, from another state, or from a commit."""
+"""Builder of a run's runtime in its open store, filled afresh, from another state, or from a commit."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
     for part in unit.copy_parts:
         if part.start == part.stop:
             continue
-        assert run.param_scratch is not None  # there is none where this rank has nothing of any block
+        assert run.param_scratch is not None  # None only if this rank has nothing of any block
         run.param_scratch.write(
             offset + part.at, copy.view[part.at : part.end], kind="params", phase="setup", priority=0
         ).result()

@@ -227,7 +227,7 @@ def check_zeroth(
 
 
 def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
-    """Warn if blocks that nobody chose have less than half of the parameters, and others might be added."""
+    """Warn if blocks chosen by default have less than half of the parameters, and others might be added."""
     streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
     others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
     others = [(name, each) for name, each in others if any(True for _ in each[0].children())]

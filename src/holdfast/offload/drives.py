@@ -148,7 +148,7 @@ class Drives:
 
 
 def moved_bytes(plan: Plan) -> tuple[int, int]:
-    """Return the bytes that a step of this rank moves to and from the SSD: those of the state, and all others."""
+    """Return the bytes of state that a step of this rank moves on the SSD, and all other bytes."""
     moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
     state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
     return state, sum(op.nbytes for op in moved) - state

@@ -317,7 +317,7 @@ class Engine:
             told = self._call("close", lambda: (bool(self._were_real), self._edited()))
             edited = sorted({name for _, found in told for name in found})
             trained = self._values() if any(real for real, _ in told) else {}
-            self._call("the end of close")  # nobody leaves before all have what they wanted
+            self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
         give_back(self._captured, {name: trained[name] for name in self._were_real}, self._homes)
         self._owed = False

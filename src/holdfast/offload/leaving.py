@@ -22,7 +22,7 @@ _open: WeakKeyDictionary[Open, int] = WeakKeyDictionary()
 
 
 def finish_at_exit(engine: Open) -> None:
-    """Wait for what ``engine`` has under way and stop it when this process ends (not when a fork of it ends)."""
+    """Wait for ``engine`` and stop it when this process ends (not when a fork of it ends)."""
     _open[engine] = os.getpid()
 
 
@@ -34,7 +34,7 @@ def closed(engine: Open) -> None:
 @atexit.register
 def _finish() -> None:
     for engine in [engine for engine, process in _open.items() if process == os.getpid()]:
-        with suppress(Exception):  # the next start finds out
+        with suppress(Exception):  # the next start detects the failure
             engine.wait()
         with suppress(Exception):
             engine.give_up()

@@ -104,7 +104,7 @@ class UserState:
         return Forgotten([self.optimizer], [self.scheduler, self.loader])
 
     def hand_over(self) -> None:
-        """Mark the optimizer as stepped, so that a scheduler does not warn that nobody steps it.
+        """Mark the optimizer as stepped, so that a scheduler does not warn of one that is not stepped.
 
         From here on the engine steps instead of the optimizer.
         """
@@ -131,14 +131,14 @@ class UserState:
                     "from the run's step",
                     stacklevel=6,
                 )
-        saved = progress.get("settings", {})  # a run of an earlier version does not say
+        saved = progress.get("settings", {})  # absent in a run of an earlier version
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
                 stacklevel=6,
             )
-        before = progress.get("given", [])  # a run of an earlier version does not say
+        before = progress.get("given", [])  # absent in a run of an earlier version
         kept = told_of_kept(before, progress["groups"], self.given, "offload returns")
         if kept is not None:
             warnings.warn(kept, stacklevel=6)
@@ -157,7 +157,7 @@ class UserState:
                 f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
                 "that the run was made with."
             )
-        saved = progress.get("group_parameters", [])  # a run of an earlier version does not say
+        saved = progress.get("group_parameters", [])  # absent in a run of an earlier version
         was_in = {name: group for group, names in enumerate(saved) for name in names}
         for group, names in enumerate(self.group_parameters()):
             for name in names:

@@ -318,7 +318,7 @@ class _Search:
         return Setting(
             machine=replace(
                 q.machine, host_memory_bytes=memory, ssd_capacity_bytes=sys.maxsize
-            ),  # files are there
+            ),  # the files exist
             model=model,
             method=Method(
                 clipping=q.shape.clipping,

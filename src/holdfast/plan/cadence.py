@@ -1,4 +1,4 @@
-"""Cadence: how often a snapshot is made and how many log records go into one write, so that failures cost least.
+"""Cadence: steps between snapshots and log records per write, chosen so that failures cost least.
 
 It is the optimum of ``waste.py`` over whole numbers, under limits of the user (time to recover, storage, memory,
 bandwidth) or of the writer (steps on their way, the time it takes to make a snapshot). Each limit bounds one of the two

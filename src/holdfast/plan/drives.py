@@ -28,7 +28,7 @@ def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) 
 
 
 def spread(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[list[int]]:
-    """Return the drive of each unit, for each rank of ``sizes``, in the order in which a step goes through the units.
+    """Return the drive of each unit of each rank, in the order in which a step goes through the units.
 
     It is the drive that is furthest behind its share, counting all ranks and this one together.
 

@@ -1,4 +1,4 @@
-"""A setting: a model on a machine, trained in one way, with all numbers that the formulas of a step need.
+"""A setting: a model on a machine, trained in one way, with all numbers for the formulas of a step.
 
 Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
 delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.

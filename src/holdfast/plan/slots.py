@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from .ops import Hold, Key, Op
 
 AS_LISTED = -1
-"""Number of slots: as many as a class holds at once if its operations run one after another, in list order."""
+"""Number of slots that a class holds at once if its operations run one after another, in list order."""
 
 
 @dataclass

@@ -166,7 +166,7 @@ def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_p
 
 
 def _rarest(measured: Measured, limits: Limits) -> int:
-    """Return the most steps that recovery and storage allow, for a disk that is too slow even for log records alone."""
+    """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
     most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
     return int(max(1, min(MOST_STEPS, *most)))
 

@@ -46,7 +46,7 @@ class Measured:
     write_stall_seconds: float = 0.0
     """Seconds that the training thread waits for one write of log records."""
     record_stall_seconds: float = 0.0
-    """Seconds that the training thread waits in every step, such as for the copy of what goes into the log record."""
+    """Seconds that the training thread waits in every step, such as for copies into the log record."""
     sync_seconds: float = 0.0
     """Seconds of one write of log records, besides those for its bytes."""
     write_slowdown: float = 0.0

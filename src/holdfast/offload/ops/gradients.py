@@ -167,8 +167,7 @@ def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
 
 
 def _decide(step: Step, name: str, total: torch.Tensor, bound: float) -> None:
-    """Leave the unit ``name`` out if its norm ``total`` is not finite, or note the factor that clips it to
-    ``bound``."""
+    """Leave the unit ``name`` out if ``total``, its norm, is not finite, or note how to clip it to ``bound``."""
     if not math.isfinite(float(total)):
         step.left_out.add(name)
     elif (scale := _scale(total, bound)) is not None:

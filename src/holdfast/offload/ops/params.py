@@ -20,7 +20,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     offset, reads = run.param_offsets[block], []
     for at, start, stop in unit.copy_parts:
         if start < stop:
-            assert run.param_scratch is not None  # there is none where this rank has nothing of any block
+            assert run.param_scratch is not None  # None only if this rank has nothing of any block
             reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
     return together(reads)
 

@@ -220,7 +220,7 @@ def _reduce_resident(s: Schedule) -> Key:
 
 
 def committed(s: Schedule) -> tuple[Key, ...]:
-    """Return what a step's last computation needs, so that at most one step is on its way when it is over."""
+    """Return what a step's last computation needs, so that at most one step is then on its way."""
     return (Key("commit"),) if s.shape.commit else ()
 
 

@@ -252,15 +252,11 @@ def _other_members(line: Line, state: LiveState) -> dict[str, str]:
 
 
 def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) -> list[str]:
-    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing,
-    nor of those of which this rank has nothing. A base of an earlier version does not say what was frozen."""
+    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing.
+    A base of an earlier version does not say what was frozen."""
     frozen = {name for each in base.streams for name in base.progress_of(each).get("given_frozen") or ()}
     thawed = frozen.difference(trained)
-    now = [
-        p.name
-        for p in state.parameters
-        if p.name in thawed and state.is_trained(p) and not state.lacks(p.name)
-    ]
+    now = [p.name for p in state.parameters if p.name in thawed and state.is_trained(p)]
     if not now:
         return []
     return [

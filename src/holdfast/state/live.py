@@ -52,7 +52,7 @@ class LiveState:
         """``captures`` are what each of the optimizers has of the model, where that is known otherwise than from these.
 
         Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
-        captures = captures or [capture(model, each, may_be_flattened=True) for each in optimizers]
+        captures = captures or [capture(model, each) for each in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
@@ -86,14 +86,11 @@ class LiveState:
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
         self.boxes: dict[str, Region] = {
-            p.name: box_of(p.name, p.parameter) if p.flattened is None else p.flattened.region
-            for p in self.parameters
+            p.name: box_of(p.name, p.parameter) if p.stretch is None else p.stretch for p in self.parameters
         }
         """By name: the region of the parameter that this process holds."""
         self.wholes = {p.name: p.shape for p in self.parameters}
         """By name: the shape of the whole parameter."""
-        self.flattened = [p for p in self.parameters if p.flattened is not None]
-        """Those of FSDP1, which gathers them now and then."""
         self.own_residuals = False
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters

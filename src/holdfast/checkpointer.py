@@ -73,7 +73,7 @@ class Checkpointer:
     the step durable and ends the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
+    consumes.
 
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script;
     only with one optimizer.

@@ -33,7 +33,6 @@ from holdfast.data.loader import loader as loader_of
 from holdfast.delta import agreement, helper, host, hosts, orphans, rebuild, replica, visiting
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
@@ -111,11 +110,7 @@ def muon(parameters: list[Any]) -> torch.optim.Optimizer:
     return Joined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01))
 
 
-CODECS = {
-    "topk": TopK,
-    "int8": lambda block: Int8(int(block)),
-    "powersgd": lambda rank: PowerSGD(int(rank), start_step=2),
-}
+CODECS = {"topk": TopK, "int8": lambda block: Int8(int(block))}
 
 
 def strided() -> DTensor:

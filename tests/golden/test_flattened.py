@@ -6,11 +6,9 @@ import shutil
 from math import prod
 
 import pytest
-import torch
 
-from dist.training import OPTIMIZERS, whole_state, wrapped
 from golden.flattened import ARCHIVE, DIGESTS
-from holdfast.checkpointer import Checkpointer
+from golden.resuming import resumed
 from holdfast.errors import RuleError
 from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES
@@ -26,15 +24,6 @@ from holdfast.universal.ruled import infer
 def run(tmp_path):
     shutil.unpack_archive(ARCHIVE, tmp_path / "run")
     return tmp_path / "run"
-
-
-def resumed(root, **order):
-    """The step that one process without a wrapper resumes, and a digest of what it has then."""
-    model = wrapped("plain", 1)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    with Checkpointer(root, model=model, optimizer=optimizer, scheduler=schedule) as checkpointer:
-        return checkpointer.resume(**order), whole_state(model, optimizer)
 
 
 def test_stretches_verify_and_read_whole(run):

@@ -20,12 +20,11 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
-    subspaces: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
-    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals, subspaces))
+    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals))
     state.own_residuals = own_residuals and not ranks.alone
     return state
 

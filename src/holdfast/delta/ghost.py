@@ -44,7 +44,7 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
-        self.residuals, self.subspaces, self.own_residuals = {}, {}, False
+        self.residuals, self.own_residuals = {}, False
         self.own, self.layouts, self.carried, self.rebound = (), {}, set(), set()
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""

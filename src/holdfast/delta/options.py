@@ -172,8 +172,7 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
     if not isinstance(codec, Codec):
         raise BadInput(
-            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
-            " holdfast.PowerSGD()"
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
         )
 
 

@@ -1,4 +1,4 @@
-"""Entering: what all ranks see together before the first step: what of the state each holds."""
+"""Joint scan of the state by all ranks before the first step: it assigns to each rank what it stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ def look(
     residuals: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
-    """The state as it is now, of which this rank stores its part. Called on all ranks."""
+    """Return the training state as it is now, with this rank's stored part marked.
+
+    Args:
+        averages: Modules with averaged parameters, by name or alone.
+        residuals: The residuals of error feedback, by parameter.
+        own_residuals: Whether residuals belong to this rank alone where there are several.
+
+    Collective: every rank must call this.
+    """
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
     state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals))
     state.own_residuals = own_residuals and not ranks.alone
@@ -30,8 +38,11 @@ def look(
 
 
 def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
-    """What ``make`` gives on this rank, which stores its part of it. Called on all ranks. Raises ``ModelNotSupported``
-    where stretches of a parameter that the ranks hold leave gaps or overlap."""
+    """Return the state that ``make`` builds on this rank, with this rank's stored part marked.
+
+    Collective: every rank must call this. Raises ``ModelNotSupported`` where the regions of a parameter on all ranks
+    leave gaps or overlap.
+    """
     made: list[LiveState] = []
 
     def held() -> tuple[dict[str, tuple[Region, int]], set[str], list[list[str]]]:
@@ -69,7 +80,9 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
 
 
 def _refuse_shared_buffers(bundles: Sequence[Sequence[str]]) -> None:
-    """Raise ``ModelNotSupported`` where a buffer, which every rank stores, lies over a parameter, which one stores."""
+    """Raise ``ModelNotSupported`` where a buffer, stored by every rank, shares memory with a parameter, stored by one
+    rank.
+    """
     for bundle in bundles:
         if BUFFERS in bundle and len(bundle) > 1:
             names = " and ".join(name for name in bundle if name != BUFFERS)
@@ -84,8 +97,7 @@ def _store_together(
     stored: list[set[str]],
     bundles: Sequence[Sequence[str]],
 ) -> None:
-    """Let the rank that stores the first of the parameters that are one memory store the others: they are of one
-    step."""
+    """Assign parameters that share memory to the rank that stores the first of them, so that all are of one step."""
     for first, *others in bundles:
         for rank in [rank for rank, names in enumerate(stored) if first in names]:
             for name in others:

@@ -87,8 +87,7 @@ class Script:
         }
 
     def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
-        """Return ``before`` with the current hyper-parameters and the current state of the objects ``which``, as JSON.
-        """
+        """Return ``before`` with the current hyper-parameters and the current state of objects ``which``, as JSON."""
         own = {name: thing for name, thing in self.things.items() if which(name, thing)}
         things = {
             **before["things"],

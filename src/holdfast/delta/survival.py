@@ -100,7 +100,7 @@ class Survival(ABC):
 
     @property
     def recovered_by(self) -> str:
-        """How ``enter`` recovered its step, for a person; empty where that is not known."""
+        """The way in which ``enter`` recovered its step, for a person; empty where that is not known."""
         return ""
 
     # Beginning

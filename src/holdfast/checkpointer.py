@@ -367,7 +367,10 @@ class Checkpointer:
         self._survival.adapt()
 
     def _time(self, started: float) -> None:
-        """Note how long the step took, and the stall, whose last part began at ``started``."""
+        """Note how long the step took and how long training stalled for it.
+
+        ``started`` is when the last part of that stall began.
+        """
         now = time.perf_counter()
         seconds, self._stepped_at = now - self._stepped_at, now
         self.stall_seconds, self._tap.seconds = self._tap.seconds + now - started, 0.0

@@ -61,7 +61,7 @@ class Standing:
     settled: tuple[int, int, str] = (0, 0, "")
     """The last barrier with a known place: its number, its step, and its purpose."""
     missing: tuple[tuple[int, str], ...] = ()
-    """The ranks whose share of the current snapshot is missing, each with its last heartbeat."""
+    """The ranks that have not written their share of the current snapshot, each with its last heartbeat."""
 
 
 class Agreement:

@@ -74,7 +74,7 @@ class Allotment:
         store.retires_for_room = False  # all ranks have to do so together
 
     def default(self, full_bytes: int) -> None:
-        """Set the default cap, for snapshots of which this rank's share takes ``full_bytes``."""
+        """Set the default cap. ``full_bytes`` is the size of this rank's share of a snapshot."""
         self._full_bytes = full_bytes
         if self._told is None:
             least = LEAST_STORAGE // self._ranks.world_size

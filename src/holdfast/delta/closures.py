@@ -69,6 +69,6 @@ class Computed:
 
 
 def closure_again(about: dict[str, Any]) -> Callable[[], Any]:
-    """Return a closure for the replay of a step whose closure was described by ``about``."""
+    """Return a closure for the replay of a step. ``about`` describes the step's own closure."""
     loss = decode(about["loss"])
     return lambda: loss

@@ -119,7 +119,7 @@ def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Ar
 def _add(
     codec: TopK, forms: list[Forms], sent: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Add to ``sums`` what one rank sent, whose arrays have the given ``forms``."""
+    """Add to ``sums`` what one rank ``sent``. ``forms`` describes the arrays in it."""
     start = 0
     for own, total in zip(forms, sums, strict=True):
         arrays = {"counts": codec.counts(total.numel(), total.device)}

@@ -47,9 +47,10 @@ class Compacted:
 
 
 def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
-    """Make a snapshot of step ``to``, and drop the snapshot before it with its steps, unless a later step needs it.
+    """Make a snapshot of step ``to`` by replay, and drop the snapshot before it with its steps.
 
-    With ``to=None`` the snapshot is of the newest step, and nothing is dropped.
+    The old snapshot stays if a later step needs it. With ``to=None`` the new one is of the newest step, and nothing is
+    dropped.
 
     Raises ``RunLocked`` for a run that is being written, ``BadInput`` for one that cannot be replayed without its
     script, ``NoCommit`` if there is nothing to compact, and ``Damaged`` if a snapshot is not whole. Nothing has been

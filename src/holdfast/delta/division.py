@@ -150,7 +150,10 @@ def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, .
 
 
 def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the owners in order, each with those whose tensors overlap its own: a chunk has all of them or none."""
+    """Return the owners in order, each with those whose tensors overlap its own.
+
+    A chunk has all of such a group or none.
+    """
     group_of = {owner: [owner] for owner in owned}
     for bundle in bundles:
         joined = {other for owner in bundle if owner in owned for other in group_of[owner]}

@@ -97,7 +97,10 @@ def _store_together(
     stored: list[set[str]],
     bundles: Sequence[Sequence[str]],
 ) -> None:
-    """Assign parameters that share memory to the rank that stores the first of them, so that all are of one step."""
+    """Assign parameters that share memory to the rank that stores the first of them.
+
+    So all of them are of one step.
+    """
     for first, *others in bundles:
         for rank in [rank for rank, names in enumerate(stored) if first in names]:
             for name in others:

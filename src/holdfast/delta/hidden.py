@@ -62,7 +62,10 @@ _CODE = (
 _CONTAINERS = (list, tuple, dict, deque)
 
 Path = tuple[tuple[str, Any], ...]
-"""The path to a leaf: attributes and items, each with its name or key; ``state`` is an item of an optimizer's state."""
+"""The path to a leaf: attributes and items, each with its name or key.
+
+``state`` is an item of an optimizer's state.
+"""
 
 Told = list[list[Any]]
 """Leaves as JSON: the path and the value of each; no value for a leaf that was removed."""

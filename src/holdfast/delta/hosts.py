@@ -31,7 +31,7 @@ HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
 """The longest times that a replica without trainer waits for a sign of the others, and for their work."""
 
 ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
-"""The same while another trainer waits: for a sign and what the others kept, and for their shares of a snapshot."""
+"""The same times while another trainer waits, the second one for the other ranks' shares of a snapshot."""
 
 
 class HostAmongOthers(Host):

@@ -327,8 +327,9 @@ class Door:
         return asking
 
     def close(self) -> None:
-        """Stop listening. Called under the run's lock, or before the asking trainer is answered, who reuses the
-        socket's name.
+        """Stop listening.
+
+        Called under the run's lock, or before the asking trainer is answered: its own replica reuses the socket's name.
         """
         self._listener.close()
         if self._asking is not None:

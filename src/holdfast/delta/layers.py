@@ -132,9 +132,9 @@ class LayerTap(Tap):
             self.seconds += time.perf_counter() - started
 
     def place_of(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where to copy ``grad``, which the parameter has or will have; None if it will change or has no place.
+        """Return where to copy ``grad``, which the parameter has or will have.
 
-        Called inside backward, and may wait for memory.
+        Returns None if the gradient will change or has no place. Called inside backward, and may wait for memory.
         """
         started = time.perf_counter()
         try:

@@ -1,8 +1,8 @@
-"""A snapshot with the log records of all its writers, as far as every writer has them, replayed into a live state.
+"""A snapshot with its log records, as far as all writers have them, and its replay into a live state.
 
 Where this process holds exactly the regions that the writers stored, the records are replayed on the live model. Under
 another parallelism they are replayed in the writers' sharding, on separate tensors, one writer after another, and the
-result is resharded. A writer's records are its *stream*.
+result is resharded. The log of one writer is a *stream*.
 """
 
 from __future__ import annotations

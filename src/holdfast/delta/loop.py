@@ -1,4 +1,4 @@
-"""The training state of a run: what is trained, how many steps are done, and the state that is no tensor."""
+"""The training state of a run: the trained tensors, the steps done, and all state that is no tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Monitor of the ranks that this one waits for: it warns of slow ranks and names one that waited too long.
+"""Monitor of the ranks that this rank waits for: it reports slow and stopped ranks by name.
 
 A rank that has ended, or whose replica hangs, is reported within seconds by itself or the first rank. What remains is a
 rank that is slow or stopped; it is waited for as long as it sends heartbeats. Seconds.

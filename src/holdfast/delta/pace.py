@@ -274,7 +274,8 @@ class Pace:
         )
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
-        """Note that ``step`` took ``seconds`` since the one before, of which training waited ``stall``."""
+        """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds that training waited.
+        """
         tuner = self.tuner
         if tuner is None:
             return
@@ -288,7 +289,7 @@ class Pace:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Give up a snapshot of which not everything is copied. Called once nothing more is written."""
+        """Give up a snapshot that is not fully copied. Called once nothing more is written."""
         if not self.bases.all_staged:
             self.bases.give_up()
 
@@ -314,7 +315,7 @@ class Pace:
         self._set_cap(self.bases.full_bytes)
 
     def _set_cap(self, full_bytes: int) -> None:
-        """Set the storage cap as told, or by default to a multiple of the state, plus what is kept for good."""
+        """Set the storage cap: the configured one, or a multiple of the state plus what is kept for good."""
         for_good, told = self._store.for_good_bytes, self._means.storage_bytes
         if self._together is not None:
             self._together.room.default(full_bytes)

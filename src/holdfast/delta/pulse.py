@@ -1,6 +1,6 @@
-"""The steps of a run in the event log: at most one line a second, so that short steps cost nothing.
+"""The steps of a run in the event log, in at most one line a second.
 
-Seconds, bytes. Without an event log, nothing is computed.
+So short steps cost nothing. Without an event log, nothing is computed. Seconds, bytes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ MAX_DELAY_SECONDS = 1.0
 
 @dataclass
 class Sealed:
-    """A step whose log record is to be written: its JSON, its memory, and the staging buffers that own the memory."""
+    """A finalized step: the JSON and the memory of its log record, and the staging buffers of that memory."""
 
     step: int
     about: dict[str, Any]

@@ -290,7 +290,10 @@ def _refuse_other_members(line: Line, state: LiveState) -> None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The step that one rank ``has`` reached from a snapshot, the one that it ``could`` reach, and why no later one."""
+    """The result of one rank's attempt to recover from a snapshot.
+
+    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
+    """
 
     has: int | None
     could: int | None

@@ -108,7 +108,7 @@ class Taken:
 
 
 def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[], None] | None = None) -> None:
-    """Replay the step of ``records``, of which each holds a part of the gradients.
+    """Replay one step from ``records``, each of which holds a part of the gradients.
 
     The first record provides everything else. May overwrite the memory of the parts.
     """

@@ -328,7 +328,10 @@ class Replica:
         failpoints.reach("after_step_handed")
 
     def _place_of(self, part: memoryview, sealed: Sealed) -> list[int] | None:
-        """Return the numbers of the staging buffer and of the part in it that ``part`` is; None if it is in none."""
+        """Return the number of the staging buffer that holds ``part``, and the number of the part in it.
+
+        Returns None if no staging buffer holds it.
+        """
         assert self.pool is not None
         for slot in sealed.slots:
             for number, own in enumerate(slot.parts):
@@ -387,7 +390,7 @@ class Replica:
     # Waiting and ending
 
     def wait(self, step: int) -> None:
-        """Return when ``step``, of which a snapshot is being made, is durable."""
+        """Return when ``step`` is durable. A snapshot of it must be under way."""
         self._wait_for(lambda: self.durable_step >= step)
 
     def settle(self) -> None:

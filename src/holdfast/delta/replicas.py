@@ -53,8 +53,8 @@ class Replicas(Replica):
         super().__init__(*args, ranks=ranks, **options)
         self._ranks = ranks
         self._number = self._shared = self._ended = 0
-        """The numbers of the snapshot begun last, of the one whose share the replica reported, and of the one known to
-        have ended.
+        """Numbers of snapshots: the last begun, the last whose share the replica reported, the last known to have
+        ended.
         """
         self._base_at = self._next_base = -1
         self._heard_of = (-1, 0)
@@ -331,10 +331,10 @@ class Replicas(Replica):
             self.agreement.look_soon()
 
     def close(self) -> None:
-        """End the replica, or leave it where not everything is durable, so that it keeps its state for the next
-        trainer.
+        """End the replica if everything is durable; otherwise disconnect from it.
 
-        Raises the replica's error.
+        A disconnected replica keeps its state for the next trainer, as after this one's death. Raises the replica's
+        error.
         """
         if not self._started:
             return

@@ -25,9 +25,9 @@ ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhe
 
 
 class SharedPool(SlotPool):
-    """``count`` staging buffers in the new file ``ring`` of a shared-memory store, with every page faulted in.
+    """A pool of ``count`` staging buffers in the new file ``ring`` of a shared-memory store.
 
-    Pinned where gradients come from ``devices``.
+    Every page is faulted in. Pinned where gradients come from ``devices``.
     """
 
     def __init__(

@@ -145,11 +145,11 @@ class Survival(ABC):
         """Keep the current step after the state has changed its form, as the loop's last ``look`` found."""
 
     def stepped(self, seconds: float, stall_seconds: float) -> None:
-        """Note that the step took ``seconds``, of which training waited for ``stall_seconds``."""
+        """Note that the step took ``seconds``, including ``stall_seconds`` that training waited."""
         return
 
     def give_back(self, updates: Sequence[Update]) -> None:
-        """Return the staging buffers of ``updates``, of which nothing is kept."""
+        """Release the staging buffers of ``updates``, which are not kept."""
         self.pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
     # Waiting and ending

@@ -59,7 +59,7 @@ class Update:
     drawn: Any = None
     """The state of the random generators before the step, as JSON; None where the step drew nothing."""
     drawn_after: Any = None
-    """The state before ``after_update``, likewise, in the last update of an iteration."""
+    """The state of the generators before ``after_update``, in the last update of an iteration."""
     own: Any = None
     """The optimizer's own state, besides that of parameters, that changed since its last step, as JSON; None if none.
     """

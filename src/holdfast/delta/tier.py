@@ -58,7 +58,7 @@ class MemoryDisk(Disk):
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a store: the run's directory, by path and by marks that no rename changes, and the run's key."""
+    """The owner of a store: the key of the run, and the run's directory by path, device and inode."""
 
     run: str
     device: int

@@ -30,8 +30,12 @@ HINT = 100
 """The number of iterations without a step that causes a warning, unless gradients are accumulated."""
 
 Marks = tuple[list[int], list[int], list[int], list[Any]]
-"""Marks that change with the state: change counts and addresses of parameters, then identities of the optimizer's state
-and its change counts or values.
+"""The state as the last scan saw it.
+
+1. Change counts of the parameters.
+2. Addresses of the parameters.
+3. Identities of the values of the optimizer's state.
+4. Change counts of these values, or marks of those that are no tensors.
 """
 
 

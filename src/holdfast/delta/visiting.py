@@ -1,4 +1,4 @@
-"""Device updates for tensors that are stored on the host: a few at a time are copied to the device and back.
+"""Device updates of tensors that are stored on the host and copied to the device a few at a time.
 
 A device's kernels round otherwise than the host's. So the replica of a trainer on a device runs its updates on the same
 device, and both have the same bits. Sizes are bytes. Never run on a device so far.

@@ -55,7 +55,7 @@ class Standing:
     published: int = 0
     """The number of the snapshot that was published last."""
     given_up: int = 0
-    """The number of the snapshot that was given up last; none before the published one."""
+    """The number of the snapshot that was given up last."""
     called: int = 0
     """The number of the barrier that was called last by any rank."""
     settled: tuple[int, int, str] = (0, 0, "")

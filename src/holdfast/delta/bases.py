@@ -128,8 +128,7 @@ class BaseMaker:
         """None unless the state is on a device."""
 
     def watch(self, state: LiveState) -> None:
-        """Make the following snapshots of ``state``, and divide it into chunks again. Called while none is under way.
-        """
+        """Make the following snapshots of ``state``, and divide it again. Called while none is under way."""
         self._state, self._atoms = state, {}
 
     @property

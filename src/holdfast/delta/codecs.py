@@ -74,10 +74,10 @@ class Codec:
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """Gradients as they are, bit for bit.
+    """A codec that records gradients bit for bit.
 
-    ``compress`` makes records smaller, on the thread that writes them: it groups bytes of one significance and applies
-    zstd. That saves about a fifth in fp32 and a third in bf16. It needs the package ``zstandard``.
+    ``compress`` makes records smaller without loss, on the thread that writes them: it groups bytes of one significance
+    and applies zstd. That saves about a fifth in fp32 and a third in bf16. It needs the package ``zstandard``.
     """
 
     compress: bool = False

@@ -164,7 +164,7 @@ class OwnState:
             return False
         return path not in self._odd or can_be_stored(value)
 
-    # In bases
+    # In snapshots
 
     def carried(self, state: LiveState) -> Told:
         """Return as JSON all leaves that differ from those of a newly made optimizer."""
@@ -268,7 +268,7 @@ class OwnState:
     def _path_json(self, state: LiveState, path: Path) -> list[Any]:
         return [[kind, self._encoded(state, key)] for kind, key in path]
 
-    # What there is
+    # Traversal
 
     def _leaves(self, seen_object: Callable[[Path], None] = lambda path: None) -> Iterator[tuple[Path, Any]]:
         yield from _fields(

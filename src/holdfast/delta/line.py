@@ -113,7 +113,7 @@ class Line:
         without = {name for update in updates for name in update["without"]}
         members = [{name for names in groups for name in names} for groups in replay["parameters"]]
         told = set[str]().union(*(members[update["optimizer"]] for update in updates))
-        frozen = set(replay["frozen"]) - told  # some may have begun to train since the base
+        frozen = set(replay["frozen"]) - told  # some may have begun to train since the snapshot
         return set[str]().union(*members) - frozen - without
 
     def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:

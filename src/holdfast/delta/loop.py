@@ -231,7 +231,7 @@ class Loop:
         self.note()
 
     def begins_step(self) -> None:
-        """Prepare for the first update of a step. Called just before an optimizer makes it."""
+        """Warn of a missing scaler and of a late scheduler. Called before the first update of each step."""
         if self._looks_for_scaler:
             self._looks_for_scaler = False
             _tell_of_scaler(list(self.script.things.values()))

@@ -35,7 +35,7 @@ BLOCK = 1024
 
 
 class Lossy(Codec):
-    """The base of lossy codecs: ``compress`` makes arrays of a flat tensor, and ``expand`` inverts that."""
+    """The base class of lossy codecs: ``compress`` makes arrays, and ``codecs.expand`` gives what they stand for."""
 
     @property
     def changes_training(self) -> bool:
@@ -163,11 +163,13 @@ class Lossy(Codec):
 
 @dataclass(frozen=True)
 class TopK(Lossy):
-    """The largest elements of each gradient, a share of ``ratio``. Training consumes these, and zeros elsewhere.
+    """A codec that keeps the largest elements of each gradient, a fraction ``ratio`` of all.
 
-    They are the largest of each block of 1024 elements, or of more where ``ratio`` is below 1 %. At least one element
-    of each block and each parameter is kept. With ``error_feedback`` the rest is kept and added to the next gradient;
-    without, it is lost, and training suffers. Residuals take 4 bytes per element, on the parameter's device.
+    Training consumes these elements, and zeros elsewhere. The largest are found within each block of 1024 elements, or
+    of more where ``ratio`` is below 1 %. At least one element of each block and each parameter is kept.
+
+    With ``error_feedback`` the rest is kept and added to the next gradient; without, it is lost, and training suffers.
+    Residuals take 4 bytes per element, on the parameter's device.
     """
 
     ratio: float = 0.01
@@ -263,7 +265,7 @@ class TopK(Lossy):
 
 @dataclass(frozen=True)
 class Int8(Lossy):
-    """Each gradient in 8 bits per element, with one scale for each ``block`` of elements.
+    """A codec that stores gradients in 8 bits per element, with one scale for each ``block`` of elements.
 
     With ``error_feedback`` the rounding loss is added to the next gradient.
     """

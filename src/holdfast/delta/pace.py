@@ -274,8 +274,7 @@ class Pace:
         )
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
-        """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds that training waited.
-        """
+        """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds of waiting."""
         tuner = self.tuner
         if tuner is None:
             return

@@ -372,7 +372,7 @@ class Recorder:
             failpoints.reach("before_records_write")
             self.header_bytes = self._journal.append(records, self.beat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
-        with self._changed:  # whoever finds nothing waiting any more may free the slots
+        with self._changed:  # a caller that finds nothing waiting may free the buffers
             done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting
             for _ in steps or [group]:
                 done.popleft()

@@ -97,7 +97,7 @@ class Recording(Survival):
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
         return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}"
 
-    # Beginning
+    # Start
 
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         loop, self._store = self._loop, store
@@ -228,7 +228,7 @@ class Recording(Survival):
         self.pace.watch(self._loop.state)
         self.whole()
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def whole(self, again: bool = False) -> None:
         self.pace.whole(self._loop.steps_done, again)

@@ -117,7 +117,7 @@ class Replica:
             return self.durable_step
         return max(self._handed, self.durable_step)
 
-    # Beginning
+    # Start
 
     def start(self, takes: bool) -> None:
         """Start the process. When this returns the process holds the run's lock, and earlier replicas have finished.
@@ -387,7 +387,7 @@ class Replica:
         self._events.emit("drift", step=step, what=what, durable_step=self.durable_step)
         self.sync(self._state, step, progress, len(self.pool.slots))
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def wait(self, step: int) -> None:
         """Return when ``step`` is durable. A snapshot of it must be under way."""

@@ -75,7 +75,7 @@ class Replicas(Replica):
             return self.durable_step
         return max(agreement.standing.durable_step, self.durable_step)
 
-    # Beginning
+    # Start
 
     def start(self, takes: bool) -> None:
         ranks = self._ranks

@@ -69,7 +69,7 @@ class Replicating(Survival):
     def about(self) -> dict[str, Any]:
         return super().about() | {"replica_in": str(self._memory)}
 
-    # Beginning
+    # Start
 
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         """Start the replica, and restore the state from memory or from the disk; None if the run has no step.
@@ -89,7 +89,7 @@ class Replicating(Survival):
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         try:
             self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
-        finally:  # other ranks are told of an error
+        finally:  # even after an error, which the other ranks must learn
             self.agreement = self.replica.agreement
 
     def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
@@ -121,7 +121,7 @@ class Replicating(Survival):
         loop, num_slots = self._loop, self._slots_that_fit()
         self.replica.sync(loop.state, loop.steps_done, loop.progress(), num_slots)
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def whole(self, again: bool = False) -> None:
         loop = self._loop

@@ -103,7 +103,7 @@ class Survival(ABC):
         """The way in which ``enter`` recovered its step, for a person; empty where that is not known."""
         return ""
 
-    # Beginning
+    # Start
 
     @abstractmethod
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
@@ -152,7 +152,7 @@ class Survival(ABC):
         """Release the staging buffers of ``updates``, which are not kept."""
         self.pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     @abstractmethod
     def whole(self, again: bool = False) -> None:

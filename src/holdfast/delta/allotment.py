@@ -2,8 +2,10 @@
 
 Each rank counts its own files and its own log; the first rank also counts files that belong to no rank. The shares add
 up to the cap, so no rank has to ask another before it writes. A rank with little space left calls all ranks to a
-snapshot of one step, after which older records are dropped. Whenever all ranks make a snapshot at once, the cap is
-divided anew by the bytes that each holds, and older snapshots are dropped as far as necessary. Sizes are bytes.
+snapshot of one step, after which older records are dropped.
+
+Whenever all ranks make a snapshot at once, the cap is divided again by the bytes that each holds. Older snapshots are
+then dropped as far as necessary. Sizes are bytes.
 """
 
 from __future__ import annotations

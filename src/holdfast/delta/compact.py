@@ -52,9 +52,12 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
     The old snapshot stays if a later step needs it. With ``to=None`` the new one is of the newest step, and nothing is
     dropped.
 
-    Raises ``RunLocked`` for a run that is being written, ``BadInput`` for one that cannot be replayed without its
-    script, ``NoCommit`` if there is nothing to compact, and ``Damaged`` if a snapshot is not whole. Nothing has been
-    removed then.
+    Raises, with nothing removed:
+
+    - ``RunLocked`` for a run that is being written.
+    - ``BadInput`` for a run that cannot be replayed without its script.
+    - ``NoCommit`` if there is nothing to compact.
+    - ``Damaged`` if a snapshot is not whole.
     """
     with LocalStore.open(root, keep=EVERYTHING) as store:
         old = _base_before(store, to)

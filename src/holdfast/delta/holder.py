@@ -1,8 +1,13 @@
 """Reconstruction of a run's parameters and optimizers from a snapshot, without the script.
 
-Only done where replay in the result equals training: torch's or this library's optimizers that are elementwise, or work
-tensor by tensor if one rank recorded the run; nothing done after the update; the same version of torch and kind of
-device. Anything else is refused with the reason.
+Done only where replay in the result equals training:
+
+- The optimizers are torch's or this library's. They are elementwise, or work tensor by tensor and one rank recorded the
+  run.
+- Nothing is done after the update.
+- The version of torch and the kind of device are the same.
+
+Anything else is refused with the reason.
 """
 
 from __future__ import annotations

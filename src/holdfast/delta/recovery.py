@@ -1,9 +1,11 @@
 """Recovery of a run: its newest whole snapshot and the log records after it, loaded into a live model.
 
 A snapshot that does not verify gives way to the one before it, whose records reach further back. A record ends the
-chain if it is missing, does not verify, or does not reproduce the state of training; the run then continues after the
-step before. Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is
-requested. All ranks recover the same step, the newest that every rank can reach.
+chain if it is missing, does not verify, or does not reproduce the state of training. The run then continues after the
+step before.
+
+Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
+All ranks recover the same step, the newest that every rank can reach.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
@@ -32,6 +33,7 @@ def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, ki
 WORLDS = [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], WORLDS))
 def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
     """With records after the base, and from there once more."""
@@ -51,6 +53,7 @@ KINDS = [
 OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kinds, optimizer", one_in(4, KINDS, OPTIMIZERS))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds
@@ -83,6 +86,7 @@ def test_every_step_can_be_resumed(world, tmp_path, kind):
         shutil.rmtree(tmp_path / "copy")
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, killed", list(product(["ddp", "fsdp"], [0, 1])))
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
@@ -225,6 +229,7 @@ def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(wor
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
 def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, kind, ranks):
     """A model with fewer parameters than there are ranks, and no buffers."""

@@ -26,7 +26,6 @@ _HOME = {
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
     "LossScale": ".offload.scaling",
-    "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .delta.codecs import Exact
     from .delta.lossy import Int8, TopK
-    from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
     from .folders.pretrained import pretrained
     from .offload.blocks import empty_parameters
@@ -66,7 +64,6 @@ __all__ = [
     "Int8",
     "Keep",
     "LossScale",
-    "PowerSGD",
     "Preflight",
     "TopK",
     "empty_parameters",

@@ -33,7 +33,6 @@ from .delta.options import (
     refuse_other_remotes,
     refuse_waiting,
     refuse_with_a_replica,
-    refuse_with_fsdp1,
 )
 from .delta.pulse import Pulse
 from .delta.recording import Recording
@@ -74,7 +73,7 @@ class Checkpointer:
     the step durable and ends the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
+    consumes.
 
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script;
     only with one optimizer.
@@ -142,7 +141,6 @@ class Checkpointer:
                 check_place(run)
 
         def prepare() -> None:
-            refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
             self._loop.state.refuse_odd_state()
             refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))

@@ -208,6 +208,10 @@ def test_a_save_of_a_step_that_is_there_or_before_it_begins_another_timeline(tmp
         save(state(number), tmp_path, step=step, keep=Keep(last=5))
     assert steps_of(tmp_path) == [(25, 2), (20, 2), (20, 1), (10, 1)]
     assert load(state(9), tmp_path)["step"] == 4
+    assert load(state(9), tmp_path, step=30, timeline=1)["step"] == 2
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        load(state(9), tmp_path, step=30)
+    assert isinstance(cause_of(error), NoCommit)
     with pytest.raises(dcp.api.CheckpointException) as error:
         save(state(), tmp_path, step=5)
     assert isinstance(cause_of(error), BadInput) and "begins with step 10" in str(cause_of(error))

@@ -28,7 +28,6 @@ from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..store.lines import commit_at
 from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit
@@ -45,10 +44,16 @@ BATCH_BYTES = 64 * MiB
 
 
 class StorageReader(OfRun, dcp.StorageReader):
-    """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest."""
+    """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest.
 
-    def __init__(self, root: str | os.PathLike = "", *, step: int | None = None) -> None:
+    ``timeline`` is that of a step which a save of an earlier one has left.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike = "", *, step: int | None = None, timeline: int | None = None
+    ) -> None:
         super().__init__(root, step)
+        self._timeline = timeline
         self._source: Commit | None = None
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
@@ -66,7 +71,7 @@ class StorageReader(OfRun, dcp.StorageReader):
 
     def _metadata(self) -> theirs.Metadata:
         reader = RunReader(self.root)
-        manifest = reader.head() if self.step is None else commit_at(reader, self.step)
+        manifest = reader.head() if self.step is None else reader.at(self.step, self._timeline)
         if manifest is None:
             raise NoCommit(
                 f"{self.root} has no commit: nothing was saved there, or another directory is meant"

@@ -19,7 +19,6 @@ from ..state.boxes import Box
 from ..state.capture import Captured, CapturedParameter, capture
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..state.fsdp1 import Flattened
 from ..state.live import LiveState
 from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
 from ..universal.matching import Match
@@ -88,11 +87,8 @@ def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) 
     partition, member = place
     held = partition.master.detach().narrow(0, member.offset, member.stretch.elements)
     trained = partition.group is not None
-    flattened = Flattened(
-        member.stretch.whole, member.stretch, partition.master, member.offset, partition.ranks
-    )
     parameter = nn.Parameter(held, requires_grad=trained)
-    return CapturedParameter(captured.names, parameter, partition.group, trained, flattened)
+    return CapturedParameter(captured.names, parameter, partition.group, trained, member.stretch)
 
 
 def refuse(engine: Any) -> None:

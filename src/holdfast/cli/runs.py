@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import BadInput, NoCommit
-from ..store.lines import commit_at
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
@@ -38,7 +37,7 @@ def open_commit(text: str) -> tuple[RunReader, Manifest]:
     target = Target.parse(text)
     reader = open_run(target.run)
     if target.step is not None:
-        return reader, commit_at(reader, target.step, target.timeline)
+        return reader, reader.at(target.step, target.timeline)
     newest = reader.head()
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet; `holdfast train` makes the first one")

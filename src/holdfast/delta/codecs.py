@@ -19,7 +19,6 @@ from ..state.cuts import local_of
 from ..state.dtypes import TO_NAME
 from ..state.live import LiveState
 from ..store.layout import METADATA, Layout
-from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of
 from .sparse import Arrays, Spread, Take, spread, spread_into
@@ -184,11 +183,26 @@ def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype
     if held["kind"] == "int8":
         return scaled(take, elements, dtype, held["block"])
     if held["kind"] == "lowrank":
-        return multiplied(take, elements, dtype)
+        return multiply_low_rank(take, elements, dtype)
     raise RunMismatch(
         f"a record holds gradients as {held['kind']!r}, which this version does not know. Resume with the version that"
         " wrote the run."
     )
+
+
+def multiply_low_rank(take: Take, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the flat gradient that PowerSGD, of an earlier version, stored as two narrow matrices, or as it was.
+
+    Only one ``bmm`` of the whole matrix, of operands that were copied, gives the bits that training consumed.
+    """
+    rows, rank = take("form", torch.int32, 2).tolist()
+    if not rank:
+        return take("grad", dtype, elements)
+    left = take("left", dtype, rows * rank).clone().view(1, rows, rank)
+    right = take("right", dtype, elements // rows * rank).clone().view(1, elements // rows, rank)
+    product = torch.bmm(left, right.transpose(1, 2)).view(-1)
+    [factor] = take("factor", torch.float64, 1).tolist()
+    return product if factor == 1 else product.mul_(factor)
 
 
 def expand_into(held: Mapping[str, Any], take: Take, given: torch.Tensor) -> torch.Tensor | None:

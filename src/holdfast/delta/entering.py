@@ -10,7 +10,6 @@ from torch import nn
 from ..errors import ModelNotSupported
 from ..ranks import Ranks
 from ..state.cuts import copies, owners
-from ..state.fsdp1 import refuse_apart
 from ..state.live import BUFFERS, LiveState
 from ..state.stretches import Region, refuse_gaps
 
@@ -21,12 +20,11 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
-    subspaces: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
-    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals, subspaces))
+    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals))
     state.own_residuals = own_residuals and not ranks.alone
     return state
 
@@ -36,7 +34,7 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     where stretches of a parameter that the ranks hold leave gaps or overlap."""
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int], list[list[str]]]:
+    def held() -> tuple[dict[str, tuple[Region, int]], set[str], list[list[str]]]:
         made.append(state := make())
         bundles = state.bundles()
         if not ranks.alone:
@@ -48,9 +46,8 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
             if not state.lacks(p.name)
         }
         names = {name for p in state.parameters for name in p.names}
-        averaged = {p.name: p.flattened.ranks for p in state.flattened if p.flattened is not None}
         names |= {atom.name for atom, _ in state.buffers().values()}
-        return parameters, names, averaged, bundles
+        return parameters, names, bundles
 
     parts = ranks.all_do(held)
     held_by = [parameters for parameters, *_ in parts]
@@ -59,7 +56,6 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     def check() -> None:
         regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
         refuse_gaps(regions, state.boxes)
-        refuse_apart([averaged for _, _, averaged, _ in parts])
 
     ranks.all_do(check)
     if not ranks.alone:
@@ -68,7 +64,7 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
         _store_together(held_by, stored, list(bundles))
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = set().union(*(names for _, names, *_ in parts))
+        state.elsewhere = set().union(*(names for _, names, _ in parts))
     return state
 
 

@@ -44,8 +44,8 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
-        self.residuals, self.subspaces, self.own_residuals = {}, {}, False
-        self.flattened, self.own, self.layouts, self.carried, self.rebound = [], (), {}, set(), set()
+        self.residuals, self.own_residuals = {}, False
+        self.own, self.layouts, self.carried, self.rebound = (), {}, set(), set()
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
@@ -98,7 +98,7 @@ def _like(parameter: CapturedParameter, box: Region) -> CapturedParameter:
     made = nn.Parameter(
         torch.empty(box.shape, dtype=of.dtype, device=of.device), requires_grad=of.requires_grad
     )
-    return replace(parameter, parameter=made, flattened=None)
+    return replace(parameter, parameter=made)
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]]) -> torch.optim.Optimizer:

@@ -193,8 +193,7 @@ class Line:
             for name, box in share.boxes.items():
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
-        here = {name for name in state.boxes if not state.lacks(name)}
-        return sources if sources.keys() == here else None
+        return sources if sources.keys() == state.boxes.keys() else None
 
     def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
         """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""

@@ -21,11 +21,11 @@ from ..state.schedules import Forgotten
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
-from .comm_hook import HookState
+from .comm_hook import HookState, hooked
 from .entering import look
 from .hidden import OwnState, StateCheck
 from .holder import replay_info
-from .hooks import Hook, with_hook
+from .lossy import Sparse, TopK
 from .options import (
     optimizers_of,
     refuse_renormalised,
@@ -34,7 +34,6 @@ from .options import (
     refuse_without_values,
 )
 from .passing import PassingBuffers
-from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
 from .tap import Update
@@ -95,8 +94,7 @@ class Loop:
         """Whether who resumes comes to the end of the epoch again, and does what follows it: moves the schedule."""
         self._redoes = getattr(loader, "redoes", False)
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: Hook | None = None
+        self._hook: HookState | None = None
         self._scale = 0.0
         self._schedule_at: Any = None
         self._late_moves = 0
@@ -134,9 +132,11 @@ class Loop:
 
     def hook_up(self) -> None:
         """Put the codec's hook on the model, if it has one. Called on all ranks."""
-        self.codec, self._hook = with_hook(
-            self.codec, self.ranks, self.model, self._scaler, self._residuals, self._subspaces
-        )
+        if self.ranks.alone or not isinstance(self.codec, TopK):
+            return
+        self._hook = hooked(self.model, self.codec, self._scaler, self._residuals)
+        if self._hook is not None:
+            self.codec = Sparse(self.codec, self.ranks.world_size)
 
     def look_again(self) -> None:
         """See what there is now, with a warning of what there was not at the beginning. Called on all ranks."""
@@ -157,7 +157,7 @@ class Loop:
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
         self.state = look(
-            self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
+            self.ranks, self.model, self.optimizers, self._averages, self._residuals,
             own_residuals=self._hook is not None,
         )  # fmt: skip
         self.state.carry(self._passing.carried)
@@ -233,7 +233,7 @@ class Loop:
         """Whether the iteration that ends is a step: an optimizer has ``updated``, or the loss scale fell, and it was
         skipped."""
         before, self._scale = self._scale, self._scale_now()
-        if isinstance(self._hook, HookState):
+        if self._hook is not None:
             self._hook.settle()
         ends = updated or self._scale < before
         self._accumulates = not ends
@@ -278,8 +278,6 @@ class Loop:
 
     def note(self) -> None:
         """What the script holds now is what it has after ``steps_done``."""
-        if isinstance(self._hook, PowerState):
-            self._hook.steps_done = self.steps_done
         joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
         self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
         self._schedule_at = self._schedule_now()

@@ -13,7 +13,6 @@ from torch import nn
 from ..errors import BadInput
 from ..plan.cadence import Limits
 from ..ranks import Ranks
-from ..state.fsdp1 import THIS
 from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
@@ -173,8 +172,7 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
     if not isinstance(codec, Codec):
         raise BadInput(
-            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
-            " holdfast.PowerSGD()"
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
         )
 
 
@@ -249,43 +247,6 @@ def refuse_waiting(wait_each_step: bool) -> None:
             "wait_each_step= with replica= would make a base of every step, since a replica has the others in memory:"
             " leave out one of them. replica_step says what survives the death of the process."
         )
-
-
-def refuse_with_fsdp1(
-    state: LiveState,
-    codec: Codec,
-    after_update: Any,
-    averages: Any,
-    replica: Any,
-    clip_norm: float | None,
-) -> None:
-    """Raise ``BadInput`` for options of a ``Checkpointer`` that take parameters and gradients for whole ones, where
-    FSDP1 leaves a rank elements of them."""
-    if not state.flattened:
-        return
-    name = state.flattened[0].name
-    for optimizer in state.optimizers:
-        if not is_elementwise(optimizer):
-            raise BadInput(
-                f"{name} is of {THIS}, which gives a rank elements of flattened parameters, and"
-                f" {type(optimizer).__name__} is not known to update every element by itself. Use fully_shard (FSDP2),"
-                " or an optimizer such as AdamW of torch.optim."
-            )
-    if clip_norm is not None:
-        raise BadInput(
-            f"clip_norm = {clip_norm}: {name} is of {THIS}, and a rank has no norm of what the others hold. Clip in the"
-            " script: model.clip_grad_norm_(max_norm) of the outermost wrapper."
-        )
-    given = {
-        f"codec={codec}": not isinstance(codec, Exact), "replica=": replica is not False,
-        "averages=": averages is not None, "after_update=": after_update is not None,
-    }  # fmt: skip
-    for what, is_given in given.items():
-        if is_given:
-            raise BadInput(
-                f"{what} is not for {name}, which is of {THIS}: it would take elements of it for all. Leave it out, or"
-                " use fully_shard (FSDP2)."
-            )
 
 
 def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:

@@ -17,10 +17,8 @@ from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
 from ..state.encoding import joined_members
 from ..state.live import LiveState
-from ..store.lines import come_to, left_behind, tip_with, told_of_left
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
-from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
 from ..store.target import Url
 from ..store.verifying import NONE_WHOLE
@@ -68,16 +66,12 @@ def recover(
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
-    those of that point. What ``exact`` asks for is taken of the line of the timeline ``tip``; without one of the
-    present line, or where that has not come so far, which is told, of one that was left. Called on all ranks, which get
-    the same.
+    those of that point. Steps are of the line of the timeline ``tip``, or of the present line without one. Called on
+    all ranks, which get the same.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``Unreadable`` if a later step may
     be in what cannot be read, ``RunMismatch`` if the run is that of another model (with nothing changed then).
     """
-    told = ""
-    if exact and target is not None and tip is None:
-        tip, told = ranks.first_does(lambda: _looked_up(store, target))
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     search = _Search(
         store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
@@ -105,9 +99,10 @@ def recover(
                 ' exactness="state".'
             )
         if exact and line.step != target:
+            elsewhere = store.said_of_timelines(target) if tip is None and target is not None else ""
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
-                f" {odd[-1] if odd else _nothing_after(store, line.step)}"
+                f" {odd[-1] if odd else 'No later step of this line can be had.'}{elsewhere}"
             )
         if target is None and not continuing:
             # without a journal it is a replica's, whose forks are from steps that were in memory alone
@@ -122,7 +117,6 @@ def recover(
         if lost or line.residuals_dropped:
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
-        odd[:0] = [told] * bool(told)
         odd += script.told_of_kept(base, progress)
         trained = line.trained(ranks.rank)
         odd += _told_of_thawed(line.base, state, trained)
@@ -137,16 +131,11 @@ def recover(
             script.scatter(ranks.rank)
         return Recovered(line.point, odd, same_cut, lost, trained, progress)
     if not bases:
-        raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
+        elsewhere = store.said_of_timelines(target) if exact and tip is None and target is not None else ""
+        raise NoCommit(f"{store.root} has no commit of step {target} or before it.{elsewhere}")
     if unread:
         raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
-
-
-def _looked_up(store: LocalStore, step: int) -> tuple[int | None, str]:
-    """The timeline of whose line ``step`` is taken, and what is to be told of that."""
-    tip = tip_with(store, step)
-    return tip, told_of_left(store, tip, step)
 
 
 def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
@@ -170,21 +159,11 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
     odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
 
 
-def _nothing_after(store: LocalStore, step: int) -> str:
-    try:
-        spans = in_spans(left_behind(store, max(step, come_to(store, store.tip()))))
-    except DiskFailed as error:
-        return str(error)
-    if not spans:
-        return "Nothing that was recorded after it can still be had."
-    return f"Of what a later resume left behind there is still, for resume(step=): {said_spans(spans)}."
-
-
 def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
     """Raise ``Damaged`` if no base at or before ``target`` is, of the line that ``recover`` takes, before anything live
     is touched. Reads one in full."""
     odd: list[Damaged] = []
-    for ref in store.line(tip_with(store, target) if tip is None and target is not None else tip):
+    for ref in store.line(tip):
         if target is None or ref.step <= target:
             try:
                 found = store.verify(store.load(ref))
@@ -252,15 +231,11 @@ def _other_members(line: Line, state: LiveState) -> dict[str, str]:
 
 
 def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) -> list[str]:
-    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing,
-    nor of those of which this rank has nothing. A base of an earlier version does not say what was frozen."""
+    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing.
+    A base of an earlier version does not say what was frozen."""
     frozen = {name for each in base.streams for name in base.progress_of(each).get("given_frozen") or ()}
     thawed = frozen.difference(trained)
-    now = [
-        p.name
-        for p in state.parameters
-        if p.name in thawed and state.is_trained(p) and not state.lacks(p.name)
-    ]
+    now = [p.name for p in state.parameters if p.name in thawed and state.is_trained(p)]
     if not now:
         return []
     return [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..io.buffers import Buffer
-from ..state.atoms import CARRIED, RESIDUAL
+from ..state.atoms import CARRIED, RESIDUAL, SUBSPACE
 from ..state.boxes import Box
 from ..state.live import BUFFERS, LiveState
 from ..state.stretches import FLAT, Region, regions_of
@@ -123,9 +123,12 @@ class Share:
         }
 
     def _is_wanted(self, key: str, wanted: Collection[str], state: LiveState) -> bool:
-        """Whether a tensor is of one of the owners ``wanted``, or a residual of this rank's own."""
+        """Whether a tensor is of one of the owners ``wanted``, or a residual of this rank's own; nothing goes on with
+        subspaces, which an earlier version stored."""
         owner, slot = _owner(self.atoms[key]), self.atoms[key]["slot"]
-        return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
+        if slot == SUBSPACE:
+            return False
+        return owner in wanted or (slot == RESIDUAL and RESIDUAL in wanted and owner in state.boxes)
 
     def _step_of(self, fragment: dict[str, Any]) -> int:
         step = self._base.files[fragment["unit"]].step

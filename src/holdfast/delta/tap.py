@@ -262,8 +262,6 @@ class Tap:
             return
         if self._open[index]:  # which has raised, and what it has changed by then is in no record
             self._open[index], self.changed = 0, True
-        for flattened in self._state.flattened:
-            flattened.held()  # gathered ones it would update for nothing
         if not self.updates:
             self.begins()
         self._look_for_changes(True, index)  # by the script, since the last step, or by other pre-hooks
@@ -280,7 +278,6 @@ class Tap:
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores: they go on without a record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
-        known &= self._have_places(index)
         room = slot if known and self._is_last(index) else None
         if slot is not room:
             self.changed = True
@@ -334,12 +331,6 @@ class Tap:
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]
         return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
-
-    def _have_places(self, index: int) -> bool:
-        """Whether slots have a place for every flattened parameter of an optimizer that is trained now: of one of which
-        a rank has nothing it sees no gradient."""
-        mine = (p for p in self._state.flattened if self._state.optimizer_of(p) == index)
-        return all(p.name in self._places[index] for p in mine if p.parameter.requires_grad)
 
     def _slot_for(self, index: int) -> Slot | None:
         """The iteration's slot, or another one if this optimizer has stepped before in it and a record is made."""

@@ -107,8 +107,7 @@ class Unseen:
         if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
             self._hinted = True
             # FSDP keeps those of passes without an exchange where they are not seen
-            hidden = self._any_distributed or bool(self._state.flattened)
-            maybe = " Where gradients are accumulated over as many, nothing is wrong." * hidden
+            maybe = " Where gradients are accumulated over as many, nothing is wrong." * self._any_distributed
             warnings.warn(
                 f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
                 f" nothing was recorded.{maybe} {way_out} After {PATIENCE} this is an error.",

@@ -36,7 +36,7 @@ SEED = "seed"
 RESIDUAL = "residual"
 """The slot of what lossy gradients have not given yet."""
 SUBSPACE = "subspace"
-"""The slot of the matrix that the next low-rank approximation of a gradient begins with."""
+"""The slot of what PowerSGD, of an earlier version, began the next approximation of a gradient with."""
 CARRIED = (RESIDUAL, SUBSPACE)
 """Slots of what one gradient leaves for the next, which no record brings forward."""
 

@@ -16,8 +16,11 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import WRAPPED
 from .dtypes import TO_NAME
-from .fsdp1 import Flattened, flattened_of, refuse_flattened
 from .plain import odd_kind, repeats_itself
+from .stretches import Stretch
+
+FSDP1_INSIDE = "_fsdp_wrapped_module"
+"""The name that FSDP1's wrapper gives the module inside."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +28,15 @@ class CapturedParameter:
     """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
 
     ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen. Of one that FSDP1 has
-    ``flattened`` this process holds a part, which is told there.
+    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen. Of a parameter that ZeRO has
+    flattened this process holds the ``stretch``.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     group: int | None
     requires_grad: bool
-    flattened: Flattened | None = None
+    stretch: Stretch | None = None
 
     @property
     def name(self) -> str:
@@ -46,12 +49,10 @@ class CapturedParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(self.parameter.shape) if self.flattened is None else self.flattened.whole
+        return tuple(self.parameter.shape) if self.stretch is None else self.stretch.whole
 
     def held(self) -> torch.Tensor:
-        """Its values. Raises ``BadInput`` while FSDP1 has it gathered."""
-        if self.flattened is not None:
-            self.flattened.refuse_gathered(self.name, self.parameter)
+        """Its values."""
         return self.parameter.detach()
 
 
@@ -100,19 +101,14 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, may_be_flattened: bool = False
-) -> Captured:
-    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one. Those that FSDP1 has flattened
-    are taken, as the parts that this process has, where they ``may_be_flattened``.
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Captured:
+    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
 
     Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
     ``ModelNotSupported`` for what cannot be stored by name and value.
     """
     _refuse_extra_state(model)
-    if not may_be_flattened:
-        refuse_flattened(model)
-    flattened = flattened_of(model) if may_be_flattened else {}
+    _refuse_fsdp1(model)
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -139,7 +135,7 @@ def capture(
                 )
     return Captured(
         tuple(
-            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad, flattened.get(i))
+            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad)
             for i, p in parameters.items()
         ),
         *_persistent_buffers(model, plain, known),
@@ -169,6 +165,22 @@ def _persistent_buffers(
                 known.add(join(plain[path], name), join(path, name), buffer)
             (absent if buffer is None else found)[join(plain[path], name)] = (module, name)
     return found, absent, passing
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """Raise ``ModelNotSupported`` for a model that FSDP1 wraps, or for the inside of such a wrapper."""
+    for path, module in model.named_modules():
+        own = module._parameters.items()
+        found = [join(path, name) for name, each in own if getattr(each, "_fsdp_flattened", False)]
+        if FSDP1_INSIDE in module._modules:
+            found = [path or "the model"]
+        for where in found:
+            raise ModelNotSupported(
+                f"{where} is of FullyShardedDataParallel (FSDP1), whose ranks hold parts of flattened parameters. Wrap"
+                " the model by fully_shard (FSDP2), or give it without a wrapper. What FSDP1 has saved can be gone on"
+                " from: a run of an earlier version as it is, a torch.distributed.checkpoint folder by"
+                " resume(source=)."
+            )
 
 
 class _Known:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
-from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
+from .atoms import RESIDUAL, Atom
 from .boxes import Box
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
@@ -38,7 +38,7 @@ Held = dict[str, tuple[Atom, torch.Tensor]]
 class LiveState:
     """``model`` and its ``optimizers``, which share no parameter, and modules ``beside`` it, whose atoms are named
     ``name:...``. Tied weights are one parameter. ``residuals`` are what their gradients have not given yet, by
-    parameter, ``subspaces`` what their next approximations begin with; they come and go as well."""
+    parameter; they come and go as well."""
 
     def __init__(
         self,
@@ -46,16 +46,14 @@ class LiveState:
         optimizers: Sequence[torch.optim.Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
         residuals: dict[torch.Tensor, torch.Tensor] | None = None,
-        subspaces: dict[torch.Tensor, torch.Tensor] | None = None,
         captures: Sequence[Captured] = (),
     ) -> None:
         """``captures`` are what each of the optimizers has of the model, where that is known otherwise than from these.
 
         Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
-        captures = captures or [capture(model, each, may_be_flattened=True) for each in optimizers]
+        captures = captures or [capture(model, each) for each in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
-        self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
         self.passing = dict(captures[0].passing)
@@ -86,14 +84,11 @@ class LiveState:
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
         self.boxes: dict[str, Region] = {
-            p.name: box_of(p.name, p.parameter) if p.flattened is None else p.flattened.region
-            for p in self.parameters
+            p.name: box_of(p.name, p.parameter) if p.stretch is None else p.stretch for p in self.parameters
         }
         """By name: the region of the parameter that this process holds."""
         self.wholes = {p.name: p.shape for p in self.parameters}
         """By name: the shape of the whole parameter."""
-        self.flattened = [p for p in self.parameters if p.flattened is not None]
-        """Those of FSDP1, which gathers them now and then."""
         self.own_residuals = False
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
@@ -169,10 +164,10 @@ class LiveState:
                     )
 
     def residuals_held(self) -> Held:
-        """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""
+        """The residuals of stored parameters as they are now, or of all where each rank has its own."""
         held = self.parameters if self.own_residuals else self.stored
-        named = [(p, slot, of.get(p.parameter)) for p in held for slot, of in self._carried().items()]
-        return dict(_held(p.name, slot, tensor) for p, slot, tensor in named if tensor is not None)
+        named = [(p.name, self.residuals.get(p.parameter)) for p in held]
+        return dict(_held(name, RESIDUAL, tensor) for name, tensor in named if tensor is not None)
 
     def buffers(self, beside: bool = True) -> Held:
         """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
@@ -368,8 +363,7 @@ class LiveState:
 
     def forget_residuals(self) -> None:
         """They begin at zero."""
-        for of in self._carried().values():
-            of.clear()
+        self.residuals.clear()
 
     @torch.no_grad()
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
@@ -388,9 +382,9 @@ class LiveState:
                 continue
             elif slot == "param":
                 local_of(self._parameter[name].held()).copy_(value)
-            elif slot in CARRIED:
+            elif slot == RESIDUAL:
                 parameter = self._parameter[name].parameter
-                self._carried()[slot][parameter] = value.to(parameter.device, copy=True)
+                self.residuals[parameter] = value.to(parameter.device, copy=True)
             else:
                 self._load_slot(name, slot, value)
 
@@ -456,9 +450,6 @@ class LiveState:
             optimizer.state[parameter.parameter][slot] = made
         else:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
-
-    def _carried(self) -> dict[str, dict[torch.Tensor, torch.Tensor]]:
-        return {RESIDUAL: self.residuals, SUBSPACE: self.subspaces}
 
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)

@@ -1,5 +1,5 @@
-"""Stretches: elements of a flattened tensor that follow each other, held as a tensor of one dim: what FSDP1 leaves a
-rank of a parameter.
+"""Stretches: elements of a flattened tensor that follow each other, held as a tensor of one dim: what ZeRO leaves a
+rank of a parameter, and what FSDP1 left one of in runs of an earlier version.
 
 What is done with a region of a tensor is done with a stretch as with a box, but for its shape, which is (n,): in the
 whole tensor it is several boxes.

@@ -54,7 +54,6 @@ class Partition:
     working: torch.Tensor
     group: int | None
     members: tuple[Member, ...]
-    ranks: int
 
 
 def partitions_of(optimizer: Any, module: nn.Module, version: str) -> list[Partition]:
@@ -101,7 +100,7 @@ def _flat_groups(optimizer: Any, *books: str) -> Iterator[Partition]:
             members.append(_member(parameter, tuple(parameter.shape), start - rank * size, size))
         undealt = [] if alignment > 1 else _undealt(parameters, rank * size, size)
         _check_told(members, master, undealt)
-        yield Partition(master, shares[rank], number, tuple(members), ranks)
+        yield Partition(master, shares[rank], number, tuple(members))
 
 
 def _alignment_of(optimizer: Any, joined: torch.Tensor) -> int:
@@ -149,9 +148,9 @@ def _sub_groups(optimizer: Any) -> Iterator[Partition]:
         optimizer.fp16_groups, optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
     )  # fmt: skip
     for number, (parameters, working, master) in enumerate(zip(*books, strict=True)):
-        members, at, ranks = [], 0, 1
+        members, at = [], 0
         for parameter in parameters:
-            member, each, ranks = _part(optimizer, parameter, at)
+            member, each = _part(optimizer, parameter, at)
             _need(
                 _lies_at(parameter.ds_tensor, working, at), f"where a part of {list(member.stretch.whole)} is"
             )
@@ -163,7 +162,7 @@ def _sub_groups(optimizer: Any) -> Iterator[Partition]:
             _is_flat(master) and master.numel() == working.numel() == at, f"how large sub-group {number} is"
         )
         group = optimizer.sub_group_to_group_id[number]
-        yield Partition(master, working, group, tuple(members), ranks)
+        yield Partition(master, working, group, tuple(members))
 
 
 def _untrained(optimizer: Any, module: nn.Module) -> Iterator[Partition]:
@@ -171,14 +170,14 @@ def _untrained(optimizer: Any, module: nn.Module) -> Iterator[Partition]:
     trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
     for parameter in module.parameters():
         if id(parameter) not in trained:
-            member, _, ranks = _part(optimizer, parameter, 0)
+            member, _ = _part(optimizer, parameter, 0)
             held: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-            yield Partition(held, held, None, (member,), ranks)
+            yield Partition(held, held, None, (member,))
 
 
-def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int, int]:
+def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int]:
     """What this rank has of a parameter, which lies ``at`` a place of a partition; the elements that it takes there,
-    padding included; over how many ranks it is cut."""
+    padding included."""
     whole, held = tuple(parameter.ds_shape), parameter.ds_tensor
     rank, ranks = _place_in(getattr(parameter, "ds_process_group", optimizer.dp_process_group))
     elements = prod(whole)
@@ -188,7 +187,7 @@ def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int, int]:
     each = -(-elements // ranks)
     _need(held.dim() == 1 and held.numel() == held.ds_numel == each, f"how {list(whole)} is cut")
     _need(held.dtype == parameter.dtype, "that it is of the type that it computes in")
-    return Member(parameter, Stretch(whole, first, stop), at), each, ranks
+    return Member(parameter, Stretch(whole, first, stop), at), each
 
 
 def _place_in(group: Any) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The file system as the store sees it: every sync, rename, unlink and allocation is made here.
 
 Paths are relative to the disk's root, ``/``-separated, "" is the root itself; sizes are bytes. The calls
-are few and plain so that ``io.simdisk.SimDisk``, which has the same ones, can say of each what a power
+are few and plain so that ``SimDisk`` of the tests, which has the same ones, can say of each what a power
 cut would leave of it. ``why`` names a sync, so that a test can take that one away.
 """
 
@@ -53,7 +53,7 @@ class OpenFile(Protocol):
 
 
 class AnyDisk(Protocol):
-    """What the store needs of a disk. ``Disk``, ``io.simdisk.SimDisk`` and ``store.objects.ObjectDisk`` have it."""
+    """What the store needs of a disk. ``Disk``, ``SimDisk`` of the tests and ``store.objects.ObjectDisk`` have it."""
 
     @property
     def root(self) -> Path: ...

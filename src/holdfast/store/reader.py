@@ -109,8 +109,9 @@ class RunReader:
         return again_if_retired(newest)
 
     def at(self, step: int, timeline: int | None = None) -> Manifest:
-        """The commit of ``step``: of ``timeline``, or of the current line, or of the newest that has one."""
-        candidates = [*self.line(), *self.commits()]
+        """Return the commit of ``step``: of ``timeline``, or of the current line. Raises ``NoCommit``."""
+        line = self.line() or self.commits()  # where nothing that can be read says what line they are of
+        candidates = line if timeline is None else self.commits()
         for ref in candidates:
             if ref.step == step and timeline in (None, ref.timeline):
                 return self.load(ref)
@@ -119,7 +120,19 @@ class RunReader:
         lead = " Steps that records lead to are in no commit: resume, diff and convert take them." * bool(
             self.disk.listdir("journal")
         )
-        raise NoCommit(f"{self.root} has no step {step}{of}. It has: {steps}.{lead}")
+        raise NoCommit(
+            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.said_of_timelines(step)}"
+        )
+
+    def said_of_timelines(self, step: int) -> str:
+        """Return how ``step`` is named if that of a timeline is meant which a later resume left, for an error."""
+        others = sorted(self.timelines()[0].keys() - {self.tip()})
+        if not others:
+            return ""
+        return (
+            f" If that of a timeline is meant which a later resume left ({', '.join(map(str, others))}): its name is"
+            f" {self.root}@{step}.tTIMELINE, a source for a fresh directory."
+        )
 
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         """The records of all timelines, and what is wrong with those that cannot be read.

@@ -142,18 +142,6 @@ def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
     return next(timeline for timeline, limit in line if limit is None or step <= limit)
 
 
-def forked_at(timelines: Mapping[int, Timeline], one: int, other: int) -> int | None:
-    """The last step that the lines of two timelines share; None if they share none, or one is all in the other.
-
-    >>> forked_at({1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 1, 4)}, 2, 3)
-    4
-    """
-    here, there = dict(ancestry(timelines, one)), dict(ancestry(timelines, other))
-    shared = max(here.keys() & there.keys(), default=None)
-    limits = [] if shared is None else [each[shared] for each in (here, there)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def dropped(
     commits: Collection[CommitRef],
     timelines: Mapping[int, Timeline],

@@ -301,10 +301,11 @@ class LocalStore(SharedCommits):
         return {*found, *data_paths(self.disk)}
 
     def withdraw(self, before: Collection[str]) -> None:
-        """Remove what a fresh start, which has no commit yet, made since ``names`` was ``before``; files of others
-        stay. The timeline's record goes last: if this is cut short, it leaves what such a start leaves.
+        """Remove what a fresh start without a commit made since ``names`` returned ``before``.
 
-        Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was opened.
+        Files of others stay. The timeline's record goes last, so an interruption leaves only what an interrupted
+        fresh start leaves. Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was
+        opened.
         """
         if self._lock is None or self.commits():
             return
@@ -328,7 +329,7 @@ class LocalStore(SharedCommits):
         return self.disk.free_bytes()
 
     def close(self) -> None:
-        """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""
+        """Close all files and release the lock. No transfer may be under way. A second call does nothing."""
         lock, self._lock = self._lock, None
         scratch, self._scratch = self._scratch, []
         try:
@@ -337,9 +338,10 @@ class LocalStore(SharedCommits):
             for file in [*self._units.values(), *scratch]:
                 file.close()
             if lock is not None:
-                with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
+                with suppress(DiskFailed, StaleCommit):  # the next opening removes the rest
                     for file in scratch:
-                        lock.check()  # a forked child leaves its parent's, and nobody touches another run's
+                        # raises in a forked child, whose parent owns the files, and in another run's directory
+                        lock.check()
                         file.remove()
         finally:
             if lock is not None:

@@ -1,4 +1,4 @@
-"""How several ranks open one run: the first rank locks it and opens its timeline, the others join."""
+"""Entering: the first rank locks a run and opens its timeline, then the other ranks join."""
 
 from __future__ import annotations
 

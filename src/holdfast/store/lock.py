@@ -42,7 +42,7 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether the lock is neither released nor left to the parent of a forked process."""
+        """True while the lock is neither released nor left to the parent of a forked process."""
         return self.fd >= 0
 
     def check(self) -> None:

@@ -137,7 +137,7 @@ class Timeline:
     created: float = 0.0
     writer: dict[str, Any] = field(default_factory=dict)
     by_saves: bool = False
-    """Whether saves of whole states make the timeline. The run is then on it only from its first commit on."""
+    """True if saves of whole states make the timeline. The run is then on it only from its first commit on."""
     run: str = ""
     """The key of the run: that of its first timeline, whose record may be gone.
 

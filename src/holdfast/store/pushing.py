@@ -55,7 +55,7 @@ class Pusher:
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
         self._unreadable = False
-        """Whether a manifest in the bucket is unreadable. Nothing is removed then, since it may need anything."""
+        """True if a manifest in the bucket is unreadable. Nothing is removed then, since it may need anything."""
         self._done = Pushed()
         self._seen: set[CommitRef] = set()
         """Commits that the directory had at some time, present or not."""

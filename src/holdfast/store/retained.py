@@ -48,7 +48,7 @@ class RetainedCommits(RunReader):
         self.cap_share = 1.0
         """This rank's fraction of the cap of the whole run."""
         self.retires_for_room = True
-        """Whether ``make_room`` may retire commits. One of several ranks may not by itself."""
+        """True if ``make_room`` may retire commits. One of several ranks may not by itself."""
         self._small: set[str] | None = None
         """The small files that count as this writer's; None means all."""
         self.dropped: list[CommitRef] = []
@@ -89,7 +89,7 @@ class RetainedCommits(RunReader):
 
     @property
     def may_grow(self) -> bool:
-        """Whether a snapshot may need new files because more commits are kept than the newest."""
+        """True if a snapshot may need new files because more commits are kept than the newest."""
         kept = self._retained
         return (self.keep is not None and self.keep.for_good) or len(kept) > self.retain
 

@@ -43,7 +43,7 @@ class Keep:
 
     @property
     def for_good(self) -> bool:
-        """Whether any snapshots are kept for good."""
+        """True if any snapshots are kept for good."""
         return self.every is not None or self.hours is not None
 
 

@@ -57,7 +57,7 @@ class StoredRecord:
     """The digest of the record before it in the timeline; for the first record, the timeline's key."""
     about: dict[str, Any]
     parts: tuple[tuple[int, tuple[str, ...]], ...]
-    """For each part of the payload its bytes, and the xxh3_64 of its checksum blocks."""
+    """The bytes of each part of the payload, and the xxh3_64 of its checksum blocks."""
     path: str
     offset: int
     header_bytes: int

@@ -29,7 +29,7 @@ from holdfast.store.retention import is_begun, newest_tip
 from holdfast.store.room import Need, unneeded_segments
 
 Written = dict[str, tuple[int, tuple[str, ...]]]
-"""By unit, the generation that was written and the checksums of its blocks."""
+"""The generation that was written and the checksums of its blocks, by unit."""
 
 
 class WrittenCommits(RetainedCommits):

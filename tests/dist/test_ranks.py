@@ -76,7 +76,6 @@ def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
         assert after[0]["digests"] == {str(step): before[0]["digests"][str(step)]}
 
 
-@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_step_can_be_resumed(world, tmp_path, kind):
     before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))

@@ -120,11 +120,7 @@ def strided() -> DTensor:
 
 
 SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
     "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
-    "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
-    "by after_update": lambda model: {"after_update": int},
-    "by averages": lambda model: {"averages": nn.Linear(2, 2)},
     "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
 }
 """What keeps a codec, or a model, from being used."""
@@ -347,7 +343,6 @@ def train(
     disk_fails_orphans: bool = False,
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
-    edit_at: int | None = None,
     dense_at: int | None = None,
     altered: tuple[int, int] | None = None,
     halved_at: int | None = None,
@@ -501,8 +496,6 @@ def train(
                 dist.all_reduce(plain.first.bias.grad)
             if clip and not mlp:  # torch cannot clip what is on several meshes
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            if step == edit_at:
-                plain.first.weight.grad[2, 3] += 1e-3
             if step == dense_at:
                 plain.first.weight.grad += 1e-3
             chosen.step()

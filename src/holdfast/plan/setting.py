@@ -102,10 +102,6 @@ class Method:
         return self.clipping in ("defer", "speculate")
 
 
-PAPER = Method(commit_every=0, retain=0, paper=True)
-"""The setting of the golden values."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One step, up to where things stay."""

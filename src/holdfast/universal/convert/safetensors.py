@@ -114,7 +114,6 @@ class Header:
 
     entries: list[Entry]
     metadata: dict[str, str]
-    table: dict[str, Any]
     passed_over: dict[str, str]
     """By name the type of each tensor whose type no tensor has here."""
 
@@ -149,7 +148,7 @@ def header_of(path: Path) -> Header:
     entries = without_pads(entries, 8 + length)
     known = [entry for entry in entries if entry.dtype in DTYPE_BYTES]
     others = {entry.key: entry.dtype for entry in entries if entry.dtype not in DTYPE_BYTES}
-    return Header(known, metadata, table, others)
+    return Header(known, metadata, others)
 
 
 def _table_of(header: bytes) -> dict[str, Any]:

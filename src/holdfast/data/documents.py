@@ -68,7 +68,7 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def chunks(path: Path, characters: int) -> Iterator[str]:
-    """Yield the text of a file in chunks of about ``characters``, which end at a line unless the line is longer."""
+    """Yield the text of a file in chunks of about ``characters``, which end with a line if possible."""
     with _Reader(path) as reader:
         while text := reader.read(characters):
             yield text if text.endswith("\n") else text + reader.readline(characters)

@@ -2,7 +2,7 @@
 
 Folders and models name some tensors differently, and a mixture of experts is stored one expert at a time where its
 model holds all of a layer in one tensor. The translation itself is transformers' own (its weight conversions). It is
-applied here to one group of tensors at a time, as they are read: nothing is converted before somebody asks for it.
+applied here to one group of tensors at a time, as they are read: nothing is converted before it is requested.
 """
 
 from __future__ import annotations

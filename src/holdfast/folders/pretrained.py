@@ -27,10 +27,11 @@ from .naming import Converted, by_model
 
 
 def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
-    """The causal language model in ``folder``, its parameters on ``meta``, and its weights, for ``offload(source=)``.
+    """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
-    ``folder`` is as ``save_pretrained`` writes it. Raises ``BadInput`` if it is no such folder, or transformers is not
-    installed; ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
+    ``folder`` is as ``save_pretrained`` writes it.
+    Raises ``BadInput`` if it is no such folder, or transformers is not installed.
+    Raises ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
 
         model, weights = holdfast.pretrained("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -111,7 +112,7 @@ def _refuse_others(path: Path) -> None:
 
 
 class Weights:
-    """The parameters and buffers in the files of a folder, as a state that a fresh run of ``offload`` begins from.
+    """The parameters and buffers of a folder, as the state that a fresh run of ``offload`` begins from.
 
     ``model`` may be wrapped or given adapters afterwards; its parameters are found again.
     """

@@ -108,12 +108,12 @@ def _description(device: torch.device) -> str:
 
 
 def _whole(count: float) -> int:
-    """Round to whole MB in bytes, at least one."""
+    """Return ``count`` bytes rounded down to whole MB, at least one."""
     return max(int(count) // MB, 1) * MB
 
 
 def _rounded(rate: float) -> float:
-    """Round to four digits, since no measurement has more."""
+    """Return ``rate`` rounded to four digits, since no measurement has more."""
     return float(f"{rate:.4g}")
 
 

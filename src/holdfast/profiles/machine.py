@@ -1,6 +1,6 @@
 """The profile of a machine: its sizes in bytes and the rates that it attains per second.
 
-Rates are measured, not those printed on the box, because the planner trusts them.
+Rates must be those attained, not those printed on the box, because the planner trusts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sharding: the ways in which a tensor is divided over axes of a mesh, and how its parts are joined again.
+"""Sharding: the ways in which a tensor is divided over axes of a mesh, and their reversal.
 
 A ``Laid`` tensor is one whose elements' places are known; what several ranks hold alike is there several times. Each
 kind of ``Cut`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was divided.

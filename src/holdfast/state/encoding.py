@@ -1,4 +1,4 @@
-"""Encoding of values that are no tensors of the model: plain JSON and back, each with its own type and value.
+"""Encoding of values other than model tensors: plain JSON and back, with the same type and value.
 
 One encoder serves hyper-parameters, optimizer state that is no tensor, schedules, data positions and user state. It
 accepts a closed list: a value comes back with the same type and the same value, or it is refused by name when it is
@@ -33,10 +33,13 @@ ARRAYS = {np.dtype(theirs): name for name, theirs in _NUMPY_NAMES.items()}
 """The NumPy types of arrays and numbers that can be stored, each with its name."""
 
 Known = Callable[[Any], Any]
-"""Returns JSON for a value that the caller stores otherwise, such as a parameter by its name; None for all others."""
+"""A function that returns JSON for a value that the caller stores itself, such as a parameter by name.
+
+It returns None for all other values.
+"""
 
 Resolve = Callable[[dict[str, Any]], Any]
-"""The inverse of ``Known``: returns the value of a JSON dict that ``Known`` made; None for all others."""
+"""The inverse of ``Known``: a function that returns the value of a JSON dict, or None for dicts of others."""
 
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """The factories that a ``defaultdict`` may have."""

@@ -104,7 +104,7 @@ class LiveState:
         self.layouts: dict[str, list[list[int]]] = {}
         """Shape and strides, by key, of loaded tensors whose layout is not the usual one."""
         self.elsewhere: Collection[str] = ()
-        """Names of parameters and buffers that only other ranks hold, as in a pipeline."""
+        """Names of the parameters and buffers that any rank holds: more than this one in a pipeline."""
 
     def store_only(self, names: Collection[str]) -> None:
         """Store only the parameters ``names``, because other ranks store the others."""

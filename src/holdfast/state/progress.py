@@ -100,12 +100,12 @@ def told_of_kept(
     given: Sequence[Mapping[str, Any]],
     after: str,
 ) -> str | None:
-    """Return the warning about a script's hyper-parameters that the run's own replace, or None.
+    """Return the warning that the run's hyper-parameters replace those that a script was given, or None.
 
     Args:
-        before: The defaults that ``given`` is compared with.
+        before: Those that the script which wrote the run was given.
         own: The run's own hyper-parameters, which are kept.
-        given: Those that the script gave.
+        given: Those that the script was given now.
         after: The call after which the script can change them.
     """
     changed = list(_changed(before, own, given))

@@ -22,7 +22,7 @@ FREE = frozenset({"part", "index"})
 """The parts of a name that are known only when a tensor is taken apart."""
 
 Place = tuple[int, str]
-"""The place of a tensor among those that make one: the slice of a stack, and the part of a join."""
+"""The place of a tensor among those that make one: slice of a stack, part of a join."""
 
 Called = tuple[dict[str, Value], Laid]
 """A tensor, and the values that tell it from the others that were one tensor with it."""

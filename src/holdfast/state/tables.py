@@ -1,4 +1,4 @@
-"""Tables: the values of a rule file, read by key and type, with errors that say what is wrong and where."""
+"""Tables: values of a rule file, read by key and type; errors say what is wrong and where."""
 
 from __future__ import annotations
 

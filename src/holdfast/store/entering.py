@@ -54,7 +54,7 @@ def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
     def show() -> list[tuple[str, str]]:
         marks = []
         for drive, directory in drives.items():
-            with suppress(OSError):  # the later writer reports the cause
+            with suppress(OSError):  # the code that writes there later reports the cause
                 file = NamedTemporaryFile(prefix=MARK, dir=directory)  # noqa: SIM115 (until all have seen it)
                 marks.append((drive, shown.enter_context(file).name))
         return marks

@@ -273,7 +273,7 @@ class Disk:
             raise _failure("write", self.root / path, error, nbytes) from error
 
     def free_bytes(self) -> int:
-        """Bytes that this process may still write to the file system of the root."""
+        """Return the bytes that this process may still write to the file system of the root."""
         directory = self.root
         while not directory.exists():
             directory = directory.parent

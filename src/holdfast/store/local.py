@@ -322,7 +322,7 @@ class LocalStore(SharedCommits):
             self.disk.unlink(self._fork.path)
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
-        """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
+        """Return the bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
         return sum(unit.missing_bytes() for unit in units) + scratch_bytes
 
     def free_bytes(self) -> int:

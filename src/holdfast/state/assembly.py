@@ -3,7 +3,8 @@
 1. Tensors are taken out of flat partitions.
 2. The parts of one tensor are joined as they were divided, the innermost division first.
 3. The tensor gets its canonical form (``state/reshaping.py``).
-Parts that several ranks hold alike become copies, for the reader to compare.
+
+Parts that several ranks hold identically become copies, for the reader to compare.
 """
 
 from __future__ import annotations

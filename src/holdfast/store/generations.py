@@ -96,8 +96,8 @@ class Generations:
     def create(self) -> None:
         """Reserve the space of all generations, with durable names.
 
-        Call it before the first ``acquire``.
-        Whole files that a retained manifest names are left alone and must have this layout's size.
+        Call it before the first ``acquire``. Whole files that a retained manifest names are left alone and must have
+        this layout's size.
         """
         missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
         for path in missing:

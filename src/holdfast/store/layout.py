@@ -1,10 +1,9 @@
 """Layout: the position of each tensor in a payload file.
 
-Payload files are safetensors.
-Offsets and sizes are bytes from the start of the file. The header is padded with spaces to whole pages, and filler
-tensors ``__pad__N`` keep the rest aligned. A tensor of 16 KiB or more starts at a multiple of 16 KiB, so every 4 MiB
-boundary of the file (a checksum block's edge) is a multiple of 4096 fp32 elements from that tensor's start, where the
-host optimizer may split it. Smaller tensors start at multiples of 64.
+Payload files are safetensors. Offsets and sizes are bytes from the start of the file. The header is padded with
+spaces to whole pages, and filler tensors ``__pad__N`` keep the rest aligned. A tensor of 16 KiB or more starts at a
+multiple of 16 KiB, so every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32 elements
+from that tensor's start, where the host optimizer may split it. Smaller tensors start at multiples of 64.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 class LocalStore(SharedCommits):
     """A run directory, open for its one writer.
 
-    A context manager.
-    The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for each step
-    ``acquire`` and ``write`` of its units, then ``publish``. One thread publishes at a time.
+    A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
+    each step ``acquire`` and ``write`` of its units, then ``publish``. One thread publishes at a time.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class LocalStore(SharedCommits):
 
         Raises:
             RunLocked: Another process writes to the directory.
-            RunMismatch: The directory holds files that no run of ours left there, or parts of two runs.
+            RunMismatch: The directory holds files that no run of this library left, or parts of two runs.
         """
         try:
             self.disk.makedirs("")

@@ -5,6 +5,7 @@ The order on disk of every commit:
 2. Write the manifest under a temporary name; sync.
 3. Rename the manifest; sync the directory.
 4. Only then unlink an older manifest, sync the directory again, and write its files anew.
+
 The invariant: no manifest, no commit; a manifest that can be listed names files that are whole.
 """
 

@@ -15,6 +15,7 @@ from ..regular import home_path
 from .keys import from_document, path_of
 from .machine import MachineProfile
 from .model import ModelProfile
+from .pretrained import model_of_folder
 
 Profile = TypeVar("Profile", MachineProfile, ModelProfile)
 
@@ -34,7 +35,9 @@ def load_machine(name: str) -> MachineProfile:
 
 
 def load_model(name: str) -> ModelProfile:
-    """Load a model profile by its name, or from the TOML file at that path. Raises ``ConfigError``."""
+    """Load a model profile by name, from a TOML file, or from a transformers model folder. Raises ``ConfigError``."""
+    if (folder := home_path(name)).is_dir() and name not in known(ModelProfile):
+        return model_of_folder(folder)
     return _load(ModelProfile, name, "model")
 
 

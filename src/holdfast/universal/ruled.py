@@ -60,8 +60,8 @@ def _refuse_stretches(stored: Mapping[str, dict[str, Any]]) -> None:
     for key, described in stored.items():
         if any(FLAT in fragment for fragment in described["fragments"]):
             raise RuleError(
-                f"the ranks stored stretches of the flattened {key}, as FSDP1 cuts it, and rules have one box of each"
-                " rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
+                f"the ranks stored stretches of the flattened {key}, as ZeRO and FSDP1 cut it, and rules have one box"
+                " of each rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
             )
 
 

@@ -120,8 +120,7 @@ def flat_shares(
 
     >>> shares, size = flat_shares([3, 4], 2, buckets=[2], align=2, tensor_align=1)
     >>> size, *shares[1:]
-    (4, FlatShare(rank=0, tensor=1, start=0, stop=1, offset=3), FlatShare(rank=1, tensor=1, start=1, stop=4,
-    offset=0))
+    (4, FlatShare(rank=0, tensor=1, start=0, stop=1, offset=3), FlatShare(rank=1, tensor=1, start=1, stop=4, offset=0))
     """
     if align < 1 or tensor_align < 1:
         raise ValueError(f"nothing is a multiple of {min(align, tensor_align)}: it is aligned to 1 or more")

@@ -30,8 +30,8 @@ def payloads(
 ) -> Generator[tuple[StoredRecord, list[memoryview]], None, None]:
     """Yield each log record with the verified memory of its parts.
 
-    The memory is reused: it stays valid until ``AHEAD`` more records have been taken. Raises ``Damaged`` where a
-    record fails its verification.
+    The memory is reused: it is valid only until the next record is requested. Raises ``Damaged`` where a record fails
+    its verification.
     """
     files: dict[str, Any] = {}
     buffers: list[Buffer] = []

@@ -177,7 +177,7 @@ class Disk:
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
-                if error.errno in (*NO_PLACE, errno.ENOENT):  # as /proc says of any name
+                if error.errno in (*NO_PLACE, errno.ENOENT):  # /proc reports ENOENT for any new name
                     raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
         if path and target != self.root / path:

@@ -91,7 +91,7 @@ def _own_bytes(manifest: Manifest | None, others: set[str]) -> int:
 def prune(root: Path, keep: Keep) -> Pruning:
     """Remove what ``keep`` does not keep: commits first, then files, then log records.
 
-    A kill in between leaves nothing without what it needs.
+    A kill in between leaves everything that is kept with what it needs.
 
     Raises:
         RunLocked: The run is being written.
@@ -196,7 +196,7 @@ def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
     for each in reach.lines.values():
         for ref, step in each.items():
             last[ref] = max(step, last.get(ref, step))
-    for ref in set().union(*reach.unread.values()):  # which may need any
+    for ref in set().union(*reach.unread.values()):  # these may need any record
         last.pop(ref, None)
     return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
 

@@ -61,10 +61,10 @@ class Partition:
 
 
 def partitions_of(optimizer: Any, module: nn.Module, version: str) -> list[Partition]:
-    """Return the partitions of this rank in which ``optimizer``, of a DeepSpeed of this ``version``, divided
-    ``module``.
+    """Return this rank's partitions of the parameters of ``module``, as DeepSpeed's ``optimizer`` divided them.
 
-    Parameters that are whole on each rank are in none. Raises ``ModelNotSupported`` where the division is unclear.
+    ``version`` is DeepSpeed's. Parameters that are whole on each rank are in none.
+    Raises ``ModelNotSupported`` where the division is unclear.
     """
     kind = type(optimizer).__name__
     try:
@@ -111,7 +111,7 @@ def _flat_groups(optimizer: Any, *books: str) -> Iterator[Partition]:
 
 
 def _alignment_of(optimizer: Any, joined: torch.Tensor) -> int:
-    """Return the number of elements whose multiples parameters begin at."""
+    """Return the alignment of parameters in elements."""
     if not getattr(optimizer, "parameter_alignment", False):
         return 1
     return ALIGNED // gcd(ALIGNED, joined.element_size())
@@ -120,7 +120,7 @@ def _alignment_of(optimizer: Any, joined: torch.Tensor) -> int:
 def _member(parameter: nn.Parameter, whole: tuple[int, ...], start: int, size: int) -> Member:
     """Return the part that a share of ``size`` elements has of a parameter.
 
-    The parameter begins at ``start`` relative to the share, which is negative if it begins before.
+    The parameter begins at ``start`` of the share; a negative ``start`` is before the share.
     """
     elements = prod(whole)
     first, stop = (min(max(at - start, 0), elements) for at in (0, size))

@@ -54,7 +54,7 @@ class RetainedCommits(RunReader):
         self.dropped: list[CommitRef] = []
         """The commits that this writer retired for lack of space."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
-        """Returns whether files of the unit of this name are this writer's to remove."""
+        """A function that returns whether files of the unit of this name are this writer's to remove."""
         self._retained: dict[CommitRef, Manifest | None] = {}
         self._retained_files: dict[str, int] = {}
         self._timelines: dict[int, Timeline] = {}

@@ -25,12 +25,12 @@ GATED = (
     "olmo2",
     "smollm3",
 )
-"""Architectures whose MLP has three matrices, and whose matrices have no biases or few."""
+"""Architectures whose MLP has three matrices, and whose matrices have few biases or none."""
 PLAIN = ("gpt2", "gpt_neox")
 """Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
 LEARNED_POSITIONS = ("gpt2",)
 DEFAULT_SEQUENCE = 2048
-"""Tokens of one sequence, where the model takes as many."""
+"""The tokens of one sequence, or fewer where the model is limited to fewer."""
 
 
 def model_of_folder(folder: Path) -> ModelProfile:

@@ -1,7 +1,7 @@
-"""Capture: what a model and its optimizer hold, by name.
+"""Capture: the parameters and buffers of a model and its optimizer, by name.
 
 Names are the model's own without the prefixes of wrappers around it. Optimizer parameters are matched to model
-parameters by object, so groups may be built in any way; an unknown one is refused.
+parameters by object, so groups may be built in any way; an unknown parameter is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .plain import odd_kind, repeats_itself
 from .stretches import Stretch
 
 FSDP1_INSIDE = "_fsdp_wrapped_module"
-"""The name that FSDP1's wrapper gives the module inside."""
+"""The name by which FSDP1's wrapper holds the module inside."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedParameter:
-    """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
+    """One parameter of the model.
 
-    ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen. Of a parameter that ZeRO has
-    flattened this process holds the ``stretch``.
+    ``group`` is the index of its optimizer group, None if it has none. ``names`` are all the places it is known by;
+    the first is its name. It is trained when it requires grad and the optimizer knows it, at the time of the capture;
+    otherwise it is frozen. Of a parameter that ZeRO has flattened, this process holds only the ``stretch``.
     """
 
     names: tuple[str, ...]
@@ -48,11 +48,11 @@ class CapturedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return tuple(self.parameter.shape) if self.stretch is None else self.stretch.whole
 
     def held(self) -> torch.Tensor:
-        """Its values."""
+        """Return the values that this process holds."""
         return self.parameter.detach()
 
 
@@ -62,24 +62,27 @@ BufferPlace = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Captured:
-    """Parameters in the model's order, each once, and where each persistent buffer is: a module may rebind it.
-    ``absent`` says where one could be that is None."""
+    """The parameters in the model's order, each once, and the place of each persistent buffer.
+
+    Buffers are given by place because a module may rebind them. ``absent`` holds the places of buffers that are None.
+    """
 
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
     absent: dict[str, BufferPlace]
     passing: dict[str, BufferPlace] = field(default_factory=dict)
-    """Where buffers are that are not persistent."""
+    """The places of the buffers that are not persistent."""
 
 
 def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
-    """By every further name of a tied parameter its first one."""
+    """Return the first name of each tied parameter, by every further name."""
     return {alias: parameter.name for parameter in parameters for alias in parameter.names[1:]}
 
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
-    """By the path of each module: the same without the wrappers on the way. A wrapper holds one module and
-    nothing else; a module called ``module`` beside others is the model's own.
+    """Return the path of each module without the wrappers on the way, by its real path.
+
+    A wrapper holds one module and nothing else; a module called ``module`` beside others is the model's own.
 
     >>> plain_paths(nn.DataParallel(nn.Sequential(nn.ReLU())))
     {'': '', 'module': '', 'module.0': '0'}
@@ -102,10 +105,11 @@ def join(path: str, name: str) -> str:
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Captured:
-    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
+    """Return the parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
 
-    Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
-    ``ModelNotSupported`` for what cannot be stored by name and value.
+    Raises:
+        OptimizerNotSupported: The optimizer holds a tensor that is no parameter of the model.
+        ModelNotSupported: Something cannot be stored by name and value.
     """
     _refuse_extra_state(model)
     _refuse_fsdp1(model)
@@ -145,8 +149,10 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def _persistent_buffers(
     model: nn.Module, plain: dict[str, str], known: _Known
 ) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace], dict[str, BufferPlace]]:
-    """Where the buffers are that a ``state_dict`` would hold, by plain name; where those that are None; and where those
-    that are not persistent."""
+    """Return the places of the buffers of a ``state_dict``, of those that are None, and of the non-persistent ones.
+
+    All are by plain name.
+    """
     found: dict[str, BufferPlace] = {}
     absent: dict[str, BufferPlace] = {}
     passing: dict[str, BufferPlace] = {}
@@ -184,13 +190,13 @@ def _refuse_fsdp1(model: nn.Module) -> None:
 
 
 class _Known:
-    """Which tensor has which plain name."""
+    """The tensor of each plain name."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[torch.Tensor, str]] = {}
 
     def add(self, plain: str, name: str, tensor: torch.Tensor) -> None:
-        """Raises ``ModelNotSupported`` if another tensor has this plain name."""
+        """Register a tensor. Raises ``ModelNotSupported`` if another tensor has this plain name."""
         other, its_name = self._tensors.setdefault(plain, (tensor, name))
         if other is not tensor:
             raise ModelNotSupported(
@@ -209,7 +215,7 @@ def _refuse_extra_state(model: nn.Module) -> None:
 
 
 def storable(buffer: torch.Tensor) -> bool:
-    """Return whether commits hold such a buffer."""
+    """Return whether commits can hold such a buffer."""
     try:
         _refuse_unstorable("", buffer)
     except ModelNotSupported:
@@ -218,7 +224,7 @@ def storable(buffer: torch.Tensor) -> bool:
 
 
 def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise ``ModelNotSupported`` for a parameter whose value no file holds, or not so that it could be put back."""
+    """Raise ``ModelNotSupported`` for a parameter whose value no file can hold, or not so that it could be restored."""
     if kind := odd_kind(parameter):
         raise ModelNotSupported(
             f"parameter {name} is {kind}, which commits do not hold. Make it a plain tensor (.to_dense(),"
@@ -256,7 +262,7 @@ def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
 
 
 def buffer_at(place: BufferPlace) -> torch.Tensor:
-    """The buffer that is there now."""
+    """Return the buffer that is at ``place`` now."""
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None, f"{type(module).__name__}.{name} was a buffer and is None now"

@@ -139,7 +139,7 @@ class WithNumbers(Files):
 
 @contextmanager
 def looking_at(path: object) -> Iterator[None]:
-    """Turn errors of the system about ``path`` or below it into ``DiskFailed``; ``FileNotFoundError`` passes through."""
+    """Turn system errors about ``path`` or below it into ``DiskFailed``; ``FileNotFoundError`` passes through."""
     try:
         yield
     except FileNotFoundError:

@@ -64,7 +64,7 @@ def kept_by(
 def _options(
     groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
 ) -> list[dict[str, Any] | None]:
-    """Return what would be set in each group; None where the source has no values or not the same for all parameters."""
+    """Return what would be set in each group; None where the source has no values or differing ones."""
     of_name: dict[str, dict[str, Any]] = {}
     for group, members in groups_of(progress):
         options = {k: v for k, v in group.items() if k not in IMPLEMENTATION}

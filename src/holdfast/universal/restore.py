@@ -39,7 +39,9 @@ BATCH_BYTES = 256 * MiB
 
 @dataclass(frozen=True)
 class _Wanted:
-    """``box`` of ``stored`` goes to the tensor ``slot`` of ``name`` here, converted to ``dtype`` if there is one."""
+    """One read: the region ``box`` of ``stored`` goes to the tensor ``slot`` of ``name``, converted to ``dtype`` if
+    set.
+    """
 
     name: str
     slot: str
@@ -174,9 +176,10 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
 def _follows(
     state: LiveState, parameter: CapturedParameter, stored: Stored, there: Mapping[str, Stored], found: Match
 ) -> bool:
-    """Whether the optimizer keeps ``stored`` in the type of its ``parameter``, which is another than in the source:
-    as torch's ``load_state_dict`` has it, but for numbers that are not of the parameter's own shape, and where it was
-    otherwise in the source."""
+    """Return whether the optimizer keeps ``stored`` in the dtype of its ``parameter``, where the source has another.
+
+    As in torch's ``load_state_dict``, it does; except for single numbers, and where the source's optimizer did not.
+    """
     number, atom = state.optimizer_of(parameter), stored.atom
     is_number = not atom.shape and (bool(parameter.shape) or atom.slot == STEP)
     if parameter.name not in found.cast or number is None or is_number:

@@ -157,9 +157,7 @@ class UnderRules(Made):
 
         if "group_parameters" in self.progress:
             self.progress["group_parameters"] = renamed(self.progress["group_parameters"])
-        if (
-            "replay" in self.progress
-        ):  # written by a Checkpointer: groups by optimizer; strides of built tensors are unknown
+        if "replay" in self.progress:  # by a Checkpointer: groups by optimizer; strides become unknown
             parameters = [renamed(groups) for groups in self.progress["replay"]["parameters"]]
             self.progress["replay"] = {**self.progress["replay"], "parameters": parameters, "strides": {}}
         if "values" in self.progress:

@@ -34,9 +34,7 @@ def progress_of(
     """
     own = told_progress(values.get(PROGRESS), PROGRESS, where)
     progress: dict[str, Any] = {**own, "roots": named.roots}
-    groups = (
-        [] if "replay" in own else _groups_of(values, paths, named)
-    )  # a Checkpointer keeps its own groups
+    groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer keeps its own
     if groups:
         progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         progress["group_parameters"] = [group.get("params", []) for group in groups]

@@ -29,7 +29,7 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True)
 class Entry:
-    """A stretch of a file that is one archive."""
+    """A range of a file that is one archive."""
 
     path: Path
     offset: int
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A region of a tensor, and where it is; nowhere if it is empty."""
+    """A region of a tensor and its entry; None if the region is empty."""
 
     box: Box
     entry: Entry | None

@@ -32,7 +32,7 @@ CHUNK = 16 * MiB
 
 @dataclass(frozen=True)
 class Wanted:
-    """An atom that is written under ``key``, as ``dtype``."""
+    """A tensor entry to be written under ``key``, as ``dtype``."""
 
     key: str
     stored: Stored

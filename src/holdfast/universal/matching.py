@@ -63,7 +63,7 @@ class Match:
     apart: set[str] = field(default_factory=set)
     """Names here of parameters whose nested optimizer state cannot be rebuilt."""
     another: dict[str, str] = field(default_factory=dict)
-    """How optimizer state of another kind differs, by name here."""
+    """The difference of optimizer state that is of another kind, by name here."""
 
     def told(self) -> list[str]:
         """Return one message for each difference from the source."""

@@ -22,7 +22,7 @@ ReadPart = Callable[[int, int, memoryview], None]
 
 
 class Pending:
-    """Of one commit, whose parts are whole tensors."""
+    """The pending update of one commit, whose parts are whole tensors."""
 
     def __init__(
         self, progress: dict[str, Any], atoms: Mapping[str, Stored], read: ReadPart, path: str

@@ -40,7 +40,7 @@ class WatchedBatches:
         self._pass_over = False
 
     def go_on(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
-        """In the next epoch, set the generators to one of ``states`` at each request from batch ``first`` on.
+        """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
 
         With ``pass_over`` earlier batches are skipped.
         """

@@ -55,7 +55,7 @@ class Place:
         self._found = state if self._begun is not None else None
 
     def leave(self) -> None:
-        """Skip an epoch of which nothing was left. Its order is drawn, because that advances generators."""
+        """Skip an epoch that the run had completed. Its order is drawn, because drawing advances the generators."""
         if self._found is not None:
             now = random_state()
             next(iter(self._watched), None)
@@ -120,7 +120,7 @@ class Batches:
             for batch in self.loader:
                 self.count += 1
                 yield batch
-            if number is not None:  # accelerate does not count a pass of which nothing was left
+            if number is not None:  # accelerate does not count a pass without remaining batches
                 self.loader.iteration = number + 1
         finally:
             self.epoch, self.count = self.epoch + 1, 0

@@ -338,7 +338,7 @@ def rules_packs(
 
 
 def main() -> None:
-    """The entry point of the ``holdfast`` script."""
+    """Run ``holdfast``; the entry point of the script."""
     from .output import names_shown
 
     warnings.showwarning = show_warning

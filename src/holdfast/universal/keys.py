@@ -246,7 +246,7 @@ def _root_of(top: Path) -> str:
 
 
 def _one_of(roots: list[str], where: str) -> str:
-    """Choose the model's prefix from ``roots``, all of which are possible.
+    """Choose the model's prefix from ``roots``, which are all possible.
 
     Prefers the top level, then a name of ``MODEL_NAMES``: the shallowest, then the first in that list. Raises
     ``BadInput`` if that leaves several or none.

@@ -273,7 +273,7 @@ def _refuse_long_keys(keys: Iterable[Any]) -> None:
 
 
 def _is_spread(key: Any) -> bool:
-    """Return whether keys like ``key`` that differ have few hashes in common, whoever chose them."""
+    """Return whether keys like ``key`` that differ rarely share a hash, even if a file's writer chose them."""
     if type(key) is int:
         return -(1 << 60) < key < 1 << 60
     return key is None or isinstance(key, str | bytes | bool | float | Record | Key)

@@ -79,7 +79,10 @@ class HostOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core."""
+        """Find how each group is updated.
+
+        Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core.
+        """
         self._optimizer = optimizer
         self._worker = _Worker()
         groups = self.snapshot().groups

@@ -66,7 +66,10 @@ class Saved(Files):
             self._take(*self._flattened(path))
 
     def _flattened(self, path: Path) -> tuple[dict[str, Way], dict[str, Any]]:
-        """Return the path to each entry by key, in the writer's order, and all values that are no tensors, as JSON."""
+        """Return the path to each entry by key, in the writer's order, and the values that are no tensors.
+
+        The values are JSON.
+        """
         ways: dict[str, Way] = {}
         values: dict[str, Any] = {}
         left_out: list[str] = []

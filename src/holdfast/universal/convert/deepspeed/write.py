@@ -96,7 +96,7 @@ def _jobs(
 ) -> Iterator[Callable[[], int]]:
     """Yield jobs that write each parameter.
 
-    Before it, and beside earlier writes, jobs verify the large partitions that hold a small piece of the parameter.
+    Jobs before it verify the large parts that contain its fragments, while earlier parameters are written.
     """
     begun = set[int]()
     for name in (name for _, names in groups for name in names):

@@ -53,8 +53,9 @@ class RunLocked(BadInput):
 
 
 class StaleCommit(HoldfastError):
-    """The run no longer belongs to this writer: a newer timeline was opened, or the directory or its lock
-    was replaced.
+    """The run no longer belongs to this writer.
+
+    A newer timeline was opened, or the directory or its lock was replaced.
     """
 
 

@@ -73,10 +73,9 @@ def save(
 ) -> int:
     """Make the state of ``engine`` a commit of the run in ``run``, and return its step.
 
-    Collective: every rank must call this.
-
-    All ranks must see the directory, which is created if absent. On return the commit survives power loss. A step that
-    exists already, or has later steps, begins another timeline, as a resume from it does.
+    Collective: every rank must call this. All ranks must see the directory, which is created if absent. On return the
+    commit survives power loss. A step that exists already, or has later steps, begins another timeline, as a resume
+    from it does.
 
     Args:
         engine: The engine.

@@ -253,9 +253,7 @@ class Fit:
             self._checkpointer.step()
 
     def _place_now(self) -> dict[str, Any]:
-        """Return the place in the data as JSON, because Lightning's checkpoints, which contain it, hold no NumPy
-        arrays.
-        """
+        """Return the place in the data as JSON: Lightning's checkpoints contain it, and hold no NumPy arrays."""
         assert self.place is not None
         return encode(self.place.state(self._loop.batch_progress.current.completed))
 

@@ -158,9 +158,7 @@ class HostState:
             self._attributes.restore(state["attributes"])
 
     def _saved_by_hooks(self) -> dict[str, Any] | None:
-        """Return what ``on_save_checkpoint`` of callbacks and the module adds to a checkpoint; None if nothing
-        overrides it.
-        """
+        """Return what ``on_save_checkpoint`` of callbacks and the module adds; None if nothing overrides it."""
         trainer, model = self._trainer, self._trainer.lightning_module
         callbacks = self._with_hook("on_save_checkpoint")
         own = type(model).on_save_checkpoint is not LightningModule.on_save_checkpoint

@@ -55,8 +55,9 @@ class CheckpointManager(titan.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Make a commit, durable on return or when the future is done; for Hugging Face a folder, as
-        torchtitan does.
+        """Make a commit, or a folder for Hugging Face as torchtitan does.
+
+        The commit is durable on return or when the future is done.
         """
         assert isinstance(checkpoint_id, _Step)
         if to_hf:

@@ -92,8 +92,9 @@ def make_engine(
 
 
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
-    """Return the factor of the highest rate at ``step`` (from 0): linear warm-up, then a cosine down to 0.1 at
-    ``steps``.
+    """Return the factor of the highest learning rate at ``step``, which counts from 0.
+
+    After a linear warm-up it follows a cosine down to 0.1 at ``steps``.
 
     >>> [round(learning_rate_factor(step, 2, 10), 3) for step in (0, 1, 2, 6, 10)]
     [0.5, 1.0, 1.0, 0.55, 0.1]

@@ -126,9 +126,7 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(best: Optimum) -> list[dict[str, Any]]:
-    """Return the waste for steps between snapshots, by factors of two around the best, with the limits that forbid
-    each.
-    """
+    """Return the waste for snapshot intervals at factors of two around the best, and the limits that forbid each."""
     steps, records = best.cadence
     found = bounds(best.measured, best.limits)
     points = []

@@ -157,9 +157,7 @@ def piece_of(tensor: pickles.Tensor, part: int) -> Piece:
 
 
 def check_inside(name: str, tensor: pickles.Tensor, part: Part) -> None:
-    """Raise ``Damaged`` if elements of the tensor ``name`` lie outside ``part``, or far exceed the elements that are
-    stored.
-    """
+    """Raise ``Damaged`` if elements of the tensor ``name`` lie outside ``part``, or far outnumber the stored ones."""
     elements, stored = prod(tensor.shape), part.nbytes // part.itemsize
     spans = zip(tensor.shape, tensor.strides, strict=True)
     last = tensor.offset + sum((n - 1) * stride for n, stride in spans)

@@ -193,9 +193,7 @@ class _Held:
         return main
 
     def lacking(self, name: str, result: Match) -> list[str] | None:
-        """Return the list of ``result`` that a parameter without optimizer state belongs to; None where none is
-        expected.
-        """
+        """Return the list of ``result`` for a parameter without optimizer state; None where none is expected."""
         if self._is_fresh:
             return None
         return result.never_updated if name in self._grouped else result.without_state

@@ -39,8 +39,8 @@ BATCH_BYTES = 256 * MiB
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One read: the region ``box`` of ``stored`` goes to the tensor ``slot`` of ``name``, converted to ``dtype`` if
-    set.
+    """The region ``box`` of ``stored``, to be read into the tensor ``slot`` of ``name``; ``dtype`` converts
+    it if set.
     """
 
     name: str

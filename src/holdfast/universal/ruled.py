@@ -40,8 +40,8 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
 
 
 def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assembled, list[str]]:
-    """Apply ``rules`` to what the ranks of a commit stored; return the result and the tensors that differ from the
-    record.
+    """Apply ``rules`` to what the ranks of a commit stored; return the result and the keys that differ from
+    the commit.
     """
     stored, world = reader.atoms(manifest), len(manifest.streams)
     _refuse_stretches(stored)

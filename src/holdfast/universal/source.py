@@ -159,8 +159,8 @@ class Source:
         self.atoms[key] = stored
 
     def check_cover(self, stored: Stored) -> None:
-        """Raise ``Damaged`` if the fragments of ``stored`` leave it, leave their parts, or do not cover it exactly
-        once.
+        """Raise ``Damaged`` unless the fragments of ``stored`` cover it exactly once and lie inside it and
+        their parts.
         """
         for pieces in stored.every:
             self._check(stored.atom.key, stored.atom, pieces)

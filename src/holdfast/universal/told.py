@@ -27,9 +27,7 @@ def told(text: str | None, what: str, path: str) -> dict[str, Any]:
 
 
 def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
-    """Parse progress as ``told`` does, and check the entries that have the same meaning in all formats (see
-    ``Source``).
-    """
+    """Parse progress as ``told`` does, and check the entries that all formats share (see ``Source``)."""
     progress = told(text, what, path)
     try:
         check_progress(progress)

@@ -69,8 +69,9 @@ def _step_in(key: str, value: Any) -> int | None:
 
 
 def _rank_of_step(key: str) -> tuple[int, bool, int]:
-    """Return a sort key for steps: the shallowest first, ``global_step`` before ``step``, which may count within an
-    epoch.
+    """Return a sort key for steps: the shallowest first, and ``global_step`` before others.
+
+    A plain ``step`` may count within an epoch.
     """
     return key.count("."), key.rpartition(".")[2] != "global_step", len(key)
 

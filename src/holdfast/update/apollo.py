@@ -24,7 +24,7 @@ NORM_GROWTH = 1.01
 
 
 class Apollo(ProjectedOptimizer):
-    """APOLLO.
+    """The APOLLO optimizer.
 
     The update in step t, for a matrix with gradient ``G`` that has no more rows than columns (else transposed):
 
@@ -125,8 +125,7 @@ def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
 
 
 def _limit(update: torch.Tensor, norm: torch.Tensor) -> None:
-    """Limit the norm of ``update`` to ``NORM_GROWTH`` times ``norm``, that of the step before, and store the result in
-    it.
+    """Limit the norm of ``update`` to ``NORM_GROWTH`` times ``norm``, that of the step before, and update ``norm``.
 
     ``norm`` is 0 in the first step, which has no limit.
     """

@@ -74,9 +74,7 @@ class FormedOptimizer(torch.optim.Optimizer):
             )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state dict as torch does, but keep the dtypes: torch would cast every tensor to the
-        parameter's dtype.
-        """
+        """Load a state dict as torch does, but keep dtypes: torch would cast every tensor to the parameter's."""
         super().load_state_dict(state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]

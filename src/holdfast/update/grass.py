@@ -21,7 +21,7 @@ from .projected import ProjectedOptimizer, drawn, is_projected, rows_of
 
 
 class Grass(ProjectedOptimizer):
-    """Grass.
+    """The Grass optimizer.
 
     The update in step t, for a matrix with gradient ``G`` that has no more rows than columns (else transposed):
 
@@ -133,8 +133,7 @@ def _choose(wide: torch.Tensor, state: dict[str, torch.Tensor], period: int) -> 
 
 
 def sampled_rows(norms: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw ``count`` rows with replacement in proportion to their ``norms``; return them ascending, and two rows of
-    scales.
+    """Draw ``count`` rows with replacement in proportion to ``norms``; return them ascending, with two rows of scales.
 
     The first scales multiply gradients, the second updates. A row that is drawn several times is moved as often by the
     first of its updates; the others are multiplied by 0, so that the order of addition does not matter.

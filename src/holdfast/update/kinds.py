@@ -120,7 +120,7 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
 
 
 def class_named(name: str) -> type[torch.optim.Optimizer] | None:
-    """Return the class with the full ``name``; None unless it is torch's or this library's, and updates parameters
+    """Return the class with the full ``name``; None unless torch or this library has it and it updates parameters
     singly.
     """
     module, _, own = name.rpartition(".")

@@ -29,7 +29,7 @@ TILE = 256 * 1024
 
 
 class MeZO(FormedOptimizer):
-    """MeZO. ``step`` takes a closure that returns the loss, and calls it twice:
+    """The MeZO optimizer. ``step`` takes a closure that returns the loss, and calls it twice:
 
     * ``g = (loss(w + epsilon z) - loss(w - epsilon z)) / (2 epsilon)``
     * ``w = w - lr (g z + weight_decay w)``
@@ -182,8 +182,7 @@ def displace(
 
 
 def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
-    """Return the direction of a parameter in the tile from ``start`` to ``stop``, drawn on the host: equal on all
-    devices.
+    """Return the direction of a parameter in the tile from ``start`` to ``stop``, drawn on the host for all devices.
 
     ``seed`` is the parameter's seed, ``step`` the number of steps that it has done.
     """

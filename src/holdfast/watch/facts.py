@@ -137,9 +137,7 @@ def traffic(history: History) -> dict[str, Any] | None:
 
 
 def memory(history: History) -> dict[str, Any] | None:
-    """Return memory facts of the newest sitting that has some: the peak, the prediction, the budget, and
-    the classes.
-    """
+    """Return memory facts of the newest sitting that has some: peak, prediction, budget, and classes."""
     for sitting in reversed(history.sittings):
         if sitting.kind and sitting.steps:
             return _of_engine(sitting) if sitting.kind == "engine" else _of_checkpointer(sitting)

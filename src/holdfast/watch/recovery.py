@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def progress_bar(console: Console | None = None) -> Callable[[Any], None]:
-    """Return a function for ``Checkpointer.resume(show=...)`` that draws the progress on standard error, if
+    """Return a function for ``Checkpointer.resume(show=...)`` that draws the progress, if standard error is
     a terminal.
     """
     out = console or Console(stderr=True)

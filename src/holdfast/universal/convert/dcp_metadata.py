@@ -129,9 +129,7 @@ class Claims:
         return entry
 
     def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, str], Entry]:
-        """Return the entries by key and place, after checking that they lie inside existing files and do
-        not overlap.
-        """
+        """Return the entries by key and place. Raises ``Damaged`` if they leave existing files or overlap."""
         sizes: dict[str, int] = {}
         found: dict[tuple[str, str], Entry] = {}
         for index, info in table.items():

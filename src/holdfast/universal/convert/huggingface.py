@@ -177,8 +177,7 @@ def write_named(
     dtype: str | None = None,
     told: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write the tensor entries of ``source`` that ``names`` lists, under the names given there, as one safetensors
-    file.
+    """Write the tensor entries that ``names`` lists, under the names given there, as one safetensors file.
 
     Durable on return. Raises ``BadInput`` if the file exists, ``RunLocked`` if another conversion writes it.
     """

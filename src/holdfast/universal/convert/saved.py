@@ -48,9 +48,7 @@ def is_saved(path: Path) -> bool:
 
 
 class Saved(Files):
-    """The file ``path``, or those of the folder; ``progress["roots"]`` tells which keys were read as model and
-    optimizer.
-    """
+    """The file ``path``, or those of the folder; ``progress["roots"]`` tells the keys of model and optimizer."""
 
     def __init__(self, path: Path) -> None:
         """Read the files.
@@ -171,9 +169,7 @@ def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
 
 
 def _by_name(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state dict by parameter names, where it stores them beside the numbers; others
-    unchanged.
-    """
+    """Return an optimizer's state dict by parameter names, if it stores names; any other dictionary unchanged."""
     groups, slots = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(slots, dict):
         return state

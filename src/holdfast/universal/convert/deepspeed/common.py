@@ -75,9 +75,7 @@ def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def progress_of(
     model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the progress from the model states and the optimizer's other values; ``extra`` holds what is
-    unknown here.
-    """
+    """Return the progress from the model states and the optimizer's other values; ``extra`` holds unknown ones."""
     content, plain = model.content, Plain(model.archive, LARGEST_EXTRA)
     config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
     progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}

@@ -131,7 +131,7 @@ class Info:
         return bool(found)
 
     def _several(self, name: str) -> tuple[int, list[list[int]]] | None:
-        """Return the axis of a fused parameter and, for each one in it, its width in each rank; None if it is not
+        """Return the axis of a fused parameter and the width of each of its parts in each rank; None if it is not
         fused.
         """
         for each in self._info.get(SEVERAL) or ():

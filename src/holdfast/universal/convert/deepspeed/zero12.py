@@ -161,9 +161,7 @@ def _addresses(
 
 
 def _undealt(named: dict[str, Shape], world: int) -> dict[str, int]:
-    """Return where parameters would begin in their own order, given the order in which they were dealt to ``world``
-    ranks.
-    """
+    """Return where parameters would begin in their own order, if ``named`` is the order dealt to ``world`` ranks."""
     own = dealt(len(named), world)
     names = [name for _, name in sorted(zip(own, named, strict=True))]
     starts, _ = starts_of([prod(named[name]) for name in names], 1)

@@ -85,9 +85,7 @@ class Mesh:
         return cls(tensor, pipeline, layers, tied, arguments.get("transformer_impl") == "local")
 
     def parameters(self, rank: int, cuts: Mapping[str, Pieces]) -> list[Local]:
-        """Return the parameters of a model-parallel rank in the order of its modules; ``cuts`` has the
-        chunks of all.
-        """
+        """Return the parameters of a model-parallel rank in module order; ``cuts`` has the chunks of all."""
         stage, at = divmod(rank, self.tensor)
         first = [n for n in cuts if _index(n, _FIRST) is not None]
         last = [n for n in cuts if _index(n, _LAST) is not None]

@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """``holdfast.offload`` is the function, although a room of that name is imported beside it."""
+    """The class of this package: ``holdfast.offload`` is the function, although a subpackage of that name exists."""
 
     @property
     def offload(self) -> Any:
@@ -96,7 +96,7 @@ class _Package(ModuleType):
 
     @offload.setter
     def offload(self, room: ModuleType) -> None:
-        """The import system binds a submodule to its parent; the public name stays the function."""
+        """Ignore the subpackage that the import system binds to its parent; the public name stays the function."""
 
 
 sys.modules[__name__].__class__ = _Package

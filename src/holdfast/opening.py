@@ -1,4 +1,4 @@
-"""Opening: the state that a name means, to be read. torch is loaded where records are replayed or a format needs it."""
+"""Opening of a state by its name, for reading. torch is imported only for replay or for formats that need it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .universal.source import Source
 
 
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
-    """The state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of another format. A run without a
-    step is meant at its newest, and where records lead there, they are replayed in memory.
+    """Return the state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of a foreign format.
 
-    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
-    ``DiskFailed``.
+    A run without a step means its newest step; log records that lead there are replayed in memory. A step of an
+    abandoned timeline is found only where ``text`` names the timeline. Raises ``NoCommit`` if a run has no such
+    step, ``BadInput`` if nothing known is there, ``Damaged``, and ``DiskFailed``.
     """
     target = Target.parse(text)
     with looking_at(target.run):

@@ -1,11 +1,11 @@
-"""``torch.distributed.checkpoint`` into a run directory of this library, and back.
+"""``torch.distributed.checkpoint`` to and from a run directory of this library.
 
     dcp.save(state, storage_writer=StorageWriter("runs/x", step=100))
     dcp.load(state, storage_reader=StorageReader("runs/x"))
 
-A save is a commit: when it returns, it survives power loss, and ``holdfast show``, ``verify`` and ``diff`` know it. A
-load verifies all that it will read, on every rank, before a tensor of any rank is touched. Who reads what is planned by
-torch, so a load at another world size is as any other. What is no tensor is stored by value, as JSON.
+A save is a commit: when it returns, it survives power loss, and ``holdfast show``, ``verify`` and ``diff`` can read it.
+A load verifies everything that it will read, on every rank, before it touches a tensor of any rank. torch plans which
+rank reads what, so a load at another world size is an ordinary one. Values that are no tensors are stored as JSON.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .dcp_write import StorageWriter
 __all__ = ["StorageReader", "StorageWriter"]
 
 BATCH_BYTES = 64 * MiB
-"""Read at once on the way to tensors that cannot be read into directly; a larger one by itself."""
+"""The bytes that are read at once for tensors that cannot be read into directly; larger tensors are read singly."""
 
 
 class StorageReader(OfRun, dcp.StorageReader):
-    """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest.
+    """The reader of a commit that a ``StorageWriter`` made of the run in ``root``: of ``step``, or the newest.
 
-    ``timeline`` is that of a step which a save of an earlier one has left.
+    ``timeline`` names the timeline of a step that a save of an earlier step has abandoned.
     """
 
     def __init__(
@@ -62,8 +62,12 @@ class StorageReader(OfRun, dcp.StorageReader):
         self._source = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> theirs.Metadata:
-        """Where it cannot be read, what it holds raises ``Damaged``, ``NoCommit``, or ``RunMismatch`` if the commit is
-        not one of ``dcp.save``: of an error that this raised itself, torch before 2.13 would not say what it was."""
+        """Return torch's metadata of the commit.
+
+        If the commit cannot be read, the returned object raises the error when it is used: ``Damaged``, ``NoCommit``,
+        or ``RunMismatch`` if ``dcp.save`` did not make the commit. An error raised here would lose its text in torch
+        before 2.13.
+        """
         try:
             return self._metadata()
         except HoldfastError as error:
@@ -97,7 +101,7 @@ class StorageReader(OfRun, dcp.StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verifies what this rank will read. Raises ``Damaged``, by which the load ends on all ranks."""
+        """Verify what this rank will read. Raises ``Damaged``, which ends the load on all ranks."""
         source = self._opened
         in_threads(partial(_verify, source, run) for run in self._runs(plan))
         return replace(plan, storage_data=source.path)
@@ -129,13 +133,13 @@ class StorageReader(OfRun, dcp.StorageReader):
         return self._source
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """The items of one batch."""
+        """Read the items of one batch."""
         targets, ways = [], []
         for item in items:
             stored, box = self._wanted(item)
             tensor = planner.resolve_tensor(item).detach()
             made = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
-            is_view = tensor.is_conj() or tensor.is_neg()  # whose bytes are not its values
+            is_view = tensor.is_conj() or tensor.is_neg()  # the bytes of a view are not its values
             lies_alike = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
             at_once = lies_alike and not is_view
             into = tensor if at_once else made
@@ -160,7 +164,7 @@ class StorageReader(OfRun, dcp.StorageReader):
 
 
 class _Unreadable(theirs.Metadata):
-    """Of a commit that cannot be read."""
+    """Metadata of a commit that cannot be read; every use raises the error."""
 
     def __init__(self, error: HoldfastError) -> None:
         self.error = error
@@ -170,7 +174,7 @@ class _Unreadable(theirs.Metadata):
 
 
 def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
-    """As torch has it, by the regions as they are stored."""
+    """Return torch's metadata of a tensor, with the stored regions as chunks."""
     boxes = [piece.box for piece in stored.pieces] or [Box.whole(stored.atom.shape)]
     chunks = [theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
     properties = theirs.TensorProperties(FROM_NAME[stored.atom.dtype])
@@ -185,5 +189,5 @@ def _verify(source: Commit, run: Run) -> int:
 
 
 def _batches(items: list[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Of about ``BATCH_BYTES`` at most."""
+    """Yield batches of about ``BATCH_BYTES`` at most."""
     return packed(items, lambda item: 4 * item.lengths.numel(), BATCH_BYTES)

@@ -1,4 +1,4 @@
-"""``plan``, ``simulate`` and ``probe`` on the command line: what can be given. What they do is in other files."""
+"""Options of ``plan``, ``simulate`` and ``probe`` on the command line; other files implement the commands."""
 
 from __future__ import annotations
 

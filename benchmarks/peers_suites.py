@@ -27,7 +27,7 @@ def replace_in_dcp(replaced: bool) -> None:
     """Run without devices, and save and load with Holdfast's storage in the place of torch's files if ``replaced``."""
     import torch
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint import _storage_utils, filesystem
+    from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
     from torch.testing._internal import common_distributed
     from torch.testing._internal.distributed._tensor import common_dtensor
 
@@ -41,7 +41,7 @@ def replace_in_dcp(replaced: bool) -> None:
         "FileSystemReader": storage(StorageReader, "FileSystemReader"),
     }
     globals().update(classes)  # a writer is sent to other processes by its name
-    for module in (checkpoint, filesystem, _storage_utils) if replaced else ():
+    for module in (checkpoint, filesystem, format_utils, _storage_utils) if replaced else ():
         vars(module).update(classes)
     for module in (common_distributed, common_dtensor):
         for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):

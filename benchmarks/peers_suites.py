@@ -28,6 +28,7 @@ def replace_in_dcp(replaced: bool) -> None:
     import torch
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.testing._internal import common_distributed
     from torch.testing._internal.distributed._tensor import common_dtensor
 
@@ -48,6 +49,8 @@ def replace_in_dcp(replaced: bool) -> None:
             vars(module)[name] = lambda *_, **__: lambda test: test
     for owner in (torch.Tensor, torch.nn.Module):
         owner.cuda = lambda self, *_, **__: self
+    wrap, cpu = FullyShardedDataParallel.__init__, {"device_id": torch.device("cpu")}
+    FullyShardedDataParallel.__init__ = lambda self, *args, **options: wrap(self, *args, **cpu | options)
 
 
 def replace_in_lightning(replaced: bool) -> None:

@@ -35,7 +35,10 @@ def replace_in_dcp(replaced: bool) -> None:
     from holdfast.adapters.dcp import StorageReader, StorageWriter
 
     def storage(kind: type, name: str) -> type:
-        return type(name, (kind,), {"__init__": lambda self, path="", *_, **__: kind.__init__(self, path)})
+        def init(self: Any, path: Any = "", *_: Any, **__: Any) -> None:
+            kind.__init__(self, path)
+
+        return type(name, (kind,), {"__init__": init, "__module__": __name__})
 
     classes = {
         "FileSystemWriter": storage(StorageWriter, "FileSystemWriter"),
@@ -47,6 +50,8 @@ def replace_in_dcp(replaced: bool) -> None:
     for module in (common_distributed, common_dtensor):
         for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
             vars(module)[name] = lambda *_, **__: lambda test: test
+    fork = torch.multiprocessing.get_context("fork").Process  # imports are the time of most of these tests
+    common_distributed.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)
     for owner in (torch.Tensor, torch.nn.Module):
         owner.cuda = lambda self, *_, **__: self
     wrap, cpu = FullyShardedDataParallel.__init__, {"device_id": torch.device("cpu")}

@@ -26,3 +26,15 @@ def one_in(n: int, *kinds: Iterable[Any]) -> list[tuple[Any, ...]]:
 def some_of(n: int, things: Sequence[T]) -> Sequence[T]:
     """Every ``n``-th of ``things`` that are alike but for their numbers, such as seeds."""
     return things[:: 1 if CAMPAIGN else n]
+
+
+def spread(n: int, things: Sequence[T]) -> list[T]:
+    """``n`` of ``things``, from all of their length, each one further on than evenly: combinations of two kinds then
+    differ in both."""
+    length, chosen = len(things), []
+    for k in range(min(n, length)):
+        place = (k * length // n + k) % length
+        while place in chosen:
+            place = (place + 1) % length
+        chosen.append(place)
+    return [things[place] for place in chosen]

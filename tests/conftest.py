@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buckets import emptied, served
-from combined import CAMPAIGN
+from combined import CAMPAIGN, spread
 from holdfast import failpoints
 from killed import kill
 from matrix.cells import told
@@ -54,11 +54,20 @@ def bucket(s3, monkeypatch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked ``campaign`` to ``make campaign``."""
-    if not CAMPAIGN:
-        left = [item for item in items if item.get_closest_marker("campaign")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+    """Leave to ``make campaign`` tests that are marked so; of one marked ``campaign(keep=n)``, all but ``n`` cases."""
+    if CAMPAIGN:
+        return
+    left, several = set(), {}
+    for item in items:
+        keeps = [marker.kwargs.get("keep", 0) for marker in item.iter_markers("campaign")]
+        if 0 in keeps:
+            left.add(item)
+        elif keeps:
+            several.setdefault((item.function, keeps[0]), []).append(item)
+    for (_, keep), cases in several.items():
+        left |= {*cases} - {*spread(keep, cases)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_terminal_summary(terminalreporter):

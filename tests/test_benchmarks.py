@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "def main()" in path.read_text())
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_runs_in_its_small_form(script, tmp_path):

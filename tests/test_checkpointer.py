@@ -64,6 +64,7 @@ def reference(steps, feature="batchnorm"):
 # Going on
 
 
+@pytest.mark.campaign(keep=12)
 @pytest.mark.parametrize("stop", [1, 4, 5, 9])
 @pytest.mark.parametrize("feature", ["", "batchnorm", "schedule", "scaler", "ema", "two", "accumulate"])
 def test_a_resumed_loop_ends_as_one_that_never_stopped(tmp_path, feature, stop):

@@ -16,6 +16,7 @@ def world():
         yield world
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("habit", ACCELERATE)
 def test_killed_it_ends_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 1, ACCELERATE[habit])

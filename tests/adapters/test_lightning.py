@@ -16,6 +16,7 @@ def world():
         yield world
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("habit", LIGHTNING)
 def test_killed_it_ends_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 1, LIGHTNING[habit])

@@ -17,6 +17,7 @@ def world():
         yield world
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("habit", ["plain", "masks and accumulation", "stream", "notes"])
 def test_killed_they_end_the_same(world, tmp_path, habit):
     """The other habits are in tests/crash."""

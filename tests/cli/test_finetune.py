@@ -71,6 +71,7 @@ def test_a_folder_is_fine_tuned_and_given_back(tmp_path, holdfast, llama, text):
     assert transformers.AutoTokenizer.from_pretrained(back)("bay")["input_ids"][0] == 256 + 62
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("make", tiny_folders.EVERY.values(), ids=tiny_folders.EVERY)
 def test_a_folder_that_was_not_trained_comes_back_bit_for_bit(tmp_path, holdfast, make, text):
     """Through blocks in the store: of every kind of model, in several files, under the names that it had."""
@@ -94,6 +95,7 @@ def names_in(folder):
     return names
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "kind, optimizer", [("text", "adamw"), ("pairs", "adamw"), ("text", "mezo"), ("pairs", "muon")]
 )

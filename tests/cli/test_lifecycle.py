@@ -11,7 +11,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from survive_run import OPTIMIZER
-from tiny_run import TinyRun
+from tiny_run import TinyRun, flip
 
 
 @pytest.fixture
@@ -49,6 +49,22 @@ def test_a_dry_run_says_what_would_go_and_what_depends_on_it_and_changes_nothing
     assert all(row.rstrip().endswith("records to 40") for row in rows[1:-1])
     assert rows[-1].startswith(f"Would remove {len(line) - 2} commits and")
     assert f"Steps 0 to {line[1] - 1} could not be recovered any more." in rows[-1]
+
+
+def test_show_names_the_newest_step_beside_its_base(holdfast, run):
+    newest = steps(run)[0]
+    assert f"step         {newest}, and records of every step to 40" in holdfast("show", run).out
+    assert json.loads(holdfast("show", run, "--json").out)["records_to"] == 40
+
+
+def test_show_names_a_base_whose_records_are_damaged(holdfast, run):
+    newest = steps(run)[0]
+    for path in (run / "journal").rglob("*"):
+        if path.is_file():
+            flip(path, 8 * 40)
+    result = holdfast("show", run)
+    assert result.code == 0 and f"step         {newest}, and damaged records after it" in result.out
+    assert json.loads(holdfast("show", run, "--json").out)["records_to"] is None
 
 
 def test_a_prune_removes_what_the_dry_run_named(holdfast, run):

@@ -188,6 +188,7 @@ def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, ho
     assert f"it was {first:.3f} at step 0" in result.out
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
     uninterrupted, tmp_path, arguments, holdfast, holdfast_process, number
@@ -329,6 +330,7 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, ho
     assert f"process {process.pid} on " in result.err
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]])
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, arguments, holdfast_process, streams):
     run = tmp_path / "run"

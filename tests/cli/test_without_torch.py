@@ -38,12 +38,14 @@ def saved(request, tmp_path_factory):
     return root
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", ["ds", "run", "one.safetensors", "universal", "folder"])
 def test_show_and_verify(saved, name):
     assert "a.weight" in holdfast("show", saved / name)
     holdfast("verify", saved / name)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", ["run", "one.safetensors", "universal"])
 def test_what_was_written_is_what_was_read(saved, name):
     assert holdfast("diff", saved / "ds", saved / name).splitlines()[2].startswith("equal: ")

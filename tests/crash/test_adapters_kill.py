@@ -25,6 +25,7 @@ def worlds():
         world.close()
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

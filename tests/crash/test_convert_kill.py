@@ -30,6 +30,7 @@ def found(path):
         return None
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(3, range(3)))
 @pytest.mark.parametrize("kind", WRITERS)

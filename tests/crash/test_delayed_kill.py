@@ -49,6 +49,7 @@ def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(serve
     kill_at_random(server, undelayed, text, tmp_path, random.Random(1), 4)
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, undelayed, text, tmp_path):
     kill_at_random(server, undelayed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
@@ -69,6 +70,7 @@ def test_killed_at_a_failpoint(server, undelayed, text, tmp_path, failpoint, arr
     kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, arrival, {"delayed_fraction": 0.5})
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "way, failpoint", one_in(4, WAYS, [n for n in failpoints.NAMES if n != "after_timeline_opened"]), ids=str

@@ -110,6 +110,7 @@ def test_every_image_of_a_run_recovers(text, undisturbed, queue, kill_at):
     assert with_commits > 1000
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "way", some_of(2, [{"retain": 1, "commit_every": 2, **MIXED}, {"commit_every": 3}, {"retain": 1}])

@@ -45,6 +45,7 @@ def test_killed_at_a_few_random_moments(server, reference, text, tmp_path):
     assert len(atoms) > 100 and atoms.items() <= reference.steps[STEPS].items()
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, reference, text, tmp_path):
     kill_at_random(server, reference, text, tmp_path, random.Random(2), KILLS)
@@ -144,6 +145,7 @@ def test_killed_at_a_few_random_moments_on_drives_that_change(server, reference,
     kill_on_drives(server, reference, text, tmp_path, random.Random(5), 3)
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 def test_killed_at_many_random_moments_on_drives_that_change(server, reference, text, tmp_path):
     kill_on_drives(server, reference, text, tmp_path, random.Random(6), KILLS)

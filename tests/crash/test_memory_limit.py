@@ -120,6 +120,7 @@ def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folde
         assert 0.9 < one["peak"] / one["predicted"] < 1.1
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_activations_that_stay_take_what_is_predicted(folder, schedule):

@@ -65,6 +65,7 @@ def killed(world, root, options, **how):
     return said
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "place, options",
@@ -82,6 +83,7 @@ def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, place, options):
     go_on_to_the_end(world, tmp_path, options, said)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(5, range(12)))
 def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
@@ -96,6 +98,7 @@ def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
     go_on_to_the_end(world, tmp_path, options, said)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(7, range(20)))
 def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path, seed, seconds):

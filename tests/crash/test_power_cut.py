@@ -57,6 +57,7 @@ def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk,
     resume(server, reference, order, disk, outcome)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [{}, {"retain": 1, "commit_every": 3, **ON_SSD}], ids=["mixed", "SSD"])
 def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, root, way):

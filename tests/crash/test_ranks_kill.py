@@ -38,6 +38,7 @@ def go_on_to_the_end(world, undisturbed, root, kind, said):
         assert after["digests"].items() <= before["digests"].items()
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     ("rank", "failpoint"),

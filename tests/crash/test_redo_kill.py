@@ -40,6 +40,7 @@ def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
     kill_at_random(server, reference, text, tmp_path, random.Random(1), 3)
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, reference, text, tmp_path):
     kill_at_random(server, reference, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
@@ -68,6 +69,7 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
     assert outcome.finished, outcome
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "failpoint, way, arrival",

@@ -63,6 +63,7 @@ def resumed_from_memory(root):
     return [event["step"] for event in read_events(root / "events.jsonl") if event["event"] == "resumed"]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(7, range(20)))
 def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
@@ -251,6 +252,7 @@ def test_one_that_said_it_takes_what_was_kept_and_was_killed_has_not_taken_it(se
     assert resumed_from_memory(tmp_path) == [25]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("end", ["killed", "refused"])
 def test_what_was_taken_by_one_that_never_began_is_on_the_disk(server, undisturbed, tmp_path, end):
@@ -303,6 +305,7 @@ def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturb
     assert last.resumed == 17 and resumed_from_memory(tmp_path) == [17]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("step", [1, 8, 9, 33])
 def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, step):

@@ -72,6 +72,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
     assert names[:3] == [RETAIN, RETAIN + 1, RETAIN] and names[3] <= 10, names
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("base_every", [7, 1000])

@@ -54,6 +54,7 @@ def long(server, tmp_path_factory):
     return outcome
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "codec, seed", some_of(12, [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))])
@@ -135,6 +136,7 @@ def of_codec(server, sparse, tmp_path_factory):
     }
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(5, range(10)))
 @pytest.mark.parametrize("codec", ["topk", "int8"])
@@ -243,6 +245,7 @@ def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arr
     go_on_to_the_end(server, undisturbed, tmp_path, STEPS, steps=STEPS, base_every=10)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(3, range(5)))
 @pytest.mark.parametrize("verb", ["compact", "prune"])

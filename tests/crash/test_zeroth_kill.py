@@ -45,11 +45,13 @@ def test_killed_at_a_few_random_moments(server, undisturbed, text, tmp_path):
     kill_at_random(server, undisturbed, text, tmp_path, random.Random(1), 3)
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, undisturbed, text, tmp_path):
     kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "way, place",

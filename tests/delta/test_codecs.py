@@ -80,6 +80,7 @@ def manifests_of(root):
 # Going on
 
 
+@pytest.mark.campaign(keep=11)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("feature", ["batchnorm", "scaler", "unused", "two", "ema", "tied"])
 def test_a_run_that_was_closed_goes_on_as_if_it_had_not(tmp_path, small_units, codec, feature):
@@ -444,6 +445,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_with_the_way_out(t
         assert not checkpointer._loop.state.residuals
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("codec", [*LOSSY.values(), Exact(compress=True)], ids=str)
 def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path, codec):
     loop, checkpointer = start(tmp_path, codec, base_every=10_000)

@@ -47,6 +47,7 @@ def small_units(monkeypatch):
     cut_small(monkeypatch)
 
 
+@pytest.mark.campaign(keep=11)
 @pytest.mark.parametrize("feature", ["", "schedule", "clip", "unused", "frozen"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature):
@@ -68,6 +69,7 @@ def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
         assert same(recovered(tmp_path, OPTIMIZERS[name], "", step), state), step
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, name):
     whole = make(OPTIMIZERS[name], "schedule")

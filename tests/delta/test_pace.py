@@ -244,6 +244,7 @@ def new_form(loop, checkpointer):
     go_on(loop, checkpointer, 60)
 
 
+@pytest.mark.campaign(keep=12)
 @pytest.mark.parametrize("act", [whole_base, gap_base, adapted, new_form])
 @pytest.mark.parametrize("call", ["allocate", "sync", "write_bytes", "sync_dir", "rename"])
 def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path, monkeypatch, act, call):
@@ -437,6 +438,7 @@ def on_disk(root):
     )
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("policy", ["block", "skip", "commit"])
 def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, policy):
     """A cap that is far too small for the cadence asked for: bases are made for want of room."""

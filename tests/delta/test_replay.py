@@ -94,6 +94,7 @@ def recovered(root, optimizer, feature, step):
     return loop.state()
 
 
+@pytest.mark.campaign(keep=15)
 @pytest.mark.parametrize(
     "feature, name, codec",
     one_in(2, ("", *FEATURES), EVERY, ["exact"])

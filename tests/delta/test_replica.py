@@ -77,6 +77,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
     return states
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("feature, name", one_in(5, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""
@@ -96,6 +97,7 @@ def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
         assert same(recovered(tmp_path / "run", OPTIMIZERS[name], plain, step), found), step
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", [name for name in FUSED if name in OPTIMIZERS])
 def test_the_replica_unscales_as_a_fused_optimizer_does_by_itself(tmp_path, name):
     loop, checkpointer = start(tmp_path, "fused scaler", OPTIMIZERS[name], keep=Keep(99))

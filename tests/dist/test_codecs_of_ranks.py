@@ -18,6 +18,7 @@ def ended(ranks):
     return ranks
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "kind, ranks, codec", [("ddp", 2, INT8), ("fsdp", 3, TOPK), ("fsdp", 3, INT8), ("hsdp", 4, TOPK)]
 )
@@ -34,6 +35,7 @@ def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, kind, ranks
         assert other["digests"].items() <= one["digests"].items()
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("codec", [TOPK, INT8])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, tmp_path, kind, codec):
@@ -46,6 +48,7 @@ def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, 
     assert state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path, kind):
     """A base that is made beside training mostly is not: each rank copies its residuals when it can."""
@@ -63,6 +66,7 @@ def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_
         assert other["losses"] == one["losses"][other["resumed"] :]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kinds", [("ddp", 2, "ddp", 3), ("fsdp", 3, "fsdp", 2), ("fsdp", 2, "plain", 1)])
 def test_compressed_records_are_replayed_under_another_parallelism(world, tmp_path, kinds):
     kind, ranks, other, others = kinds

@@ -47,6 +47,7 @@ def is_infinite(ranks, step):
     return not all(g.isfinite().all() for g in ranks[0][step]["given"].values() if g is not None)
 
 
+@pytest.mark.campaign(keep=2)
 def test_one_step_in_the_scaled_run_is_infinite(ranks, request):
     infinite = [step for step in range(hook_run.STEPS) if is_infinite(ranks, step)]
     assert infinite == (

@@ -92,6 +92,7 @@ def test_a_snake_of_three_micro_batches_has_other_bits_and_some_steps_are_clippe
     assert min(norms) < 0.56 < max(norms)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_two_ranks_have_every_bit_whatever_is_delayed_and_wherever_it_is(world, tmp_path, clipping):
     runs, told = {}, {}
@@ -302,6 +303,7 @@ def test_what_optimizers_hold_otherwise_is_refused_on_all_ranks_and_nothing_is_w
 # What is refused
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "run, message",
     [

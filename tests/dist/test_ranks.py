@@ -18,6 +18,7 @@ from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
@@ -33,6 +34,7 @@ WORLDS = [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)]
 FSDP1_WORLDS = [(2, 3), (3, 2), (2, 1), (1, 2), (4, 3)]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "kind, worlds",
     [*one_in(2, ["ddp", "fsdp"], WORLDS), *one_in(5, ["fsdp1", "fsdp1 layers"], FSDP1_WORLDS)],
@@ -60,6 +62,7 @@ FSDP1_OTHERS = [
 OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "kinds, optimizer", [*one_in(4, KINDS, OPTIMIZERS), *one_in(10, FSDP1_OTHERS, OPTIMIZERS)]
 )
@@ -84,6 +87,7 @@ def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
         assert after[0]["digests"] == {str(step): before[0]["digests"][str(step)]}
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp1"])
 def test_every_step_can_be_resumed(world, tmp_path, kind):
     before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))
@@ -94,6 +98,7 @@ def test_every_step_can_be_resumed(world, tmp_path, kind):
         shutil.rmtree(tmp_path / "copy")
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, killed", [*product(["ddp", "fsdp"], [0, 1]), ("fsdp1 layers", 1)])
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
@@ -236,6 +241,7 @@ def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(wor
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
 def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, kind, ranks):
     """A model with fewer parameters than there are ranks, and no buffers."""

@@ -44,6 +44,7 @@ def content(root, step):
 PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "place, optimizer",
     [(("ddp", 2), "adamw"), *one_in(4, PLACES, ["sgd", "adamw", "foreach", "fused"])],
@@ -121,6 +122,7 @@ def run(world, tmp_path_factory):
     return root, ended(world.run(2, kind="fsdp", root=root, steps=9, base_every=100))[0]["digests"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("failpoint", [
     "before_data_sync", "after_data_sync:2", "after_manifest_write", "after_manifest_rename", "after_compacted",
     "after_retire_unlink", "before_retired_unlink",

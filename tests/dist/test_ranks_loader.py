@@ -24,6 +24,7 @@ def refused(ranks, wrote):
         assert f"Resume with {wrote}" in said["error"] and "holdfast.loader" in said["error"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("worlds", WORLDS)
 def test_it_is_refused_and_goes_on_with_as_many_ranks_as_before(world, tmp_path, worlds):
     one, other = worlds
@@ -42,6 +43,7 @@ def test_it_is_refused_as_a_source(world, tmp_path, worlds, at):
     refused(world.run(other, resume={"source": f"{tmp_path / 'run'}{at}"}, **options), one)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("loader", ["elastic", "holdfast"])
 @pytest.mark.parametrize("worlds", WORLDS)
 def test_one_that_says_that_it_counts_for_all_ranks_goes_on(world, tmp_path, worlds, loader):

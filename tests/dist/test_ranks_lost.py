@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("more", [{}, {"save_at": 8}, {"save_at": 6}])
 def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, more):
     """In ``close`` and in ``save``; no collective of the training tells of it."""
@@ -27,6 +28,7 @@ def test_no_group_and_no_thread_is_left_when_all_have_closed(world, tmp_path):
         assert said["after"] == said["before"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     "wrong, message",
@@ -47,6 +49,7 @@ def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, wr
     assert f"RankFailed: rank {who} failed" in said[1 - who]["error"] and message in said[1 - who]["error"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_a_rank_that_cannot_write_any_more_is_told_to_the_others_with_the_reason(world, tmp_path, kind, who):

@@ -55,6 +55,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("kinds, width", one_in(2, KINDS, [WIDTH, 12]))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, width):
     """With records behind the base, replayed in the cut that wrote them."""

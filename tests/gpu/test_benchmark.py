@@ -62,6 +62,7 @@ def test_fits_runs_in_its_small_form(tmp_path):
     assert all(both["measured"] and both["planned"] for both in found["memory"]["memory"].values())
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_all_of_fits_but_what_needs_a_device_runs_on_the_host(tmp_path):
     found = check_fits("cpu", tmp_path)

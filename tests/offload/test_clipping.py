@@ -54,6 +54,7 @@ def on_ssd(monkeypatch):
 # Updates that guess that nothing is clipped
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction", one_in(2, SOME, PLACEMENTS, [0.0, 0.5, 1.0])
 )
@@ -67,6 +68,7 @@ def test_guesses_have_every_bit_of_a_loop_that_clips_some_steps(
     check(tmp_path, STEPS, num_micro_batches, bound, clipping="speculate", **options)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("retain", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_guesses_that_are_always_wrong_or_always_right_have_every_bit(tmp_path, placement, retain):
@@ -80,6 +82,7 @@ def test_guesses_in_a_snake_and_with_dropout_have_every_bit(tmp_path):
     check(tmp_path / "snake", STEPS, 2, 0.9, order="snake", clipping="speculate", **PLACEMENTS["mixed"])
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_guesses_whose_gradients_wait_on_the_ssd_have_every_bit(tmp_path, monkeypatch, placement):
     on_ssd(monkeypatch)
@@ -137,6 +140,7 @@ def skipping_loop(when, num_micro_batches, clip_norm):
     return states
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("clip_norm", [0.9, inf])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
@@ -160,6 +164,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped_and_undone(
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
 def test_a_loss_that_is_no_number_skips_the_whole_step(tmp_path, clipping):
     with engine_of(tmp_path, clip_norm=0.5, clipping=clipping, **PLACEMENTS["mixed"]) as engine:
@@ -202,6 +207,7 @@ def clip_parts(model):
         nn.utils.clip_grad_norm_(part, 0.8 * sqrt(sum(p.numel() for p in part) / total))
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
 def test_a_micro_batch_without_targets_counts_nothing_where_tokens_are_counted(tmp_path, clipping):
     every = clip_parts if clipping == "per_block" else lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.8)
@@ -277,6 +283,7 @@ def check_by_block(directory, num_micro_batches, clip_norm, when=frozenset(), **
     return left_out
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "schedule, placement, delayed_fraction, clip_norm",
     one_in(3, ["vertical", "horizontal"], PLACEMENTS, [0.0, 0.5], [0.5, 1.5]),
@@ -288,6 +295,7 @@ def test_blocks_clipped_by_themselves_have_every_bit_of_a_loop_that_clips_them_s
     assert set(check_by_block(tmp_path, 3, clip_norm, **options)) == {None}
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_block_without_a_finite_norm_is_left_out_and_the_others_are_not(tmp_path, placement):
     found = check_by_block(tmp_path, 2, 0.5, frozenset({1, 5}), delayed_fraction=0.5, **PLACEMENTS[placement])

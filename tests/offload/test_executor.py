@@ -393,6 +393,7 @@ def failing_in_step(monkeypatch, kind, number, as_future):
     monkeypatch.setitem(HANDLERS, kind, fail)
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_fails_is_the_error_of_the_step_and_nothing_acknowledged_is_lost(
     tmp_path, monkeypatch, three_steps, kind

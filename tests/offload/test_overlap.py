@@ -20,6 +20,7 @@ SLOW = {"write_limit": 2 << 20}
 """A disk so slow that updates are still under way when a step returns."""
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction, clip_norm",
     one_in(4, [1, 2, 3, 5], PLACEMENTS, FRACTIONS, [None, 0.5]),
@@ -31,6 +32,7 @@ def test_twenty_delayed_steps_have_every_bit_of_a_plain_loop(
     check(tmp_path, STEPS, num_micro_batches, clip_norm, **options)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("delayed_fraction", FRACTIONS)
 def test_dropout_draws_the_same_when_updates_are_delayed(tmp_path, delayed_fraction):
     check(tmp_path, STEPS, 3, None, dropout=0.2, delayed_fraction=delayed_fraction, **PLACEMENTS["mixed"])
@@ -95,6 +97,7 @@ def check_snake(directory, num_micro_batches, clip_norm, blocks=6, dropout=0.0, 
     assert differing(stored(directory), states[-1]) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clip_norm", one_in(2, [1, 2, 3, 5], PLACEMENTS, [None, 0.5])
 )
@@ -104,6 +107,7 @@ def test_a_snake_has_every_bit_of_a_loop_that_adds_up_odd_blocks_the_other_way(
     check_snake(tmp_path, num_micro_batches, clip_norm, **PLACEMENTS[placement])
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("delayed_fraction", FRACTIONS)
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_a_snake_of_any_length_may_be_delayed(tmp_path, blocks, delayed_fraction):
@@ -305,6 +309,7 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
 # A device that is not host memory
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, num_micro_batches, placement):

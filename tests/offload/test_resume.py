@@ -109,6 +109,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("second", range(len(WAYS)))
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_may_be_stopped_and_continued_in_any_other_way(tmp_path, whole, stop, second):
@@ -285,6 +286,7 @@ def test_every_resume_opens_a_timeline_of_its_own(tmp_path):
 # What is skipped
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer_on_host": 1.0, "params_on_host": 1.0}, {"schedule": "horizontal"}]

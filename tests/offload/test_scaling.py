@@ -90,6 +90,7 @@ def check(directory, num_micro_batches, clip_norm, parts=((0, STEPS),), tokens=F
     assert differing(stored(directory), states[-1]) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clipping, clip_norm",
     one_in(3, [1, 3], PLACEMENTS, ["defer", "speculate"], [None, 0.8]),
@@ -118,6 +119,7 @@ def test_the_horizontal_schedule_and_a_device_apart_have_them_too(tmp_path, monk
     check(tmp_path / "apart", 3, 0.8, clipping="speculate", **PLACEMENTS["mixed"])
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("clipping", ["defer", "speculate"])
 def test_a_resumed_run_goes_on_with_its_own_scale(tmp_path, clipping):
     """Also one that was resumed right after a step that had lowered it."""

@@ -67,6 +67,7 @@ def engine_of(directory, num_micro_batches=3, **options):
         yield engine
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement, num_micro_batches, options", one_in(2, PLACEMENTS, [1, 3], OPTIONS))
 def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
     tmp_path, apart, placement, num_micro_batches, options
@@ -97,6 +98,7 @@ def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
     assert apart[0].problems == []
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("delayed_fraction", [0.0, 0.5])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_pinned_memory_is_what_was_planned_and_is_pinned_once(tmp_path, apart, placement, delayed_fraction):

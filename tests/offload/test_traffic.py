@@ -52,6 +52,7 @@ def listed(engine, schedule, **shape):
     return dict(traffic(engine.operations[schedule, StepShape(**shape)]))
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize(
     "blocks, schedule, placement, clip_norm",
     one_in(3, [1, 2, 4], ["vertical", "horizontal"], PLACEMENTS, [None, 1.0]),
@@ -69,6 +70,7 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("blocks, placement, turned", one_in(2, [1, 4], PLACEMENTS, TURNED))
 def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, placement, turned):
     order, delayed_fraction, recomputed_fraction = turned
@@ -86,6 +88,7 @@ def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, 
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "clipping, delayed_fraction", [("speculate", 0.0), ("speculate", 0.5), ("per_block", 0.5)]
 )

@@ -47,6 +47,7 @@ def of_transformers(step):
     return [{"input_ids": batch["tokens"], "labels": batch["tokens"]} for batch in batches(step, 3)]
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
 def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, placement):
@@ -61,6 +62,7 @@ def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, place
     assert differing(given_back, {k: v for k, v in states[-1].items() if k in given_back}) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_on_a_separate_device_copies_cross_and_the_bits_are_the_same(tmp_path, monkeypatch, placement):
     monkeypatch.setattr(entry, "open_device", lambda name: Apart())
@@ -163,6 +165,7 @@ def test_what_stays_on_the_host_and_what_never_changes_is_not_moved(tmp_path, pl
     assert not [key for key in moved if key[1] in ("load_params", "store_params", "download_grads")]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_holds_no_more_than_was_predicted(tmp_path, placement):
     model = model_with_a_frozen_parameter()
@@ -181,6 +184,7 @@ def test_a_run_holds_no_more_than_was_predicted(tmp_path, placement):
         assert "gradients" not in most and predicted.get("grads", 0) == 0
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("device", ["host", "apart"])
 @pytest.mark.parametrize("between", ["evaluate", "save"])
 def test_what_a_step_takes_and_what_an_evaluation_takes_is_not_held_together(

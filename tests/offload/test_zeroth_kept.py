@@ -46,6 +46,7 @@ def killed_after(directory, stop, to, **options):
     return to
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, stop, placement):
@@ -57,6 +58,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, stop, placem
     assert differing(stored(kept), states[-1]) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "options", [{"commit_every": 2}, {"commit_every": 3, "optimizer_on_host": 1.0}, {"retain": 1}]
 )
@@ -69,6 +71,7 @@ def test_a_run_that_is_stopped_after_every_step_has_the_same_bits_and_whole_file
         assert differing(stored(tmp_path), states[stop - 1]) == []
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", failpoints.NAMES[:6])
 def test_a_kill_while_the_weights_catch_up_loses_nothing(tmp_path, kill_at, name):
     losses, states = reference(COUNT)
@@ -88,6 +91,7 @@ def test_a_kill_while_the_weights_catch_up_loses_nothing(tmp_path, kill_at, name
 # Whoever reads weights
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("commit_every", [0, 1, 4])
 def test_evaluations_and_state_dicts_between_steps_have_the_last_update_and_change_no_bit(

@@ -83,6 +83,7 @@ def assert_same(found, told):
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
+@pytest.mark.campaign(keep=14)
 @pytest.mark.parametrize(("name", "world"), [each for each in EVERY if each[0] != "z2-dealt"])
 def test_what_is_read_is_what_deepspeed_says_that_it_has(saved, name, world):
     folder, told = saved[name, world]
@@ -133,6 +134,7 @@ def loaded(saved, tmp_path_factory):
     return {name: told for world, each in jobs.items() for name, told in deepspeed(root, world, each).items()}
 
 
+@pytest.mark.campaign(keep=8)
 @pytest.mark.parametrize(("name", "world", "stage"), LOADED)
 def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded, name, world, stage):
     _, before = saved[name, world]
@@ -149,6 +151,7 @@ def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded,
     assert after["losses"] == pytest.approx(before["losses"], **close)
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["z1", "z2-dealt", "z3", "z1-aligned", "z3-sgd"])
 def test_training_goes_on_in_plain_torch_as_deepspeed_went_on(saved, tmp_path, name, world):

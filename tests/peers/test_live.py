@@ -132,6 +132,7 @@ def assert_same(found, told):
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize(("name", "begin"), list(zip(NAMES, BEGUN, strict=True)), ids=NAMES)
 def test_a_live_engine_has_what_another_stage_and_world_wrote(saved, begun, name, begin):
     source, world, job = begin
@@ -153,6 +154,7 @@ def test_a_live_engine_has_what_another_stage_and_world_wrote(saved, begun, name
     assert after["rates"] == before["rates"]
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_live_engine_saved_is_a_run(saved, begun, runs, name):
     source = next(source for each, (source, _, _) in zip(NAMES, BEGUN, strict=True) if each == name)

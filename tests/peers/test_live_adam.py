@@ -149,6 +149,7 @@ def begun(saved, root):
     return found
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_of_deepspeeds_own_adam_goes_on(saved, begun, name):
     source, world, job = CASES[name]
@@ -163,6 +164,7 @@ def test_an_engine_of_deepspeeds_own_adam_goes_on(saved, begun, name):
     assert after["losses"] == (before["losses"] if same else pytest.approx(before["losses"], rel=1e-6))
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_it_saves_is_what_torchs_adamw_would_have(begun, root, name):
     done = CliRunner().invoke(app, ["verify", f"{root / 'run' / name}@3"])

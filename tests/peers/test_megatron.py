@@ -121,6 +121,7 @@ def tensors(source):
     return found
 
 
+@pytest.mark.campaign(keep=14)
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_read_is_what_the_ranks_hold(saved, name):
     folder, reports = saved[name]

@@ -62,6 +62,7 @@ def host_bytes(question, choice) -> int:
 BUDGETS = [60 * 10**6, 80 * 10**6, 110 * 10**6, None]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_no_placement_of_a_grid_that_fits_is_much_faster(budget):
     question = asked(budget)

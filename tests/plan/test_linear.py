@@ -27,6 +27,7 @@ def fits(solution: Solution) -> bool:
     return waits and formulas.host_bytes(s)(kept) <= s.machine.host_memory_bytes * (1 + 1e-9)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -51,6 +51,7 @@ def test_whole_blocks_fit_as_the_operation_list_counts_them(chosen, count):
         assert sum(stays) / len(stays) <= solution.fractions[name] + 1 / len(stays) + 1e-6
 
 
+@pytest.mark.campaign(keep=4)
 @NAMED
 def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
     """The plan knows no waits between steps or for the first block, so it is the faster."""
@@ -65,6 +66,7 @@ SMALL_BATCHES = case("llama-3-8b", "rtx-4090")
 SMALL_BATCHES = replace(SMALL_BATCHES, model=replace(SMALL_BATCHES.model, micro_batch=1, sequence=2048))
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "chosen, count, delayed",
     [

@@ -103,6 +103,7 @@ def between_blocks(order: str, n: int, m: int, s: int, snake: bool) -> dict[str,
     return {kind: count * s for kind, count in moved.items()}
 
 
+@pytest.mark.campaign(keep=1)
 @every_order
 def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(order):
     for step in grid():

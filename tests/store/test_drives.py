@@ -115,6 +115,7 @@ def test_opening_a_run_makes_the_names_on_its_drives_durable(tmp_path):
 STOPS = ["write_durably", "makedirs", "link", "sync_dir", "unlink"]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("stop", STOPS)
 def test_killed_while_drives_are_taken_or_left(tmp_path, monkeypatch, stop):
     """At each call of its kind in turn, before and after it."""

@@ -103,6 +103,7 @@ def expected(loaded):
     return found
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize(("kind", "size"), WORLDS)
 def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, kind, size):
     folder, _ = saved(kind, size)
@@ -780,6 +781,7 @@ def test_a_folder_that_has_a_checkpoint_is_not_written_over(folder):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.campaign(keep=9)
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,), (7,), (3, 5), (2, 3, 4), (1, 1, 9)])
 @pytest.mark.parametrize("most", [1, 3, 4, 100])
 def test_chunks_cover_a_tensor_in_order_and_are_no_larger_than_asked_for(shape, most):

@@ -69,11 +69,13 @@ def show(commit: str, *, as_json: bool) -> None:
 def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
     stored = reader.atoms(manifest)
     atoms = list(stored.values())
+    newest = _records_to(reader, manifest)
     if as_json:
         units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
             summary(manifest)
             | {
+                "records_to": newest,
                 "writer": manifest.writer,
                 "ranks": len(manifest.streams),
                 "progress": manifest.progress,
@@ -83,7 +85,7 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         )
         return
     out = console()
-    print_facts(out, _facts(manifest, atoms))
+    print_facts(out, _facts(manifest, atoms, newest))
     out.print()
     parts = {key: len(held) for key, held in regions(manifest, stored).items()}
     print_table(out, atom_table([{**atom, "parts": parts[key]} for key, atom in stored.items()]))
@@ -143,8 +145,9 @@ def open_foreign(text: str) -> Source:
     return open_source(Path(text))
 
 
-def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
-    """What a person wants to know of a commit before its tensors. Progress is whatever the writer kept."""
+def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) -> dict[str, str]:
+    """What a person wants to know of a commit before its tensors. Records lead to step ``newest``, or are damaged;
+    progress is whatever the writer kept."""
     fork = (
         "the beginning"
         if manifest.parent is None
@@ -152,8 +155,13 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
     )
     writer, progress = manifest.writer, manifest.progress
     sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
+    records = ""
+    if newest is None:
+        records = ", and damaged records after it (holdfast verify)"
+    elif newest > manifest.step:
+        records = f", and records of every step to {newest:,}"
     facts = {
-        "step": f"{manifest.step:,}",
+        "step": f"{manifest.step:,}{records}",
         "timeline": f"{manifest.timeline}, from {fork}",
         "written": f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"
         + (f", one of {len(manifest.streams)} ranks" if len(manifest.streams) > 1 else ""),
@@ -172,6 +180,13 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
             f"{counted(progress['skipped_steps'], 'step')} whose loss or gradient was no number"
         )
     return facts
+
+
+def _records_to(reader: RunReader, manifest: Manifest) -> int | None:
+    try:
+        return last_step(reader, manifest)
+    except Damaged:
+        return None
 
 
 def _made(manifest: Manifest) -> str:

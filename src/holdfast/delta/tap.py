@@ -25,7 +25,7 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
-from .closures import Computed
+from .closures import WAY_OUT, Computed
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
 from .slots import Slot
@@ -253,7 +253,8 @@ class Tap:
         if closure is not None and not isinstance(closure, Computed):
             raise BadInput(
                 "an optimizer step with a closure may compute several gradients, of which only the last could be"
-                " recorded. Call closure() yourself and then optimizer.step()."
+                " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
+                f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
             )
         optimizer = self._state.optimizers[index]
         if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update

@@ -1,0 +1,38 @@
+"""Runs that an earlier library wrote are resumed bit for bit, and go on as they would have gone on there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from golden import make_runs
+from holdfast.store.reader import RunReader
+
+GOLDEN = Path(__file__).parent / "runs_v1"
+
+
+@pytest.fixture(params=list(make_runs.KINDS))
+def run(request, tmp_path):
+    shutil.copytree(GOLDEN / request.param, tmp_path / request.param)
+    return tmp_path / request.param
+
+
+def expected(kind):
+    return json.loads((GOLDEN / f"{kind}.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as dcp.load says in one process
+def test_a_golden_run_resumes_bit_for_bit(run):
+    ends = expected(run.name)
+    assert make_runs.KINDS[run.name](run, 0) == ends["end"]
+    if "later" in ends:
+        assert make_runs.KINDS[run.name](run, make_runs.LATER) == ends["later"]
+
+
+def test_a_golden_run_is_whole(run):
+    with RunReader(run) as reader:
+        for ref in reader.commits():
+            assert reader.verify(reader.load(ref)) == []

@@ -15,6 +15,7 @@ from ..regular import home_path
 from .keys import from_document, path_of
 from .machine import MachineProfile
 from .model import ModelProfile
+from .pretrained import model_of_folder
 
 Profile = TypeVar("Profile", MachineProfile, ModelProfile)
 
@@ -34,7 +35,12 @@ def load_machine(name: str) -> MachineProfile:
 
 
 def load_model(name: str) -> ModelProfile:
-    """By its name, or from the TOML file at that path. Raises ``ConfigError``."""
+    """Return the profile with this name, of the TOML file, or of the transformers model folder at this path.
+
+    Raises ``ConfigError``.
+    """
+    if (folder := home_path(name)).is_dir() and name not in known(ModelProfile):
+        return model_of_folder(folder)
     return _load(ModelProfile, name, "model")
 
 

@@ -58,6 +58,10 @@ class StorageReader(OfRun, dcp.StorageReader):
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
 
+    @property
+    def load_id(self) -> str:
+        return self.call_id
+
     def _let_go(self) -> None:
         self._source = None
 
@@ -92,7 +96,8 @@ class StorageReader(OfRun, dcp.StorageReader):
         about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in source.by_key.items()}
         about |= {key: theirs.BytesStorageMetadata() for key in self._values}
         about = {key: about[key] for key in self._paths}
-        return theirs.Metadata(about, self._paths, {}, theirs.StorageMeta(checkpoint_id=source.path))
+        meta = theirs.StorageMeta(self.root, load_id=self.load_id)
+        return theirs.Metadata(about, self._paths, {}, meta)
 
     def set_up_storage_reader(
         self, metadata: theirs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -107,7 +112,8 @@ class StorageReader(OfRun, dcp.StorageReader):
         return replace(plan, storage_data=source.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        if len({plan.storage_data for plan in plans}) > 1:
+        # a planner may have put data of its own there
+        if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
             raise BadInput(
                 f"the ranks would load different commits of {self.root}, as one was made meanwhile. Say which:"
                 " StorageReader(root, step=...)."

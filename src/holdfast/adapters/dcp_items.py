@@ -6,6 +6,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -25,6 +26,8 @@ class OfRun:
 
     def __init__(self, root: str | os.PathLike, step: int | None) -> None:
         self.root, self.step = os.fspath(root), step
+        self.call_id = uuid4().hex
+        """Identifies the saves, or the loads, since the last ``reset``."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -36,6 +39,7 @@ class OfRun:
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+        self.call_id = uuid4().hex
         self._let_go()
 
     def _let_go(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -47,6 +47,14 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         self.keep = keep or Keep()
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._first: _Opened | None = None
+
+    @property
+    def save_id(self) -> str:
+        return self.call_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the directory and the identity of the save, which torch hands to planners."""
+        return StorageMeta(checkpoint_id=self.root, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):

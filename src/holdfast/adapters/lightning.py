@@ -135,9 +135,13 @@ class Fit:
     def _cover(self, owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the method ``name`` of ``owner`` by ``method``, and return the original."""
         own = getattr(owner, name)
+        self._put(owner, name, method)
+        return own
+
+    def _put(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Set ``method`` on ``owner`` until ``close``."""
         vars(owner)[name] = method
         self._covered.append((owner, name, method))
-        return own
 
     # Replacements of the trainer's methods
 
@@ -236,8 +240,8 @@ class Fit:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
             self.place = Place(loader, self._trainer.world_size)
-            vars(loader)["state_dict"] = lambda: self._place_now()
-            vars(loader)["load_state_dict"] = self._find_place
+            self._put(loader, "state_dict", self._place_now)
+            self._put(loader, "load_state_dict", self._find_place)
         return loader
 
     def end_iteration(self, fetcher: Any) -> None:
@@ -292,6 +296,8 @@ class Fit:
         if state["sync"] is not None:
             setattr(trainer.model, SYNC, state["sync"])
         trainer.fit_loop.load_state_dict(state["loop"])
+        # else what follows the last batch is left out, and all epochs with it, where this trainer has run a fit before
+        self._loop.val_loop._has_run = False
         self._found = state
 
     def _parameters(self) -> dict[str, nn.Parameter]:

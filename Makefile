@@ -32,6 +32,7 @@ train: $(RUNS)
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/language.py src
 
 types: install
 	$(BIN)/pyrefly check

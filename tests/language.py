@@ -13,12 +13,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-REFUSED = frozenset(
-    """
-    Also As At Beside By For From How If In It Likewise Not Of On So Than That These They Those To Under Until What When
-    Where Whether Which Who Whose With Without
-    """.split()
-)
+REFUSED = {
+    "Also", "As", "At", "Beside", "By", "For", "From", "How", "If", "In", "It", "Likewise", "Not", "Of", "On", "So",
+    "Than", "That", "These", "They", "Those", "To", "Under", "Until", "What", "When", "Where", "Whether", "Which", "Who", "Whose",
+    "With", "Without",
+}  # fmt: skip
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:

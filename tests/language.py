@@ -15,7 +15,8 @@ from pathlib import Path
 
 REFUSED = {
     "Also", "As", "At", "Beside", "By", "For", "From", "How", "If", "In", "It", "Likewise", "Not", "Of", "On", "So",
-    "Than", "That", "These", "They", "Those", "To", "Under", "Until", "What", "When", "Where", "Whether", "Which", "Who", "Whose",
+    "Than", "That", "These", "They", "Those", "To", "Under", "Until", "What", "When", "Where", "Whether", "Which",
+    "Who", "Whose",
     "With", "Without",
 }  # fmt: skip
 

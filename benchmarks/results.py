@@ -45,7 +45,7 @@ def _lines() -> Iterator[str]:
 
 
 def _newest_of_each_model(path: Path) -> list[dict[str, Any]]:
-    newest = {}
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         names = tuple(line.get("models") or line.get("ratios") or [line.get("model", "")])

@@ -16,6 +16,26 @@ def rising(optimizer):
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
 
 
+def resting(optimizer):
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+class Held:
+    """A scheduler of a script's own, with others in a dictionary and in a list."""
+
+    def __init__(self, optimizer):
+        self.parts = {"all": [rising(optimizer)]}
+
+    def step(self):
+        self.parts["all"][0].step()
+
+    def state_dict(self):
+        return self.parts["all"][0].state_dict()
+
+    def load_state_dict(self, state):
+        self.parts["all"][0].load_state_dict(state)
+
+
 def plateau(optimizer):
     return ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
 
@@ -35,7 +55,7 @@ def train(run, make, after_update=None, **options):
             checkpointer.step()
 
 
-@pytest.mark.parametrize("make", [rising, plateau])
+@pytest.mark.parametrize("make", [rising, resting, plateau])
 def test_a_forgotten_scheduler_is_told_once(tmp_path, make):
     with pytest.warns(UserWarning, match="moves learning rates and was not given") as told:
         train(tmp_path / "run", make)
@@ -52,7 +72,8 @@ def test_schedulers_in_a_given_one_are_known(tmp_path):
     def several(optimizer):
         return SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
 
-    train(tmp_path / "run", several, scheduler=True)
+    train(tmp_path / "several", several, scheduler=True)
+    train(tmp_path / "held", Held, scheduler=True)
 
 
 class Loader:

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, Se
 
 from holdfast import Checkpointer
 from holdfast.state.schedules import MOST_LOOKED_AT, needs_arguments
+from holdfast.update.joined import Joined
 
 
 def rising(optimizer):
@@ -102,6 +103,19 @@ def test_a_scheduler_beside_large_data_is_known(tmp_path):
         optimizer.step()
         scheduler.step()
         checkpointer.step()
+
+
+def test_a_scheduler_of_a_joined_optimizer_is_told(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    members = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    joined, scheduler = Joined(*members), resting(members[1])
+    with Checkpointer(tmp_path / "run", model=model, optimizer=joined) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(3)).sum().backward()
+        joined.step()
+        scheduler.step()
+        with pytest.warns(UserWarning, match="LambdaLR moves learning rates and was not given"):
+            checkpointer.step()
 
 
 def test_rates_that_a_script_sets_are_no_scheduler(tmp_path):

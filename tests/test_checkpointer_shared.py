@@ -250,6 +250,8 @@ def test_overlap_is_found_by_bytes():
         ["left", "right", "middle"], ["long", "end"], ["next", "bytes"], ["expanded", "inside"],
     ]  # fmt: skip
     assert overlaps({(name,): held[name] for name in ("left", "right", "next")}) == []
+    within = {("all",): flat[:10], ("first",): flat[2:4], ("second",): flat[5:8], ("after",): flat[10:12]}
+    assert overlaps(within) == [[("all",), ("first",), ("second",)]]
 
 
 class Parting(nn.Module):

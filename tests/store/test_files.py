@@ -187,13 +187,16 @@ def test_another_failure_of_a_lock_is_the_disks(disk, monkeypatch):
         disk.lock("lock", {})
 
 
-def test_a_lock_that_is_removed_meanwhile_is_let_go(disk, monkeypatch):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_that_is_removed_meanwhile_is_let_go(disk, monkeypatch, replaced):
     """Another writer may have made a new one, and locked that."""
     before, take = len(os.listdir("/proc/self/fd")), fcntl.flock
 
     def removed(fd, how):
         take(fd, how)
         (disk.root / "lock").unlink()
+        if replaced:
+            (disk.root / "lock").touch()
 
     monkeypatch.setattr(fcntl, "flock", removed)
     with pytest.raises(StaleCommit):

@@ -1,7 +1,8 @@
-# Two commands do everything: `make train` and `make test`. Both begin with `install`.
+# Two commands do everything: `make train` and `make test`. Each installs what it needs first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
 .PHONY: install train test lint types test-dist test-crash test-matrix test-peers campaign clean
@@ -12,21 +13,26 @@ install: $(STAMP)
 PIP_INSTALL := install --quiet --disable-pip-version-check -c constraints.txt
 PINNED := -c constraints-dev.txt
 
-# torch goes first and by its pin, so that nothing pulls in another build of it.
-$(STAMP): pyproject.toml constraints.txt constraints-dev.txt
+# What running needs, and no more. torch goes first and by its pin, so that nothing pulls in another build of it.
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip $(PIP_INSTALL) torch
+	$(BIN)/pip $(PIP_INSTALL) -e .
+	@touch $@
+
+$(STAMP): $(RUNS) constraints-dev.txt
 	$(BIN)/pip $(PIP_INSTALL) $(PINNED) -e ".[dev]"
 	@touch $@
 
 # make train ARGS="--set train.steps=30"
-train: install
+train: $(RUNS)
 	$(BIN)/holdfast train examples/first-light.toml $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/language.py src
 
 types: install
 	$(BIN)/pyrefly check

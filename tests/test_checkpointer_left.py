@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from holdfast.delta.compact import compact
 from holdfast.errors import NoCommit
 from holdfast.opening import source_of
 from holdfast.store.chain import last_step, verify_records
-from holdfast.store.lines import commit_at
 from holdfast.store.manifest import CommitRef
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, reference, start
@@ -33,20 +30,19 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_step_that_a_look_back_left_is_resumed_and_training_goes_on_from_it(run):
-    states, _ = reference(14)
-    loop, checkpointer = start(run, base_every=100)
-    with checkpointer:
-        with pytest.warns(
-            UserWarning, match=r"11: this step 11 is of timeline 1, .* 2, has come to step 7 only"
-        ):
-            assert checkpointer.resume(step=11) == 11
-        assert same(loop.state(), states[11])
-        go_on(loop, checkpointer, 14)
-    loop, checkpointer = start(run)
-    with checkpointer:
-        assert checkpointer.resume() == 14
-        assert same(loop.state(), states[14])
+OTHER = r"of a timeline is meant which a later resume left \(1\b.*@{step}\.tTIMELINE, a source for a fresh"
+
+
+def test_abandoned_step_is_refused_with_its_name(run, tmp_path):
+    said = OTHER.format(step=11)
+    with start(run, base_every=100)[1] as checkpointer, pytest.raises(NoCommit, match=said):
+        checkpointer.resume(step=11)
+    with start(tmp_path / "new")[1] as checkpointer, pytest.raises(NoCommit, match=said):
+        checkpointer.resume(source=f"{run}@11")
+    with pytest.raises(NoCommit, match=said):
+        source_of(f"{run}@11")
+    with start(run)[1] as checkpointer:
+        assert checkpointer.resume() == 7
 
 
 def test_a_step_that_both_lines_have_is_the_present_ones(run):
@@ -62,22 +58,15 @@ def test_a_step_that_both_lines_have_is_the_present_ones(run):
         assert same(loop.state(), other)
 
 
-def test_another_run_begins_from_a_step_that_was_left(run, tmp_path):
-    states, _ = reference(12)
-    for step in (9, 12):
-        loop, checkpointer = start(tmp_path / f"new-{step}")
-        with checkpointer:
-            with pytest.warns(
-                UserWarning, match=rf"this step {step} is of timeline 1, which was left at step 7"
-            ):
-                assert checkpointer.resume(source=f"{run}@{step}") == step
-            assert same(loop.state(), states[step])
-
-
-@pytest.mark.parametrize("step", [9, 11])
-def test_a_step_that_was_left_is_a_source_which_is_told_unless_its_timeline_is_named(run, step):
-    with pytest.warns(UserWarning, match=rf"this step {step} is of timeline 1, which was left at step 7"):
-        assert source_of(f"{run}@{step}").progress["step"] == step
+@pytest.mark.parametrize("step", [9, 11, 12])
+def test_abandoned_step_begins_another_run(run, tmp_path, step):
+    states, _ = reference(14)
+    loop, checkpointer = start(tmp_path / "new")
+    with checkpointer:
+        assert checkpointer.resume(source=f"{run}@{step}.t1") == step
+        assert same(loop.state(), states[step])
+        go_on(loop, checkpointer, 14)
+    assert same(loop.state(), states[14])
     assert source_of(f"{run}@{step}.t1").progress["step"] == step
 
 
@@ -102,23 +91,15 @@ def compacted(run):
 @pytest.mark.parametrize("step", [9, 11])
 def test_a_step_that_compact_dropped_is_not_that_of_another_line(compacted, step, tmp_path):
     states, _ = reference(12)
-    said = (
-        rf"step {step} of .* cannot be had any more: the present line, timeline 3, has come to step 12, .* Another step"
-        rf" {step} is of timeline 1, which was left at step 7: .*resume\(source='(.*@{step}\.t1)'\)"
-    )
-    with start(compacted)[1] as checkpointer, pytest.raises(NoCommit, match=said) as raised:
+    said = OTHER.format(step=step)
+    with start(compacted)[1] as checkpointer, pytest.raises(NoCommit, match=said):
         checkpointer.resume(step=step)
-    with start(tmp_path / "new")[1] as checkpointer, pytest.raises(NoCommit, match=said):
-        checkpointer.resume(source=f"{compacted}@{step}")
     with pytest.raises(NoCommit, match=said):
         source_of(f"{compacted}@{step}")
-    name = re.search(said, str(raised.value))[1]
     loop, checkpointer = start(tmp_path / "again")
     with checkpointer:
-        assert checkpointer.resume(source=name) == step
+        assert checkpointer.resume(source=f"{compacted}@{step}.t1") == step
         assert same(loop.state(), states[step])
-        go_on(loop, checkpointer, 12)
-    assert same(loop.state(), states[12])
     with start(compacted)[1] as checkpointer:
         assert checkpointer.resume() == 12
 
@@ -128,17 +109,12 @@ def test_a_step_before_another_is_of_the_present_line_or_nowhere(compacted):
         checkpointer.resume(before=12)
 
 
-def test_a_commit_that_was_left_is_told_unless_its_timeline_is_named(compacted, tmp_path):
+def test_a_commit_that_was_left_is_had_by_its_timeline_alone(compacted):
     reader = RunReader(compacted)
-    with pytest.warns(UserWarning, match=r"step 9 is of timeline 1, .* step 7.*, timeline 3, .*@9\.t1"):
-        assert commit_at(reader, 9).timeline == 1
-    for step, timeline in ((9, 1), (12, None), (12, 3)):
-        assert commit_at(reader, step, timeline).step == step
-
-
-def test_who_asks_for_a_step_that_is_nowhere_is_told_which_were_left(run):
-    with start(run)[1] as checkpointer, pytest.raises(NoCommit, match=r"there is still, .*: 8 to 12\."):
-        checkpointer.resume(step=13)
+    with pytest.raises(NoCommit, match=OTHER.format(step=9)):
+        reader.at(9)
+    for step, timeline, its in ((9, 1, 1), (12, None, 3), (12, 3, 3)):
+        assert reader.at(step, timeline).timeline == its
 
 
 def test_the_newest_step_is_that_of_the_present_line_still(run):

@@ -26,7 +26,6 @@ _HOME = {
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
     "LossScale": ".offload.scaling",
-    "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .delta.codecs import Exact
     from .delta.lossy import Int8, TopK
-    from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
     from .folders.pretrained import pretrained
     from .offload.blocks import empty_parameters
@@ -66,7 +64,6 @@ __all__ = [
     "Int8",
     "Keep",
     "LossScale",
-    "PowerSGD",
     "Preflight",
     "TopK",
     "empty_parameters",
@@ -91,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """``holdfast.offload`` is the function, although a room of that name is imported beside it."""
+    """The class of this package: ``holdfast.offload`` is the function, although a subpackage of that name exists."""
 
     @property
     def offload(self) -> Any:
@@ -99,7 +96,7 @@ class _Package(ModuleType):
 
     @offload.setter
     def offload(self, room: ModuleType) -> None:
-        """The import system binds a submodule to its parent; the public name stays the function."""
+        """Ignore the subpackage that the import system binds to its parent; the public name stays the function."""
 
 
 sys.modules[__name__].__class__ = _Package

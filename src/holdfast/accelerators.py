@@ -1,13 +1,12 @@
-"""Accelerators: what Holdfast asks of a device's runtime, the same for every kind of device.
+"""Calls to a device's runtime, the same for every kind of device.
 
-Everything that torch has under one name for CUDA (ROCm is "cuda" too), XPU and others is asked through
-``torch.get_device_module``; the few calls that only some runtimes have are asked for here and nowhere else.
+What torch offers under one name for CUDA (ROCm is "cuda" too), XPU and others is called through
+``torch.get_device_module``. The few calls that only some runtimes have are made in this module and nowhere else.
 
 Invariant: a thread that waits for an event or pins memory calls ``use_device`` first. A new thread has device 0, and
 the runtime makes a context there (about 0.5 GB of that device) at the first such call.
-
-Used by ``offload`` (the engine's device) and by ``delta`` and ``state`` (the Checkpointer). Only CUDA's names are known
-to be right from its documentation; nothing here has run on a device yet: tests play one.
+Called by ``offload`` (the engine's device) and by ``delta`` and ``state`` (the Checkpointer). Only CUDA's names were
+checked against its documentation; nothing here has run on a device yet: tests simulate one.
 """
 
 from __future__ import annotations
@@ -97,24 +96,27 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def record_event(stream: Any) -> Any:
-    """Return an event that comes when everything asked of ``stream`` so far is over. A thread that waits for it sleeps
-    where the runtime can do that: CUDA's events spin a core unless they are made to block."""
+    """Return an event that completes when everything submitted to ``stream`` so far is over.
+
+    A thread that waits for it sleeps where the runtime can do that: CUDA's events spin a core unless they are made to
+    block.
+    """
     module = module_of(stream.device)
     try:
         event = module.Event(blocking=True)
-    except TypeError:  # XPU's events know no such choice
+    except TypeError:  # XPU's events have no such option
         event = module.Event()
     event.record(stream)
     return event
 
 
 def marks(devices: Iterable[torch.device]) -> list[Any]:
-    """Return one event for each of ``devices``: of everything asked so far of the streams in use there."""
+    """Return one event for each of ``devices``, of everything submitted so far to the streams in use there."""
     return [record_event(current_stream(device)) for device in devices]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything asked of ``device`` is over. Nothing to wait for on a CPU."""
+    """Wait until everything submitted to ``device`` is over. Returns at once for a CPU."""
     if is_accelerator(device):
         module_of(device).synchronize(device)
 
@@ -131,10 +133,10 @@ class CannotPin(Exception):
 
 
 def pin(memory: memoryview, device: torch.device) -> Callable[[], object]:
-    """Keep ``memory`` in place, so that ``device`` copies from and to it by itself. Returns what undoes that.
+    """Pin ``memory``, so that ``device`` copies from and to it by itself. Returns a function that unpins it.
 
-    Raises ``CannotPin``; the runtime's own record of the error is cleared then, since the next kernel that this thread
-    launches would raise it otherwise.
+    Raises ``CannotPin``. The runtime's own record of the error is then cleared, because the next kernel of this thread
+    would raise it otherwise.
     """
     module = module_of(device)
     if not hasattr(module, "cudart"):
@@ -155,12 +157,12 @@ def _unpin(runtime: Any, address: int, device: torch.device) -> None:
 
 
 def _clear_error(runtime: Any, device: torch.device) -> None:
-    """Take the last error from the runtime, so that no innocent kernel raises it."""
+    """Clear the runtime's last error, so that no unrelated kernel raises it."""
     take = getattr(runtime, "cudaGetLastError", None)
     if take is not None:
         take()
         return
-    with suppress(RuntimeError):  # torch asks for the last error after this kernel, and raises it here
+    with suppress(RuntimeError):  # torch reads the last error after this kernel, and raises it here
         torch.zeros(1, device=device)
 
 
@@ -170,29 +172,29 @@ def address_of(memory: memoryview) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return memory of ``device`` that nobody has taken, with what this process has taken and does not use."""
+    """Return the free memory of ``device``, including what this process has reserved and does not use."""
     module = module_of(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return unclaimed_bytes(device) + kept
 
 
 def unclaimed_bytes(device: torch.device) -> int:
-    """Return memory of ``device`` that nobody has taken, this process included."""
+    """Return the free memory of ``device``, without what this process has reserved."""
     return module_of(device).mem_get_info(device)[0]
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has had in tensors on ``device`` at once."""
+    """Return the largest number of bytes that this process has had in tensors on ``device`` at once."""
     return module_of(device).max_memory_allocated(device)
 
 
 def name_of(device: torch.device) -> str:
-    """Return what the maker calls ``device``."""
+    """Return the maker's name of ``device``."""
     return module_of(device).get_device_name(device)
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether ``device`` computes in bf16 by way of another type, as CUDA devices before Ampere do."""
+    """Return whether ``device`` computes bf16 in another dtype, as CUDA devices before Ampere do."""
     asked = getattr(module_of(device), "is_bf16_supported", None)
     with use_while_asked(device):
         return asked is not None and not asked(including_emulation=False)
@@ -207,8 +209,10 @@ def use_while_asked(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def refuse_unrecorded(devices: Iterable[torch.device]) -> None:
-    """Raise ``BadInput`` naming a device whose random numbers would be in no record: dropout after a resume would
-    differ without a word."""
+    """Raise ``BadInput``, naming a device whose random numbers could not be recorded.
+
+    Dropout after a resume would differ silently.
+    """
     for device in devices:
         if is_accelerator(device) and not _has(device, GENERATORS):
             raise BadInput(
@@ -218,7 +222,7 @@ def refuse_unrecorded(devices: Iterable[torch.device]) -> None:
 
 
 def refuse_without_streams(device: torch.device) -> None:
-    """Raise ``BadInput`` if the runtime of ``device`` has no streams and events to copy beside computing with."""
+    """Raise ``BadInput`` if the runtime of ``device`` lacks streams and events for copies beside computing."""
     if not _has(device, STREAMS):
         of_mps = " (one stream, and the host's memory)" if device.type == "mps" else ""
         raise BadInput(
@@ -228,7 +232,7 @@ def refuse_without_streams(device: torch.device) -> None:
 
 
 def can_offload(device: torch.device) -> bool:
-    """Return whether neither of the two refusals above would come for ``device``."""
+    """Return whether ``device`` passes both checks above."""
     return _has(device, (*STREAMS, *GENERATORS))
 
 
@@ -238,8 +242,10 @@ def _has(device: torch.device, names: Iterable[str]) -> bool:
 
 
 def random_states() -> dict[str, list[torch.Tensor]]:
-    """Return the states of the default generators of every device of this machine's accelerator, by its type. Empty
-    where no accelerator is in use, or its generators cannot be read (``refuse_unrecorded`` says so)."""
+    """Return the states of the default generators of every device of this machine's accelerator, by its type.
+
+    Empty if no accelerator is in use, or if its generators cannot be read (``refuse_unrecorded`` reports that).
+    """
     kind = current_kind()
     if kind is None:
         return {}
@@ -250,7 +256,7 @@ def random_states() -> dict[str, list[torch.Tensor]]:
 
 
 def set_random_states(kind: str, states: Iterable[torch.Tensor]) -> None:
-    """Set the default generators of the first devices of ``kind`` to ``states``, as many as there are here."""
+    """Set the default generators of the first devices of ``kind`` to ``states``, as many as exist here."""
     if current_kind() != kind:
         return
     count = torch.accelerator.device_count()
@@ -267,11 +273,11 @@ def seed_generator(seed: int, device: torch.device) -> None:
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the default generator of ``device``; None on a CPU, whose generator torch has itself."""
+    """Return the state of the default generator of ``device``; None for a CPU, whose generator is torch's own."""
     return module_of(device).get_rng_state(with_index(device)) if is_accelerator(device) else None
 
 
 def set_generator_state(state: torch.Tensor | None, device: torch.device) -> None:
-    """Set the default generator of ``device`` to what ``generator_state`` returned."""
+    """Set the default generator of ``device`` to a result of ``generator_state``."""
     if state is not None:
         module_of(device).set_rng_state(state, with_index(device))

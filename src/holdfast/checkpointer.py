@@ -1,9 +1,12 @@
-"""Checkpointer: every optimizer step of an ordinary training loop can be recovered, bit for bit.
+"""Durable checkpoints of every optimizer step of an ordinary training loop, recoverable bit for bit.
 
-A run is a *base*, which is a commit of the whole state, and the records of the steps since. ``step()`` seals what the
-optimizers consumed in the iteration and returns; a thread makes it durable. ``resume()`` loads the newest base and
-replays the records. This module only joins: what trains is ``delta.loop``, what is seen of it ``delta.tap``, how its
-steps survive ``delta.survival``: by records (``recording``) or by a replica (``replicating``). Sizes are bytes.
+A run consists of *snapshots*, which are commits of the whole state, and of log records of the steps since. ``step()``
+finalizes the log record of what the optimizers consumed in the iteration and returns; a thread makes the record
+durable. ``resume()`` loads the newest snapshot and replays the log records after it. In the code a snapshot is a
+*base*.
+
+This module only joins other modules. ``delta.loop`` holds the training state and ``delta.tap`` hooks the optimizers.
+``delta.survival`` keeps the steps, by log records (``recording``) or by a replica (``replicating``). Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ from .delta.options import (
     refuse_other_remotes,
     refuse_waiting,
     refuse_with_a_replica,
-    refuse_with_fsdp1,
 )
 from .delta.pulse import Pulse
 from .delta.recording import Recording
@@ -58,33 +60,40 @@ from .units import GiB
 
 
 class Checkpointer:
-    """The run in directory ``run`` of a training loop: ``resume`` first, then ``step`` last in every iteration.
+    """Durable checkpoints of a training loop: call ``resume`` first, then ``step`` last in every iteration.
 
-    ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
-    with ``state_dict`` and ``load_state_dict``; ``also`` has more of that kind, by name. ``after_update`` is called
-    after every optimizer step, in replay too; ``averages`` are the modules that it keeps
-    (``torch.optim.swa_utils.AveragedModel``), which are then part of the run. ``memory`` bounds the copies that wait to
-    be written, ``storage`` what the run takes of the disk: 20 times the state if it is not given. ``base_every`` is the
-    number of steps from the beginning of one base to that of the next; without it the number is chosen, and chosen
-    again, such that failures cost least and recovery takes no longer than ``recovery_seconds`` and writing no more than
-    ``bandwidth_share`` of what the disk can. ``keep`` says which bases stay, with how many of the records. When the
-    disk is behind, ``step`` waits (``"block"``), or goes on unrecorded until a base has been made beside training
-    (``"skip"``) or training has waited for one (``"commit"``). A kill loses what is on its way to the disk, 8 steps at
-    most; with ``wait_each_step`` none, since ``step`` returns when the step is durable. After a SIGTERM ``step`` makes
-    the step durable and ends the process; a script that handles the signal itself is left alone. A context manager.
+    A context manager. A kill loses the steps that are on their way to the disk, at most 8. After a SIGTERM ``step``
+    makes the step durable and ends the process, unless the script handles the signal itself.
 
-    ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
-
-    With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script;
-    only with one optimizer.
-    ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
-    steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
-
-    ``remote``, s3://BUCKET/PREFIX, is where a copy of the run is kept up with beside training; ``keep`` goes for both.
-
-    A writer or a rank that does not get on for ``deadline_seconds`` is an error. ``direct=False`` writes through the
-    page cache; ``disk`` stands in for the file system in tests.
+    Args:
+        run: Directory of the run.
+        model: The module that is trained.
+        optimizer: One optimizer or several.
+        scheduler, loader, scaler: Objects of the script with ``state_dict`` and ``load_state_dict``.
+        also: More such objects, by name.
+        after_update: Called after every optimizer step, in replay too.
+        averages: Modules that ``after_update`` maintains (``torch.optim.swa_utils.AveragedModel``). They become part of
+            the run.
+        codec: What log records hold of gradients, ``Exact()`` by default. ``TopK`` and ``Int8`` change what training
+            consumes.
+        memory: Bound of the copies that wait to be written, in bytes.
+        base_every: Steps from the beginning of one snapshot to that of the next. By default the interval is chosen, and
+            adapted, so that failures cost least within ``recovery_seconds`` and ``bandwidth_share``.
+        recovery_seconds: Bound of the time that a recovery takes.
+        bandwidth_share: Bound of the share of the disk's bandwidth that writing takes.
+        storage: Bound of the bytes of the run on the disk. By default 20 times the state.
+        keep: Which snapshots are retained, with how many of the log records.
+        when_behind: What ``step`` does when the disk is behind. ``"block"`` waits. ``"skip"`` continues without log
+            records until a snapshot has been made beside training. ``"commit"`` makes training wait for a snapshot.
+        wait_each_step: Let ``step`` return only when the step is durable, so that a kill loses none.
+        deadline_seconds: A writer or a rank without progress for that long is an error.
+        direct: False writes through the page cache.
+        clip_norm: Clip gradients here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script. Only with
+            one optimizer.
+        replica: Have a second process do every step as well, in host memory that outlives this process. The disk then
+            gets snapshots only. A path replaces ``/dev/shm``.
+        remote: s3://BUCKET/PREFIX, to which the run is copied beside training; ``keep`` holds there, too.
+        disk: Stands in for the file system in tests.
     """
 
     def __init__(
@@ -115,7 +124,10 @@ class Checkpointer:
         remote: str | None = None,
         disk: Any = None,
     ) -> None:
-        """Raises ``BadInput`` and its kin with nothing written."""
+        """Check the arguments and prepare the run. Raises ``BadInput`` or a subclass, with nothing written.
+
+        Collective: every rank must call this.
+        """
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
         run = home_path(run) if disk is None else run
@@ -142,7 +154,6 @@ class Checkpointer:
                 check_place(run)
 
         def prepare() -> None:
-            refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
             self._loop.state.refuse_odd_state()
             refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
@@ -155,7 +166,7 @@ class Checkpointer:
                 self._remote = Remote(run, remote, keep, self._events)
 
         with ranks.closing_on_error(), ExitStack() as undoing:
-            ranks.all_do(check)  # what is wrong on one rank is an error on all
+            ranks.all_do(check)  # an error on one rank is an error on all
             refuse_other_remotes(ranks, remote)
             undoing.callback(self._loop.let_go)
             self._loop.hook_up()
@@ -176,18 +187,24 @@ class Checkpointer:
         self._thread = 0
         self._stepped_at = 0.0
         self.stall_seconds = 0.0
-        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
-        lossy codec does to gradients is training, and not in it."""
+        """The seconds for which the last step blocked the training thread: copies, ``step()`` itself, waiting for the
+        disk.
+
+        The time in which a lossy codec changes gradients counts as training and is not included.
+        """
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done, skipped ones included."""
+        """The number of optimizer steps done, skipped ones included."""
         return self._loop.steps_done
 
     @property
     def exactness(self) -> Literal["state", "continuation"]:
-        """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
-        also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
+        """The exactness that ``resume`` reached.
+
+        "state": tensors are bit-equal to those of the run at that step. "continuation": the residuals are, too, so that
+        training continues bit-equal to a run that was never interrupted.
+        """
         return self._loop.exactness
 
     @property
@@ -197,15 +214,19 @@ class Checkpointer:
 
     @property
     def replica_step(self) -> int:
-        """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
-        ``durable_step``. With a replica of a trainer on a GPU it may be behind the last step:
-        one survives when its gradients have left the device."""
+        """The newest step that survives the death of the processes of all ranks.
+
+        Without a replica this is the ``durable_step``. With a replica of a trainer on a GPU it may be behind the last
+        step: a step survives once its gradients have left the device.
+        """
         return self._survival.replica_step
 
     @property
     def remote_durable_step(self) -> int:
-        """The newest step that can be recovered from ``remote=`` alone; -1 before there is one, and on ranks but the
-        first."""
+        """The newest step that can be recovered from ``remote=`` alone.
+
+        -1 before there is one, and on all ranks but the first.
+        """
         return -1 if self._remote is None else self._remote.durable_step
 
     def resume(
@@ -216,19 +237,26 @@ class Checkpointer:
         show: Callable[[Recovery], None] | None = None,
         source: str | Path | From | None = None,
     ) -> int:
-        """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
-        before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
-        ``show`` is told how it gets on: ``holdfast.progress_bar()`` draws that on a terminal.
+        """Restore model, optimizers and user state to the newest recoverable step, and return the number of steps done.
 
-        Residuals of error feedback are in bases, and records cannot bring them forward: after the newest record they
-        begin at zero, with a warning (``exactness="state"``); ``"continuation"`` goes back to the newest step from
-        which training goes on as it did. ``exactness`` of the checkpointer says what was reached.
+        Returns 0 in a fresh directory. Call it once, before the first step. Collective: every rank must call this.
 
-        A fresh directory begins from ``source``, if there is one: another run (RUN or RUN@STEP), or a state of another
-        library, written under any parallelism. A directory that has steps goes on from those.
+        Log records cannot bring residuals of error feedback forward; only snapshots hold them. With
+        ``exactness="state"`` residuals therefore begin at zero, with a warning. ``"continuation"`` goes back to the
+        newest step from which training continues bit for bit. The property ``exactness`` says which of the two was
+        reached.
 
-        Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``Unreadable`` if a later step
-        may be in what the disk does not give back, and names the step to ask for, ``RunMismatch`` for another model.
+        Args:
+            step: Restore exactly this step.
+            before: Restore the newest step before this one.
+            exactness: "state" or "continuation", see above.
+            show: Called with the progress of the recovery; ``holdfast.progress_bar()`` draws it on a terminal.
+            source: The state from which a fresh directory begins: another run (RUN or RUN@STEP), or a state of another
+                library, written under any parallelism. Ignored by a directory that has steps.
+
+        Raises ``NoCommit`` if there is no such step, ``Damaged`` if no snapshot is whole, and ``RunMismatch`` for
+        another model. Raises ``Unreadable`` if a later step may be in data that the disk does not return; its text
+        names the step to ask for.
         """
         self._refuse_closed()
         if self._survival.begun:
@@ -258,13 +286,13 @@ class Checkpointer:
         return self.steps_done
 
     def _tell_resumed(self, target: int | None) -> None:
-        """Say where the run continues, how it came there, and what is known to be lost."""
+        """Print where the run continues, how it was recovered, and what is known to be lost."""
         lost = said_lost(self._events.path, self.steps_done) if target is None else "As asked for."
         how = self._survival.recovered_by
         tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
     def _go_on_from(self, found: Recovered | None, start: From | None) -> None:
-        """Where the run was, or in a fresh one from ``start``, or from where the script is."""
+        """Set the training state to what was found, or else to ``start``, or else to that of the script."""
         if found is not None:
             self._loop.go_on(found)
         else:
@@ -278,7 +306,7 @@ class Checkpointer:
             self._remote.check()
 
     def _watch(self) -> None:
-        """See every step from here on, and copy what is durable."""
+        """Attach the hooks that see every step, and start the copy to the remote."""
         self._thread = threading.get_ident()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
@@ -291,20 +319,21 @@ class Checkpointer:
         )  # fmt: skip
 
     def step(self) -> None:
-        """End the iteration: the step that it did is on its way to the disk when this returns, and durable with
-        ``wait_each_step``. An iteration in which no
-        optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
+        """End the iteration and start writing its log record; with ``wait_each_step`` return once the step is durable.
 
-        Raises what an earlier write failed with. After an error no step is recorded any more.
+        An iteration in which no optimizer stepped accumulates gradients, unless the loss scale fell: then it is a
+        skipped step.
+
+        Raises the error of an earlier write. After an error no further step is recorded.
         """
         self._refuse_unusable()
         self._refuse_other_thread()
         before = self.steps_done
-        with self._ending_on_error():  # of this step there may be no record, so none can follow
+        with self._ending_on_error():  # after an error this step may have no record, so none may follow
             self._stepping = True
             self._step()
             self._stepping = False
-        if self.steps_done > before:  # in mid-accumulation buffers are of no step
+        if self.steps_done > before:  # in the middle of an accumulation buffers belong to no step
             if self._wait_each_step:
                 self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
@@ -317,7 +346,7 @@ class Checkpointer:
             self._tap.do_after(self._loop.after_update, updates)
         started = time.perf_counter()
         self._loop.stepped(updates)
-        alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
+        alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
         other = alone and (self._loop.has_new_buffers or self._loop.state.has_other_buffers())
         if self._tap.changed or other or (alone and self._tap.lost):
             self._adapt(updates)
@@ -330,7 +359,7 @@ class Checkpointer:
         self._time(started)
 
     def _adapt(self, updates: list[Update]) -> None:
-        """The step could not be recorded as those before it: what there is now is kept otherwise."""
+        """Keep the step otherwise, since it could not be recorded like those before it, and scan the state again."""
         self._survival.give_back(updates)
         self._loop.look_again()
         self._loop.check_again(updates)
@@ -338,7 +367,10 @@ class Checkpointer:
         self._survival.adapt()
 
     def _time(self, started: float) -> None:
-        """Note what the step took, whose keeping ``started`` then."""
+        """Note how long the step took and how long training stalled for it.
+
+        ``started`` is when the last part of that stall began.
+        """
         now = time.perf_counter()
         seconds, self._stepped_at = now - self._stepped_at, now
         self.stall_seconds, self._tap.seconds = self._tap.seconds + now - started, 0.0
@@ -346,7 +378,7 @@ class Checkpointer:
         self._pulse.stepped(self.steps_done, seconds, self.stall_seconds, self._standing)
 
     def _meet(self, stop: bool) -> None:
-        """Do what all ranks do at once: end after a SIGTERM to any, or make a base."""
+        """Do what all ranks do at the same step: end after a SIGTERM to any rank, or make a snapshot."""
         with self._ending_on_error():
             what = self._survival.meet(stop)
             if what == "base":
@@ -355,30 +387,35 @@ class Checkpointer:
             self._leave()
 
     def _leave(self) -> None:
-        """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
+        """Make everything durable after a SIGTERM, and end the process as the signal would have."""
         self._events.emit("stopped", signal="SIGTERM", step=self.steps_done)
         self.close()
         raise SystemExit(128 + signal.SIGTERM)
 
     def save(self) -> None:
-        """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
-        next iteration begins."""
+        """Make a snapshot of the current step. It is durable when this returns.
+
+        Call it after ``step``, before the next iteration begins. Collective: every rank must call this.
+        """
         self._refuse_unusable()
 
         def lacks() -> bool:
-            """Whether there is no base of the present step, as all is now."""
+            """Return whether the current state has no snapshot yet."""
             self._refuse_between()
             return self._survival.base_step < self.steps_done or self._has_moved()
 
         self._make_base_if(lacks)
 
     def wait(self, step: int | None = None) -> None:
-        """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
+        """Return when ``step`` (None: the current one) is durable. Raises the error of a failed write.
+
+        Collective: every rank must call this.
+        """
         self._refuse_unusable()
         until = self.steps_done if step is None else step
 
         def lacks() -> bool:
-            """Whether only a base makes the step durable."""
+            """Return whether only a snapshot can make the step durable."""
             if until > self.steps_done:
                 raise BadInput(f"step {until} has not been done yet: {self.steps_done} have")
             if self._survival.has(until):
@@ -390,22 +427,28 @@ class Checkpointer:
         self._survival.wait(until)
 
     def _make_base_if(self, lacks: Callable[[], bool]) -> None:
-        """Of the present step, on all ranks if any ``lacks`` one: each may know of another newest base."""
+        """Make a snapshot of the current step on all ranks if ``lacks`` is true on any of them.
+
+        Ranks may differ in the newest snapshot that they know of. Collective: every rank must call this.
+        """
         asked = self._ranks.all_do(lambda: (True, self._has_moved()) if lacks() else (False, False))
         if any(lacking for lacking, _ in asked):
-            with self._ending_on_error():  # parameters may be read by the writer still
+            with self._ending_on_error():  # the writer may still be reading parameters
                 self._loop.note_again(is_no_place)
                 self._survival.whole(again=any(moved for _, moved in asked))
                 self._tap.saved()
 
     def _has_moved(self) -> bool:
-        """Whether something was changed since the last step that a base of it would have otherwise."""
+        """Return whether a snapshot would differ from the last step, because something was changed since."""
         return self._tap.has_changes or self._loop.has_moved
 
     def close(self, save: bool = True) -> None:
-        """Make everything durable, residuals by a base, and leave nothing behind: no hook (but DDP's communication hook
-        where there was one, which torch takes off no model), no thread, no lock. A second call does nothing, nor does
-        one in a fork of the process. A SIGTERM that came after the last ``step`` ends the process here."""
+        """Make everything durable, residuals by a snapshot, and remove all hooks, threads and locks.
+
+        Only DDP's communication hook stays, where there is one, because torch cannot remove it. A second call does
+        nothing, nor does a call in a fork of the process. A SIGTERM that arrived after the last ``step`` ends the
+        process here.
+        """
         if self._closed or self._is_forked:
             return
         self._closed = True
@@ -422,7 +465,7 @@ class Checkpointer:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _finish(self, orderly: bool) -> None:
-        """Make durable what is not; on every rank, unless this is the end of a failure."""
+        """Make everything durable on every rank, unless a failure is the reason to close."""
         try:
             if orderly and not self._tap.updates:
                 self._survival.finish()
@@ -432,7 +475,7 @@ class Checkpointer:
             self._survival.wait_for_all(self.steps_done)
 
     def _end(self, save: bool) -> None:
-        """Leave the script, the other ranks, the remote copy and the directory."""
+        """Detach from the script, the other ranks, the remote copy and the directory."""
         if self._sigterm is not None:
             self._sigterm.restore()
         self._survival.part(orderly=save)
@@ -447,8 +490,10 @@ class Checkpointer:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
-        until the process ends."""
+        """Release the queue, the store with its lock, and the event log.
+
+        Not called while the recorder is at work or hangs: the recorder uses these, so they stay until the process ends.
+        """
         self._queue.close()
         self._store.close()
         self._survival.let_go()
@@ -467,7 +512,7 @@ class Checkpointer:
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """What goes wrong inside is the end: every later call raises it."""
+        """Record any error inside as final: every later call raises it."""
         try:
             yield
         except BaseException as error:
@@ -476,12 +521,12 @@ class Checkpointer:
             raise
 
     def _tell(self, error: BaseException) -> None:
-        """Every rank of what keeps this one from going on."""
+        """Tell every rank the error that stops this one."""
         if not isinstance(error, RankFailed):
             self._survival.fail(error)
 
     def _standing(self) -> dict[str, Any]:
-        """What is durable, what was written, and what waits in memory, for the log."""
+        """Return what is durable, what was written and what waits in memory, for the event log."""
         there = {} if self._remote is None else {"remote_durable_step": self._remote.durable_step}
         return {"durable_step": self.durable_step, **there, **self._survival.standing()}
 

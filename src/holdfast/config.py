@@ -1,13 +1,13 @@
 """Configuration: one TOML file, every key optional, every value checked before anything is written.
 
-A key is declared once, as a dataclass field with its default, its unit and its meaning; the checks, the
-``--print-config`` output and the error for a mistyped key are all made from that declaration. Sizes are
-text such as ``"20GiB"``, rates are bytes per second, fractions lie between 0 and 1.
+A key is declared once, as a dataclass field with its default, its unit and its meaning. The checks, the
+``--print-config`` output and the error for a mistyped key all come from that declaration. Sizes are text such as
+``"20GiB"``, rates are bytes per second, fractions lie between 0 and 1.
 
-A key also says what may become of it when a run goes on. One marked ``fixed`` is part of what the run *is*
-and keeps its value: with another, the result would be neither the old run nor a new one. One marked
-``stated`` enters the arithmetic of the steps to come, or moves the run's files, and changes only when
-``--set`` says so. Any other may change.
+A declaration also tells whether a key may change in a continued run. A key marked ``fixed`` is part of what the run
+*is* and keeps its value: with another one, the result would be neither the old run nor a new one. A key marked
+``stated`` affects the arithmetic of the steps to come, or moves the run's files, and changes only by ``--set``. Any
+other key may change.
 """
 
 # ruff: noqa: RUF009  (the calls in the defaults make dataclass fields)
@@ -26,17 +26,17 @@ from .errors import ConfigError
 from .units import parse_bytes
 
 Fraction = float | Literal["auto"]
-"""A share between 0 and 1, or "auto": what the planner chooses for this machine within the budget."""
+"""A share between 0 and 1, or "auto": the planner's choice for this machine within the budget."""
 
 
 Rate = float | Literal["auto"]
-"""A number, or "auto": what is usual for the optimizer."""
+"""A number, or "auto": the usual value for the optimizer."""
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-"""What is computed in, or "auto": bf16, but fp32 on a machine that is faster in it."""
+"""The compute dtype, or "auto": bf16, but fp32 on a machine that is faster in it."""
 
 USUAL_RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
-"""Highest learning rates of "auto"; of other optimizers it is ``USUAL_RATE``."""
+"""The highest learning rates for "auto"; for other optimizers it is ``USUAL_RATE``."""
 
 USUAL_RATE = 3e-4
 
@@ -132,7 +132,7 @@ class TrainConfig:
 
     @property
     def highest_rate(self) -> float:
-        """The learning rate, after the warm-up."""
+        """The learning rate after the warm-up."""
         usual = USUAL_RATES.get(self.optimizer, USUAL_RATE)
         return usual if self.learning_rate == "auto" else self.learning_rate
 
@@ -140,7 +140,7 @@ class TrainConfig:
 FRACTIONS = (
     "params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction", "recomputed_fraction",
 )  # fmt: skip
-"""Keys of ``offload`` that are planned, or given."""
+"""Keys of ``offload`` that are planned unless they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ class DurabilityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All of it. ``Config()`` is the default run; sections are built by keyword.
+    """The whole configuration. ``Config()`` is the default run; sections are built by keyword.
 
     >>> Config(train=TrainConfig(steps=7)).train.steps
     7
@@ -234,9 +234,9 @@ class Config:
 
 
 def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
-    """The configuration of file ``path``, with each ``"section.key=value"`` of ``sets`` put over it.
+    """Return the configuration of file ``path``, overridden by each ``"section.key=value"`` of ``sets``.
 
-    Raises ``ConfigError`` naming the key (and the nearest known one), the value and what is allowed.
+    Raises ``ConfigError``, which names the key (and the nearest known one), the value and what is allowed.
     """
     values = {} if path is None else dict(_flatten(_read_toml(path)))
     for text in sets:
@@ -248,7 +248,7 @@ def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
 
 
 PLACES = ("run.dir", "model.path", "offload.ssd", "offload.drives")
-"""Keys of paths, in which ``~`` is the home directory; ``data.text`` is read so where it is used."""
+"""Keys of paths, in which ``~`` is the home directory; ``data.text`` is expanded where it is used."""
 
 
 def _at_home(value: Any) -> Any:
@@ -256,12 +256,15 @@ def _at_home(value: Any) -> Any:
 
 
 def key_of(text: str) -> str:
-    """``"section.key"`` of ``"section.key=value"``."""
+    """Return ``"section.key"`` of ``"section.key=value"``."""
     return text.partition("=")[0].strip()
 
 
 def from_values(values: Mapping[str, object]) -> Config:
-    """A configuration from ``{"section.key": value}``; what is absent keeps its default."""
+    """Return a configuration from ``{"section.key": value}``; missing keys have their defaults.
+
+    Raises ``ConfigError``.
+    """
     known = _known()
     sections: dict[str, dict[str, object]] = {}
     for key, value in values.items():
@@ -274,7 +277,7 @@ def from_values(values: Mapping[str, object]) -> Config:
 
 
 def to_values(config: Config) -> dict[str, Any]:
-    """``{"section.key": value}`` of every key, in the order of declaration."""
+    """Return ``{"section.key": value}`` of every key, in the order of declaration."""
     return {
         f"{section}.{key.name}": getattr(getattr(config, section), key.name)
         for section, kind in _SECTIONS.items()
@@ -283,7 +286,7 @@ def to_values(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """``config`` as a file that ``load_config`` reads back equal, each key with its meaning."""
+    """Return ``config`` as a file that ``load_config`` reads back equal, each key with its meaning."""
     lines = [*_ABOUT_CHANGES, ""]
     for section, kind in _SECTIONS.items():
         lines.append(f"[{section}]")
@@ -296,23 +299,23 @@ def to_toml(config: Config) -> str:
 
 
 def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """``{"section.key": (old value, new value)}`` where two configurations differ."""
+    """Return ``{"section.key": (old value, new value)}`` where two configurations differ."""
     before, after = to_values(old), to_values(new)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
 def is_marked(key: str, mark: Literal["fixed", "stated"]) -> bool:
-    """Whether ``"section.key"`` is declared so."""
+    """Return whether ``"section.key"`` is declared with ``mark``."""
     section, name = key.split(".")
     return next(key.metadata[mark] for key in fields(_SECTIONS[section]) if key.name == name)
 
 
 def literal(value: object) -> str:
-    """``value`` as TOML writes it."""
+    """Return ``value`` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{','.join(map(literal, value))}]"  # one word on a command line
+        return f"[{','.join(map(literal, value))}]"  # without spaces: one word on a command line
     if not isinstance(value, str):
         return repr(value)
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -356,7 +359,7 @@ def _flatten(document: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _parse_value(text: str) -> object:
-    """``text`` as a TOML value, or as plain text when it is none: paths need no quotes on a command line."""
+    """Return ``text`` as a TOML value, or as plain text if it is none: paths need no quotes on a command line."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -371,7 +374,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _convert(key: str, hint: Any, value: object) -> object:
-    """``value`` as the declared type, or ``ConfigError``: TOML's 1 is a float where one is wanted."""
+    """Return ``value`` in the declared type (TOML's 1 may be a float). Raises ``ConfigError`` if it does not fit."""
     if get_origin(hint) is Literal:
         _require(value in get_args(hint), key, value, "must be " + " or ".join(map(literal, get_args(hint))))
     elif hint == Fraction:
@@ -382,7 +385,7 @@ def _convert(key: str, hint: Any, value: object) -> object:
         return float(number)
     elif get_origin(hint) is tuple:
         items = value
-        if isinstance(value, str):  # on a command line, where a shell has taken the quotes
+        if isinstance(value, str):  # from a command line, where the shell has removed the quotes
             items = [item.strip() for item in value.strip("[]").split(",")]
         texts = isinstance(items, (list, tuple)) and all(isinstance(item, str) and item for item in items)
         _require(texts, key, value, 'must be a list of texts, like ["this", "that"]')

@@ -1,15 +1,15 @@
-"""What can go wrong, each with a way out.
+"""Errors of this library, each with a way out.
 
-An error says what happened, to which thing, the numbers, and what to do. ``exit_code`` is what the
-command line returns for it: 1 the thing asked about is not so, 2 bad usage or configuration,
-3 the world failed (and the state on disk is recoverable).
+The text of an error says what happened, to which thing, the numbers, and what to do. ``exit_code`` is what the command
+line returns for it: 1 if the state that was checked is not as expected, 2 for bad usage or configuration, 3 if the disk
+or the machine failed (the state on disk is then recoverable).
 """
 
 from __future__ import annotations
 
 
 class HoldfastError(Exception):
-    """The root of every error of this library about the state of the world."""
+    """The root of all errors of this library that concern the state of the world."""
 
     exit_code = 3
 
@@ -53,15 +53,18 @@ class RunLocked(BadInput):
 
 
 class StaleCommit(HoldfastError):
-    """The run is not this writer's any more: a newer timeline was opened, or the directory or its lock replaced."""
+    """The run no longer belongs to this writer.
+
+    A newer timeline was opened, or the directory or its lock was replaced.
+    """
 
 
 class DiskFailed(HoldfastError):
-    """A read, a write or a sync failed. What was acknowledged before is still durable."""
+    """A read, a write or a sync failed. Steps that were durable before still are."""
 
 
 class Unreadable(DiskFailed):
-    """What leads on from ``step``, and may be of the newest step, is not given back by the device."""
+    """The device does not return data that later steps than ``step`` may need."""
 
     def __init__(self, error: object, step: int) -> None:
         super().__init__(
@@ -76,7 +79,7 @@ class DiskFull(DiskFailed):
 
 
 class Damaged(HoldfastError):
-    """Stored bytes are not those written: ``nbytes`` at ``offset`` of ``path``, which hold ``atoms``."""
+    """Stored bytes differ from those written: ``nbytes`` at ``offset`` of ``path``, which hold ``atoms``."""
 
     exit_code = 1
 
@@ -100,14 +103,13 @@ class FileMissing(Damaged):
 
 
 class NoCommit(HoldfastError):
-    """The run has no commit, or none at the step asked for."""
+    """The run has no commit, or none at the requested step."""
 
     exit_code = 2
 
 
 class CommitRetired(NoCommit):
-    """The commit was there and has been retired, or published again, by its writer since: its files hold other bytes by
-    now."""
+    """The writer has retired the commit, or published it again: its files now hold other bytes."""
 
 
 class EngineFailed(HoldfastError):
@@ -115,19 +117,19 @@ class EngineFailed(HoldfastError):
 
 
 class PoolExhausted(HoldfastError):
-    """A unit has no free generation file left. The text says what holds them."""
+    """A block has no free generation file left. The text says what holds them."""
 
 
 class WriterHung(HoldfastError):
-    """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
+    """Nothing was written for longer than the deadline. Steps that were durable before still are."""
 
 
 class RankFailed(HoldfastError):
-    """Another rank of the training failed, ended, or does not answer. The text names it."""
+    """Another rank of the training failed, ended, or does not answer. The text names the rank."""
 
 
 class ReplicaDied(HoldfastError):
-    """The process that holds the replica has ended. What it had persisted is still durable."""
+    """The replica process has ended. Steps that it had made durable still are."""
 
 
 class QueueClosed(HoldfastError):

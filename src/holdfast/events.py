@@ -1,9 +1,9 @@
-"""Events: what happened in a run, one JSON object per line of ``RUN/events.jsonl``.
+"""Events: the history of a run, one JSON object per line of ``RUN/events.jsonl``.
 
-Times are unix seconds, sizes bytes. The log is for people and tools, never for recovery: writing it may
-fail without harm to the training. It is never synced, and anybody may add to it, so its readers skip what is no event,
-as a line torn by a crash. A line is one ``write`` to a file opened for appending, so a killed process leaves at most
-its last line torn.
+Times are unix seconds, sizes bytes. The log is for people and tools, never for recovery: a failure to write it does not
+harm the training. It is never synced, and anybody may add to it, so readers skip what is no event, such as a line torn
+by a crash. A line is one ``write`` to a file opened for appending, so a killed process leaves at most its last line
+torn.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .errors import Damaged
 from .regular import load_json, open_regular
 
 TAIL_BYTES = 64 * 1024
-"""At the end of a log, in which its newest events are looked for."""
+"""The number of bytes at the end of a log that are searched for its newest events."""
 
 
 class EventLog:
-    """Appends events to ``path``, made at the first one; with ``None`` it keeps nothing. Any thread may emit.
+    """An appender of events to ``path``, which is created at the first one; None discards them. Any thread may emit.
 
     >>> EventLog(None).emit("step", step=12, loss=2.31)
     """
@@ -55,7 +55,7 @@ class EventLog:
             self._file = -1
 
     def _open(self, path: Path) -> None:
-        """Open for appending, and end the line that a killed process may have left torn."""
+        """Open the file for appending, and end a line that a killed process may have torn."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._file).st_size
@@ -64,8 +64,10 @@ class EventLog:
 
 
 def tell(text: str) -> None:
-    """Tell the person who runs the script one line, by the logger ``holdfast``: on standard error, unless the script or
-    a library has set up logging, which then decides."""
+    """Log one line to the logger ``holdfast``.
+
+    It appears on standard error, unless the script or a library has set up logging, which then decides.
+    """
     log = logging.getLogger("holdfast")
     if not log.hasHandlers():
         handler = logging.StreamHandler()
@@ -77,8 +79,10 @@ def tell(text: str) -> None:
 
 
 def said_lost(log: Path | None, step: int) -> str:
-    """Return which steps after ``step`` the events in ``log`` tell of, as a sentence: who resumes there does them
-    again. Events are a line a second at most, so there may have been more."""
+    """Describe, in a sentence, the steps after ``step`` that ``log`` reports: a resume does them again.
+
+    Events are written at most once a second, so there may have been more.
+    """
     newest, durable = _newest_steps(log) if log is not None else (step, step)
     if durable > step:
         return (
@@ -92,7 +96,7 @@ def said_lost(log: Path | None, step: int) -> str:
 
 
 def _newest_steps(log: Path) -> tuple[int, int]:
-    """Return the highest step done and the highest durable one in the last events of ``log``; -1 if there is none."""
+    """Return the highest step done and the highest durable step in the last events of ``log``; -1 for none."""
     try:
         with open(open_regular(log), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -109,19 +113,19 @@ def _highest(numbers: list[Any]) -> int:
 
 
 def _since_the_opening(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events since a process opened the run last: steps before it may have been left behind on purpose."""
+    """Return the events since a process last opened the run: earlier steps may have been abandoned on purpose."""
     opened = [i for i, each in enumerate(events) if each.get("event") in ("checkpointer", "engine")]
     return events[opened[-1] :] if opened else events
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of ``path``, oldest first; torn lines are skipped."""
+    """Yield the events of ``path``, oldest first; torn lines are skipped."""
     with open(open_regular(path), encoding="utf-8", errors="replace") as lines:
         yield from parsed(lines)
 
 
 def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The events that ``lines`` are; what is none is skipped."""
+    """Yield the events among ``lines``; anything else is skipped."""
     for line in lines:
         try:
             event = load_json(line)
@@ -132,7 +136,7 @@ def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as strict JSON: what is not a number is ``null``, what has no form in JSON is its text."""
+    """Return ``value`` as strict JSON: numbers that are not finite become ``null``, other values their text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

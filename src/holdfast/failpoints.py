@@ -1,7 +1,7 @@
-"""Named places at which a test can end the process, as a failing machine would.
+"""Failpoints: named places at which a test can end the process, as a failing machine would.
 
-``HOLDFAST_FAILPOINT=after_manifest_rename`` kills at the first arrival, ``...:3`` at the third.
-In a process that forks its children a test sets ``armed`` instead of the environment.
+``HOLDFAST_FAILPOINT=after_manifest_rename`` kills at the first arrival, ``...:3`` at the third. In a process that forks
+its children a test sets ``armed`` instead of the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES: list[str] = [
     "after_retire_sync",
     "after_timeline_opened",
 ]
-"""In the order of the commit protocol."""
+"""Failpoints of a commit, in the order of its protocol."""
 
 RECORDING: list[str] = [
     "after_gradients_copied",
@@ -31,10 +31,10 @@ RECORDING: list[str] = [
     "before_records_write",
     "after_unit_staged",
 ]
-"""In the order in which a step gets from training to the thread that writes it, and then of a base's."""
+"""Failpoints of recording: a step on its way from training to the writer thread, then a part of a snapshot."""
 
 RANKS: list[str] = ["after_share_written"]
-"""Of several ranks, besides the others: a part of a base is durable, and no commit names it yet."""
+"""The failpoint of several ranks: a part of a snapshot is durable, and no commit names it yet."""
 
 JOURNAL: list[str] = [
     "after_segment_made",
@@ -42,10 +42,10 @@ JOURNAL: list[str] = [
     "after_records_sync",
     "before_segment_unlink",
 ]
-"""In the order in which records become durable, and go."""
+"""Failpoints of log records, in the order in which records become durable and are removed."""
 
 LIFECYCLE: list[str] = ["after_compacted", "before_retired_unlink"]
-"""Of ``holdfast compact`` and ``prune``, besides the others."""
+"""Failpoints of ``holdfast compact`` and ``prune``."""
 
 REPLICA: list[str] = [
     "after_gradient_copied",
@@ -58,11 +58,13 @@ REPLICA: list[str] = [
     "before_replica_kept",
     "after_replica_kept",
 ]
-"""In the order in which a step reaches a replica: the first four in the trainer. A state is *kept* when the trainer has
-died."""
+"""Failpoints of a replica, in the order in which a step reaches it; the first four are in the trainer.
+
+A state is *kept* when the trainer has died.
+"""
 
 REDO: list[str] = ["before_redo", "before_redone_update", "after_redone_update", "before_redone_write"]
-"""In the order in which a block is updated again, besides the others."""
+"""Failpoints of a block that is updated again, in order."""
 
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
@@ -73,11 +75,11 @@ def kill() -> None:
 
 
 action: Callable[[], None] = kill
-"""What happens at the armed point; a power-cut test replaces it."""
+"""The action at the armed point; a power-cut test replaces it."""
 
 
 def reach(name: str) -> None:
-    """Called by the code when it arrives at the point ``name``."""
+    """Act if the point ``name`` is armed and its count is reached. Called by the code that arrives there."""
     assert any(name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO)), name
     if not armed:
         return

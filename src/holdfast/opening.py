@@ -1,15 +1,13 @@
-"""Opening: the state that a name means, to be read. torch is loaded where records are replayed or a format needs it."""
+"""Opening of a state by its name, for reading. torch is imported only for replay or for formats that need it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
 from .regular import home_path
 from .store.chain import last_step
-from .store.lines import commit_at, tip_with, told_of_left
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
@@ -20,12 +18,11 @@ from .universal.source import Source
 
 
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
-    """The state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of another format. A run without a
-    step is meant at its newest, and where records lead there, they are replayed in memory. That a step is of a line
-    which was left is told in a warning, unless its timeline was named.
+    """Return the state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of a foreign format.
 
-    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
-    ``DiskFailed``.
+    A run without a step means its newest step; log records that lead there are replayed in memory. A step of an
+    abandoned timeline is found only where ``text`` names the timeline. Raises ``NoCommit`` if a run has no such
+    step, ``BadInput`` if nothing known is there, ``Damaged``, and ``DiskFailed``.
     """
     target = Target.parse(text)
     with looking_at(target.run):
@@ -37,16 +34,13 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet")
     step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
-    tip = tip_with(reader, step) if target.timeline is None else target.timeline
-    if target.timeline is None and (told := told_of_left(reader, tip, step)):
-        warnings.warn(f"{text}: {told}", stacklevel=3)
-    line = reader.line(tip)
+    line = reader.line(target.timeline)
     for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return Commit(reader, manifest)
     if all(ref.step > step for ref in line):
-        return Commit(reader, commit_at(reader, step, target.timeline))  # of another line, or nowhere
-    return _replayed(reader, step, tip)
+        return Commit(reader, reader.at(step, target.timeline))  # where it is nowhere, this raises
+    return _replayed(reader, step, target.timeline)
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:

@@ -1,4 +1,4 @@
-"""Optimizers for plain loops and out of core alike: ``torch.optim`` ones with less state, or of whole matrices."""
+"""Optimizers for plain loops and for out-of-core training: variants with less state, and joined ones."""
 
 from .update.adamw import AdamW8bit, AdamWBF16
 from .update.apollo import Apollo, apollo_mini

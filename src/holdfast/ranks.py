@@ -1,8 +1,8 @@
-"""Ranks: the processes that train together, as far as who stores their state has to know of the others.
+"""Ranks: the processes that train together, with the exchanges that storing their state needs.
 
-Where all do the same at the same moment (resuming, a base at once), they exchange values on a group of their own. What
-happens in the background goes over a *board*, a key-value store of torch that the first rank serves: nobody waits for
-anybody there, and a rank that dies leaves the last that it said.
+Where all ranks do the same at the same moment (a resume, a common snapshot), they exchange values on their own process
+group. Background communication uses a *board*, a key-value store of torch that the first rank serves: nobody waits for
+anybody there, and the last values of a dead rank remain.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .errors import HoldfastError, RankFailed
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 10.0
-"""How long the others may be late without a word."""
+"""The seconds after which a rank that waits for the others warns."""
 
 BEAT_SECONDS = 0.5
-"""How often the first rank tells the others that they wait for something."""
+"""The interval in seconds at which the first rank sends the others a heartbeat while they wait."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""What tells a running machine from any other."""
+"""The file that identifies a running machine."""
 
 SUMMED_AT_ONCE = 4 << 20
-"""Elements: what is received waits in memory."""
+"""The number of elements that are summed at once: received values occupy memory."""
 
 
 def this_machine() -> str:
-    """The same for all processes of one running machine."""
+    """Return text that is equal for all processes of one running machine."""
     try:
         return BOOT.read_text()
     except OSError:  # no Linux
@@ -46,18 +46,20 @@ def this_machine() -> str:
 
 
 class Ranks:
-    """This process among ``world_size``. By itself it is rank 0 of 1."""
+    """This process as one of ``world_size`` ranks. Without a group it is rank 0 of 1."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
         self.rank, self.world_size, self._group = rank, world_size, group
         self.alone = group is None
         self.tell_lost: Callable[[], None] = lambda: None
-        """Raises what is known of a rank that did not come."""
+        """A function that raises what is known of a missing rank."""
 
     @classmethod
     def here(cls, deadline_seconds: float, what: str = "make their Checkpointer") -> Ranks:
-        """Those of torch.distributed, if it is in use. Called on all ranks, and waits for them; ``what`` is what they
-        are to do."""
+        """Return the ranks of torch.distributed, if it is in use. Collective: every rank must call this.
+
+        ``what`` describes, for a warning, what the ranks are about to do.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         with _told_of_wait(deadline_seconds, what):
@@ -65,7 +67,7 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
     def close(self) -> None:
-        """Let go of the others: who waits for this rank gets ``RankFailed``. A second call does nothing."""
+        """Leave the group: a rank that waits for this one gets ``RankFailed``. A second call does nothing."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(ValueError):  # the script has destroyed all groups
@@ -73,7 +75,7 @@ class Ranks:
 
     @contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """An error inside is the end of the group."""
+        """Leave the group if the body raises an error."""
         try:
             yield
         except BaseException:
@@ -82,22 +84,24 @@ class Ranks:
 
     @property
     def stream(self) -> str:
-        """The name of this rank's journal."""
+        """The name of this rank's log."""
         return stream_of(self.rank)
 
     @property
     def prefix(self) -> str:
-        """Of the names of the units that this rank stores."""
+        """The prefix of the names of the units that this rank stores."""
         return "" if self.alone else f"{self.stream}."
 
     def is_mine(self, unit: str) -> bool:
-        """Whether this rank removes the files of ``unit`` when no commit needs them: the first one also those that
-        ranks left which are there no more."""
+        """Return whether this rank removes the files of ``unit`` when no commit needs them.
+
+        The first rank also removes those of ranks that no longer exist.
+        """
         others = tuple(f"{stream_of(rank)}." for rank in range(1, self.world_size))
         return unit.startswith(self.prefix) if self.rank else not unit.startswith(others)
 
     def everyone(self, value: T) -> list[T]:
-        """The ``value`` of each rank, by rank. Called on all of them."""
+        """Return the ``value`` of each rank, by rank. Collective: every rank must call this."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -106,8 +110,11 @@ class Ranks:
         return values
 
     def all_do(self, what: Callable[[], T]) -> list[T]:
-        """What ``what`` returned on each rank. If it raised anywhere it raises everywhere: the own error, or one that
-        names the rank and has its text. Called on all ranks."""
+        """Run ``what`` on each rank and return the results by rank. Collective: every rank must call this.
+
+        An error on any rank is raised on all: a rank's own error, or ``RankFailed`` with the number and text of the
+        other.
+        """
         if self.alone:
             return [what()]
         result, failure = None, None
@@ -125,13 +132,19 @@ class Ranks:
         return [cast(T, result) for result, _ in outcomes]
 
     def first_does(self, what: Callable[[], T]) -> T:
-        """What ``what`` returned on rank 0, which alone calls it. Raises as ``all_do``. Called on all ranks."""
+        """Run ``what`` on rank 0 alone and return its result on all ranks. Collective: every rank must call this.
+
+        Raises as ``all_do``.
+        """
         result = self.all_do(lambda: what() if self.rank == 0 else None)[0]
         return cast(T, result)
 
     def first_takes_its_time(self, what: Callable[[], T]) -> T | None:
-        """What ``what`` returned on rank 0, which alone calls it, and None on the others: they wait for as long as it
-        lives, whatever their deadline. Called on all ranks, inside ``agreeing``."""
+        """Run ``what`` on rank 0 alone, and return its result there and None on the others.
+
+        The others wait as long as rank 0 lives, whatever their deadline. Collective: every rank must call this, inside
+        ``agreeing``.
+        """
         if self.alone:
             return what()
         if self.rank:
@@ -148,14 +161,14 @@ class Ranks:
             beating.join()
 
     def _beat(self, over: threading.Event) -> None:
-        """Tell the others from time to time to wait, and that it is ``over``."""
-        with suppress(HoldfastError):  # what all do next says who is gone
+        """Send the others a heartbeat from time to time, and a last message when the work is ``over``."""
+        with suppress(HoldfastError):  # the next collective reports a lost rank
             while not over.wait(BEAT_SECONDS):
                 self.everyone(True)
             self.everyone(False)
 
     def spread(self, sent: torch.Tensor | None, source: int) -> torch.Tensor:
-        """The bytes that the rank ``source`` has ``sent``. Called on all ranks."""
+        """Return the bytes that rank ``source`` has ``sent``. Collective: every rank must call this."""
         [nbytes] = {each for each in self.everyone(None if sent is None else len(sent)) if each is not None}
         received = torch.empty(nbytes, dtype=torch.uint8) if sent is None else sent
         with self._failing():
@@ -164,7 +177,10 @@ class Ranks:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """What is inside is done on all ranks. If it raises anywhere it raises everywhere, as ``all_do``."""
+        """Run the body on all ranks; an error on any rank is raised on all, as in ``all_do``.
+
+        Collective: every rank must enter this.
+        """
         if self.alone:
             yield
             return
@@ -181,7 +197,10 @@ class Ranks:
         self.all_do(end)
 
     def fill(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Of ``flat``, let all ranks have the element ``ranges`` that each has, by rank. Called on all."""
+        """Broadcast to all ranks the range of ``flat`` that each rank has; ``ranges`` are element ranges by rank.
+
+        Collective: every rank must call this.
+        """
         if self.alone:
             return
         with self._failing():
@@ -190,8 +209,13 @@ class Ranks:
                     dist.broadcast(flat[start:stop], rank, group=self._open())
 
     def sum_into(self, own: torch.Tensor, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Put into ``own`` the sum over all ranks of what ``flat`` has in this rank's of the element ``ranges``. It is
-        added up in the order of the ranks, whatever comes first. Called on all."""
+        """Put into ``own`` the sum over all ranks of this rank's range of ``flat``.
+
+        Collective: every rank must call this.
+
+        ``ranges`` are element ranges by rank. Values are added in rank order, whatever order they arrive in, so the sum
+        is reproducible.
+        """
         longest = max(stop - start for start, stop in ranges)
         with self._failing():
             for at in range(0, longest, SUMMED_AT_ONCE):
@@ -225,14 +249,14 @@ class Ranks:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What a collective inside fails with means that somebody is gone."""
+        """Turn the error of a failed collective into one about a lost rank."""
         try:
             yield
         except RuntimeError as error:
             raise self._gone(error) from error
 
     def _gone(self, error: RuntimeError) -> RankFailed:
-        """What a collective that failed means. Raises what is known of who did not come, if anything is."""
+        """Return the error for a failed collective. Raises a more specific one if the lost rank is known."""
         self.tell_lost()
         return RankFailed(
             f"rank {self.rank} waited for the others, and one has ended or does not come ({error}). Every step that was"
@@ -241,7 +265,10 @@ class Ranks:
         )
 
     def board(self, initial: Mapping[str, str], deadline_seconds: float) -> dist.TCPStore:
-        """A key-value store that all ranks share, with ``initial`` values. Called on all ranks."""
+        """Return a key-value store with ``initial`` values that all ranks share.
+
+        Collective: every rank must call this.
+        """
         timeout = timedelta(seconds=deadline_seconds)
 
         made: list[dist.TCPStore] = []
@@ -268,7 +295,7 @@ def stream_of(rank: int) -> str:
 
 @contextmanager
 def _told_of_wait(deadline_seconds: float, what: str) -> Iterator[None]:
-    """Warn once if what is inside takes long, since not all ranks come."""
+    """Warn once if the body takes long because not all ranks come."""
     text = (
         f"rank {dist.get_rank()} has waited {PATIENCE_SECONDS:g} s for the other ranks to {what}. All"
         f" {dist.get_world_size()} ranks have to, not rank 0 alone: each stores its part. It waits for"

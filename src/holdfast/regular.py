@@ -1,8 +1,8 @@
-"""Paths as people give them, and regular files alone: how files are opened, whatever lies in their places.
+"""Opening of files at paths that people give: only regular files, whatever lies there.
 
-A FIFO in the place of a file would make its reader wait for ever, a socket or a device answer with anything, and a file
-of 200 GiB without content fill the memory. So files are opened without waiting, must be regular, and small ones are
-read in pieces, to a limit and no further than something is in them. Sizes are bytes. Expected from every room.
+A FIFO in place of a file would block its reader for ever, a socket or a device could answer with anything, and a sparse
+file of 200 GiB would fill the memory. So files are opened without blocking and must be regular. Small ones are read in
+pieces, up to a limit and only as long as there is content. Sizes are bytes. Called by all parts of the library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from .errors import Damaged, ManifestCorrupt
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read as a whole: manifests, indexes, timeline records, configurations."""
+"""The limit for files that are read as a whole: manifests, indexes, timeline records, configurations."""
 
 PIECE_BYTES = 1 << 20
 
@@ -29,15 +29,15 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
 }
 _NO_FILE = (errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""What opening a socket, a device without a driver, a FIFO without a reader, or a directory for writing gives."""
+"""Errors of opening a socket, a device without a driver, a FIFO without a reader, or a directory for writing."""
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
     """Open the regular file at ``path`` and return its descriptor; the caller closes it.
 
     Raises:
-        Damaged: something else than a regular file is there.
-        OSError: what the system says of a file that cannot be opened.
+        Damaged: Something other than a regular file is there.
+        OSError: The system cannot open the file.
     """
     try:
         fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -55,8 +55,8 @@ def read_regular(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the content of a small file.
 
     Raises:
-        ManifestCorrupt: no regular file is there, it is longer than ``most_bytes``, or has a piece without content.
-        OSError: what the system says of a file that cannot be opened or read.
+        ManifestCorrupt: There is no regular file, it is longer than ``most_bytes``, or a piece of it has no content.
+        OSError: The system cannot open or read the file.
     """
     try:
         fd = open_regular(path)
@@ -83,12 +83,12 @@ def read_regular(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def home_path(text: str | os.PathLike[str]) -> Path:
-    """Return the path that a person gave, in which ``~`` is the home directory."""
+    """Return a path from user input, in which ``~`` is the home directory."""
     return Path(os.path.expanduser(text))
 
 
 def load_json(text: str | bytes | bytearray) -> Any:
-    """Return what the JSON ``text`` says. Raises ``ValueError`` for what is none, or is nested too deeply."""
+    """Return the value of the JSON ``text``. Raises ``ValueError`` if it is malformed or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -99,7 +99,7 @@ _WAY_OUT = "Put the file of a copy of the run in its place."
 
 
 def _kind_of(mode: int) -> str:
-    """Return what a file of this mode is, if not a regular one."""
+    """Return a description of a file of this mode; empty for a regular one."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 

@@ -1,4 +1,4 @@
-"""Sources to begin from: a run, a step that its records lead to, or a state of another library."""
+"""Sources to begin from: a run, a step that its log records lead to, or a state of another library."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ from .universal.source import Source, Stored
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
 NO_RANDOM = "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
-"""Told of a source."""
+"""Warnings about what a source lacks."""
 
 
 @dataclass(frozen=True)
 class From(Allowed):
-    """The state at ``path``, of whatever format, to begin from: RUN, RUN@STEP, or what another library wrote.
+    """The state at ``path``, of any format, to begin from: RUN, RUN@STEP, or what another library wrote.
 
-    ``rename`` gives the names in it by regular expressions over names here, the first that matches in full.
-    ``partial`` leaves what it does not have as it is, and what is not wanted of it unread. ``cast`` converts
-    floating-point tensors of another type. ``rules``, a file or a pack, makes other tensors of it first; ``values`` is
-    a JSON file with numbers that they name and it does not say itself, such as a config.json. What came of these is
-    told in warnings.
+    ``rename`` maps full names here to names in the source by regular expressions; the first match counts. ``partial``
+    leaves unchanged what the source lacks, and unread what the model does not want. ``cast`` converts floating-point
+    tensors of another dtype. ``rules``, a file or a pack, transforms the tensors first; ``values`` is a JSON file, such
+    as a config.json, with numbers that rules name and the source lacks. The effects are reported in warnings.
     """
 
     path: str | Path
@@ -56,11 +55,11 @@ class From(Allowed):
 
     @property
     def plain(self) -> bool:
-        """Nothing but the very state will do."""
+        """True if nothing but the exact state is accepted."""
         return self == From(self.path)
 
     def source(self) -> Source:
-        """Raises as ``source_of``; ``RuleError`` if the rules do not fit."""
+        """Open the source. Raises as ``source_of``, and ``RuleError`` if the rules do not fit."""
         found = source_of(str(self.path))
         if self.rules is None:
             return found
@@ -69,23 +68,23 @@ class From(Allowed):
 
     @property
     def place(self) -> Path | None:
-        """Where it lies, None if on no disk."""
+        """The path of the source; None if it is on no disk."""
         path = Target.parse(str(self.path)).run
         return None if isinstance(path, Url) else path
 
     def open(self) -> Beginning:
-        """Raises as ``source``."""
+        """Open the source for ``offload``. Raises as ``source``."""
         return Beginning(self.source(), self, self.place)
 
 
 class Beginning:
-    """A state that a fresh run of ``offload`` begins from."""
+    """A state from which a fresh run of ``offload`` begins."""
 
     fresh = False
-    """A run begins with it: what only a run that went on would have is not missed."""
+    """False: a run begins with this state, so facts that only a continued run has may be missing."""
 
     def __init__(self, source: Source, allowed: Allowed, place: Path | None) -> None:
-        """``source`` lies at ``place`` (None: on no disk)."""
+        """Wrap ``source``, which lies at ``place`` (None: on no disk)."""
         self._source, self._allowed, self._place, self._match = source, allowed, place, Match()
         self.path = source.path
         self.step: int = source.progress.get("step") or 0
@@ -93,8 +92,11 @@ class Beginning:
         self.kept: dict[str, frozenset[str] | None] = {}
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Raise ``RunMismatch`` unless it is the state of this model and optimizer. What of it is not as it was, for a
-        person. ``kept`` are from then on the slots that the optimizer keeps with the hyper-parameters of this state."""
+        """Match the state with a model and its optimizer; return a message for each difference.
+
+        Afterwards ``kept`` has the slots that the optimizer keeps under the hyper-parameters of this state. Raises
+        ``RunMismatch`` unless it is their state.
+        """
         forms = [
             Form(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
             for p in captured.parameters
@@ -111,26 +113,29 @@ class Beginning:
         return told_of(self._match, self._source)
 
     def check(self, ranks: Ranks) -> None:
-        """Read, between all ranks, what was matched. Raises ``Damaged`` on all if it is not as it was written."""
+        """Verify what was matched, divided over all ranks. Raises ``Damaged`` on all ranks.
+
+        Collective: every rank must call this.
+        """
         found = [each for slots in self._match.found.values() for each in slots.values()]
         pieces = [one for each in found for one in each.every]
         parts = {number for one in pieces for number in one.part.tolist()}
         check_between(ranks, self._source, self._place, lambda: (parts, found))
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Of what was matched of a parameter, the shapes of the tensors by slot."""
+        """Return the shapes of a parameter's matched tensors, by slot."""
         return {slot: each.atom.shape for slot, each in self._match.found.get(name, {}).items()}
 
     def identity(self) -> list[Any]:
-        """As that of the source."""
+        """Return the identity of the source."""
         return self._source.identity()
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Whole; None if there is none. Raises ``Damaged``."""
+        """Return a whole parameter; None if the source has none. Raises ``Damaged``."""
         return self._read(name, {"param"}).get("param")
 
     def state(self, name: str, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        """What the optimizer held for a parameter, by slot; of those in ``boxes`` that region."""
+        """Return the optimizer state of a parameter, by slot; for slots in ``boxes`` only that region."""
         found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"}, boxes)
         values = self._match.values.get(name, {})
         numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
@@ -149,14 +154,16 @@ class Beginning:
         return dict(zip(there, read_tensors(self._source, wanted), strict=True))
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
-        """Whether there were those of all groups."""
+        """Set the hyper-parameters of ``groups`` and return whether the source had those of all groups."""
         return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
 def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
-    """Bring ``loop``, on all its ranks, to where ``start`` is, as far as it says; what it does not say is told.
+    """Bring ``loop`` to the state of ``start``; what the source lacks is reported in warnings.
 
-    Raises as ``From.source``, and ``RunMismatch`` if it is of another model; on all ranks alike."""
+    Collective: every rank must call this. Raises, on all ranks, as ``From.source``, and ``RunMismatch`` if the source
+    belongs to another model.
+    """
     ranks, target = loop.ranks, Target.parse(str(start.path))
     if start.plain and ranks.first_does(partial(has_records, target.run)):
         _begin_from_run(target, loop)
@@ -171,7 +178,10 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
 
 
 def opened_alike(start: From, ranks: Ranks) -> Source:
-    """What ``start`` names, the same on all ranks. Raises as ``From.source``, on all alike."""
+    """Open ``start`` on all ranks and check that all name the same state. Collective: every rank must call this.
+
+    Raises as ``From.source``, on all ranks.
+    """
     opened: list[Source] = []
 
     def look() -> str:
@@ -192,8 +202,16 @@ def check_between(
     path: Path | None,
     need: Callable[[], tuple[Iterable[int], Iterable[Stored]]],
 ) -> None:
-    """Check between all ranks, before any of them is changed, what they will take of ``source``, which lies at ``path``
-    (None: on no disk): of each, ``need`` says the parts and the atoms."""
+    """Verify what the ranks will read of ``source``, before any rank is changed.
+
+    Collective: every rank must call this.
+
+    Args:
+        ranks: All ranks.
+        source: The source.
+        path: The path of the source; None if it is on no disk.
+        need: Return the parts and the tensors that this rank will read.
+    """
     wanted = list[Stored]()
 
     def told() -> Need:
@@ -208,7 +226,7 @@ def check_between(
 
 
 def _begin_from_run(target: Target, loop: Loop) -> None:
-    """By what another run has recorded."""
+    """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
         loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
         found = recover(
@@ -219,7 +237,7 @@ def _begin_from_run(target: Target, loop: Loop) -> None:
 
 
 def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
-    """The step that ``source`` is at, and what of it is not as it was, for a person."""
+    """Restore ``loop``; return the step of ``source`` and a message for each difference."""
     script, ranks = loop.script, loop.ranks
     script.check_place(source.progress, ranks.world_size)
     found, complete = restore(loop.state, source, allowed)
@@ -227,14 +245,14 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     if not complete:
         about.append(NOT_ALL_GROUPS)
     step = source.progress.get("step") or 0
-    if step and "random" not in source.progress:  # what is of no step begins a training
+    if step and "random" not in source.progress:  # a source without a step begins a training
         loop.exactness = "state"
         about.append(NO_RANDOM)
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 
 def told_of(found: Match, source: Source) -> list[str]:
-    """What is not as ``source`` has it, for a person."""
+    """Return a message for each difference from ``source``."""
     if not source.unread:
         return found.told()
     beside = (
@@ -244,7 +262,7 @@ def told_of(found: Match, source: Source) -> list[str]:
 
 
 def has_records(path: Path | Url) -> bool:
-    """Whether in ``path`` there is a run of a Checkpointer."""
+    """Return whether ``path`` holds a run of a Checkpointer."""
     if not isinstance(path, Url) and not (path / "commits").is_dir():
         return False
     head = LocalStore.read(path).head()

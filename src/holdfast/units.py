@@ -1,4 +1,4 @@
-"""Bytes and seconds, read and written the way people do."""
+"""Parsing and formatting of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PAGE = 4096
-"""Bytes. Offsets, lengths and addresses of direct I/O are multiples of it."""
+"""Bytes of a page. Offsets, lengths and addresses of direct I/O are multiples of it."""
 
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 
@@ -28,7 +28,7 @@ _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0,
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of ``"20GiB"``, ``"1.5 GB"``, ``"4096"`` or a number.
+    """Return the bytes of ``"20GiB"``, ``"1.5 GB"``, ``"4096"`` or a number. Raises ``ValueError``.
 
     >>> parse_bytes("1.5KiB")
     1536
@@ -42,7 +42,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``"30min"``, ``"250 ms"``, ``"1.5h"`` or ``"90"``.
+    """Return the seconds of ``"30min"``, ``"250 ms"``, ``"1.5h"`` or ``"90"``. Raises ``ValueError``.
 
     >>> parse_seconds("30min"), parse_seconds("0.5")
     (1800.0, 0.5)
@@ -54,7 +54,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes for a person.
+    """Format ``count`` bytes with a binary unit.
 
     >>> format_bytes(20 * 1024**3), format_bytes(999)
     ('20.0 GiB', '999 B')
@@ -66,7 +66,7 @@ def format_bytes(count: float) -> str:
 
 
 def ample_budget(count: int) -> str:
-    """A budget, to be pasted, that holds ``count`` bytes and what two processes differ by: 1 %, in whole MiB.
+    """Return a budget, as text, for ``count`` bytes plus 1 % that two processes may differ by, in whole MiB.
 
     >>> ample_budget(454_817_800)
     '439MiB'
@@ -75,7 +75,7 @@ def ample_budget(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` for a person.
+    """Format ``seconds`` with suitable units.
 
     >>> format_seconds(0.25), format_seconds(75), format_seconds(7500)
     ('0.2 s', '1 min 15 s', '2 h 5 min')
@@ -90,7 +90,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``count`` things for a person.
+    """Format ``count`` and ``noun``, in the plural unless there is one.
 
     >>> counted(1, "file"), counted(1200, "file")
     ('1 file', '1,200 files')
@@ -99,7 +99,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def shown(names: Collection[str], most: int = 3) -> str:
-    """``names`` for a person: the first ``most``, and how many there are besides.
+    """Format the first ``most`` of ``names``, and the number of the others.
 
     >>> shown(["a", "b"]), shown(["a", "b", "c", "d"])
     ('a, b', 'a, b, c and 1 more')
@@ -109,9 +109,10 @@ def shown(names: Collection[str], most: int = 3) -> str:
 
 
 def visible(text: str, lines: bool = False) -> str:
-    """Return ``text`` with an escape in the place of whatever a terminal would obey instead of showing it: control
-    characters, those that turn the direction of writing, and bytes of a name that are no UTF-8. Without ``lines`` of
-    line ends and tabs too.
+    """Return ``text`` with escapes for everything that a terminal would obey instead of showing it.
+
+    Those are control characters, characters that change the direction of writing, and bytes of a name that are no
+    UTF-8. Line ends and tabs are escaped as well, unless ``lines`` is true.
 
     >>> visible("a\\x1b[31mb"), visible("a\\udcffb"), visible("a\\nb"), visible("a\\nb", lines=True)
     ('a\\\\x1b[31mb', 'a\\\\xffb', 'a\\\\nb', 'a\\nb')
@@ -127,12 +128,12 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def round_up(count: int, multiple: int = PAGE) -> int:
-    """The smallest multiple of ``multiple`` that is >= ``count``."""
+    """Return the smallest multiple of ``multiple`` that is >= ``count``."""
     return -(-count // multiple) * multiple
 
 
 def packed(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """``items`` in their order, in groups of ``most_bytes`` at most; one that has more is a group by itself.
+    """Yield ``items`` in their order, in groups of at most ``most_bytes``; a larger item is a group by itself.
 
     >>> list(packed([3, 4, 5, 20, 1], lambda size: size, 8))
     [[3, 4], [5], [20], [1]]

@@ -9,6 +9,7 @@ import json
 import pickle
 import struct
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
 from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
@@ -208,6 +209,10 @@ def test_a_save_of_a_step_that_is_there_or_before_it_begins_another_timeline(tmp
         save(state(number), tmp_path, step=step, keep=Keep(last=5))
     assert steps_of(tmp_path) == [(25, 2), (20, 2), (20, 1), (10, 1)]
     assert load(state(9), tmp_path)["step"] == 4
+    assert load(state(9), tmp_path, step=30, timeline=1)["step"] == 2
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        load(state(9), tmp_path, step=30)
+    assert isinstance(cause_of(error), NoCommit)
     with pytest.raises(dcp.api.CheckpointException) as error:
         save(state(), tmp_path, step=5)
     assert isinstance(cause_of(error), BadInput) and "begins with step 10" in str(cause_of(error))
@@ -354,6 +359,37 @@ def test_ranks_that_found_different_commits_do_not_load_a_mixture(tmp_path):
     with pytest.raises(BadInput, match=r"different commits.*step="):
         StorageReader(tmp_path).prepare_global_plan(plans)
     assert StorageReader(tmp_path).prepare_global_plan(plans[:1] * 2)
+
+
+def test_planner_data_in_plans_is_kept(tmp_path):
+    """A planner may put data of its own into a plan that is loaded."""
+
+    class Own(DefaultLoadPlanner):
+        def create_global_plan(self, plans):
+            return [replace(plan, storage_data={"own": 1}) for plan in plans]
+
+    saved, loaded = state(), state(1)
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path), planner=Own(), no_dist=True)
+    assert torch.equal(loaded["model"]["w"], saved["model"]["w"])
+
+
+def test_saves_and_loads_have_identities(tmp_path):
+    """Planners get the identity of a save, as from torch's own writer."""
+    seen = []
+
+    class Own(DefaultSavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            seen.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer, reader = StorageWriter(tmp_path), StorageReader(tmp_path)
+    for _ in range(2):
+        dcp.save(state(), checkpoint_id=tmp_path, storage_writer=writer, planner=Own(), no_dist=True)
+    found = reader.read_metadata().storage_meta
+    assert seen[0].save_id != seen[1].save_id == writer.save_id
+    assert found.load_id == reader.load_id
+    assert found.checkpoint_id == seen[1].checkpoint_id == str(tmp_path)
 
 
 def test_saves_without_collectives_and_with_cached_plans_are_refused(tmp_path):

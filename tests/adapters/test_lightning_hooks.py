@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -204,6 +206,42 @@ def test_a_finished_run_ends_with_averages(tmp_path):
     fit(averaged_to_a_number_of_steps, tmp_path, tmp_path / "run")
     again = fit(averaged_to_a_number_of_steps, tmp_path, tmp_path / "run")
     assert again["model"] == whole["model"]
+
+
+class Validated(Net):
+    def validation_step(self, batch, index):
+        self.log("validated", self.head(self.backbone(batch[0])).square().mean())
+
+
+def test_second_fit_of_trainer_continues(tmp_path):
+    """With validation, which the trainer has run in its first fit."""
+
+    def weights(*ends, run=None):
+        torch.manual_seed(0)
+        model, loader = Validated(), DataLoader(POINTS, batch_size=6, shuffle=True)
+        trainer = lightning.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
+            enable_model_summary=False, callbacks=[] if run is None else [HoldfastCallback(run)],
+        )  # fmt: skip
+        for end in ends:
+            trainer.fit_loop.max_epochs = end
+            trainer.fit(model, loader, DataLoader(POINTS, batch_size=9))
+        return trainer.global_step, digest(model.state_dict())
+
+    assert weights(2, 4, run=tmp_path / "run") == weights(4)
+
+
+def test_nothing_stays_on_the_loader(tmp_path):
+    """So that a trainer can be pickled after a fit."""
+    loader = DataLoader(POINTS, batch_size=6)
+    before = dict(vars(loader))
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
+        enable_model_summary=False, callbacks=[HoldfastCallback(tmp_path / "run")],
+    )  # fmt: skip
+    trainer.fit(Net(), loader)
+    assert vars(loader) == before
+    assert pickle.dumps(trainer)
 
 
 def test_objects_of_epoch_hooks_are_told(tmp_path):

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 
 import pytest
 
 from delta.loops import cut_small, same
 from holdfast.delta.compact import compact
-from holdfast.store.lines import left_behind
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import planned
 from holdfast.store.retention import Keep
+from support.timelines import left_behind
 from test_checkpointer import go_on, reference, start
-
-LEFT = "resuming after step .* which was left at step"
 
 
 def trained(root, steps, base=None, step=None):
     """The run is trained to ``steps`` from the newest, or from ``step``; with a base of ``base``."""
     loop, checkpointer = start(root, base_every=1000, keep=Keep(9))
     with checkpointer:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", LEFT)
-            checkpointer.resume(step=step)
+        checkpointer.resume(step=step)
         for each in range(checkpointer.steps_done + 1, steps + 1):
             go_on(loop, checkpointer, each)
             checkpointer._survival.recorder.settle()  # a segment of each step's record
@@ -41,14 +36,16 @@ def run(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def resumed(root, step, tmp_path):
-    """The state at ``step`` of a copy of the run, since to go back begins another line."""
-    copy = tmp_path / f"at-{step}"
-    shutil.copytree(root, copy)
+def resumed(root, step, tmp_path, timeline=None):
+    """The state at ``step`` of a copy of the run, or of ``timeline``, since to go back begins another line."""
+    copy, source = tmp_path / f"at-{step}", None
+    if timeline is None:
+        shutil.copytree(root, copy)
+    else:
+        step, source = None, f"{root}@{step}.t{timeline}"
     loop, checkpointer = start(copy, keep=Keep(99))
-    with checkpointer, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", LEFT)
-        assert checkpointer.resume(step=step) == step
+    with checkpointer:
+        assert copy.name == f"at-{checkpointer.resume(step=step, source=source)}"
     return loop.state()
 
 
@@ -66,7 +63,7 @@ def test_the_records_of_a_line_that_was_left_after_the_new_base_stay(run, tmp_pa
     assert compact(run, to).dropped
     assert left(run, steps) == before
     for step in (steps + 1, 12):
-        assert same(resumed(run, step, tmp_path), states[step])
+        assert same(resumed(run, step, tmp_path, 1), states[step])
 
 
 def test_a_base_that_later_steps_of_a_line_left_before_the_new_one_need_stays(run, tmp_path):
@@ -74,8 +71,8 @@ def test_a_base_that_later_steps_of_a_line_left_before_the_new_one_need_stays(ru
     trained(run, 9, step=3)
     done = compact(run, 6)
     assert not done.dropped and done.left == ((10, 12),)
-    for step in (2, 9, 10, 12):
-        assert same(resumed(run, step, tmp_path), states[step])
+    for step, timeline in ((2, None), (9, None), (10, 1), (12, 1)):
+        assert same(resumed(run, step, tmp_path, timeline), states[step])
 
 
 def test_a_base_is_not_kept_for_steps_that_the_present_line_has_or_that_another_base_leads_to(run, tmp_path):
@@ -86,8 +83,8 @@ def test_a_base_is_not_kept_for_steps_that_the_present_line_has_or_that_another_
     with LocalStore.read(run) as reader:
         assert [ref.step for ref in reader.line()] == [6]
     assert left(run, 13) == {14, 15, 16}
-    for step in (6, 13, 14, 16):
-        assert same(resumed(run, step, tmp_path), states[step])
+    for step, timeline in ((6, None), (13, None), (14, 2), (16, 2)):
+        assert same(resumed(run, step, tmp_path, timeline), states[step])
 
 
 def test_a_base_stays_for_steps_of_which_only_another_line_has_the_numbers(tmp_path, monkeypatch):
@@ -125,7 +122,7 @@ def test_steps_of_a_line_that_was_left_and_that_a_prune_loses_are_named(run, hol
     trained(run, 11, base=10, step=7)
     out = holdfast("prune", run, "--keep-last", 1, "--dry-run").out
     assert out.endswith("Steps 0 to 9, 12 could not be recovered any more.\n")
-    trained(run, 20, base=16, step=12)
+    trained(run, 20, base=16)
     trained(run, 15, base=14, step=11)
     out = holdfast("prune", run, "--keep-last", 1, "--dry-run").out
     [row] = [row for row in out.splitlines() if row.split()[0] == "16"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from delta.loops import same
-from delta.test_lost import resumed_at, segment_with, small_segments, trained, unread, with_bases
+from delta.test_lost import begun_from, segment_with, small_segments, trained, unread, with_bases
 from holdfast.delta.compact import compact
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
@@ -37,8 +35,7 @@ def test_a_prune_goes_on_where_what_was_left_cannot_be_read(tmp_path, unread, mo
     with LocalStore.read(tmp_path) as reader:
         assert [ref.step for ref in reader.commits()] == [40]
     monkeypatch.undo()  # it had passed
-    with pytest.warns(UserWarning, match="this step 45 is of timeline 1"):
-        step, state = resumed_at(tmp_path, 45)
+    step, state = begun_from(tmp_path / "other", f"{tmp_path}@45.t1")
     assert step == 45 and same(state, states[45])
 
 
@@ -50,8 +47,7 @@ def test_the_base_that_what_cannot_be_read_may_need_stays(tmp_path, unread, monk
     out = holdfast("compact", tmp_path, "--to", 43).out
     assert "The base of step 40 stays, since what cannot be read may need it: " in out and wanted.name in out
     monkeypatch.undo()
-    with pytest.warns(UserWarning, match="this step 45 is of timeline 1"):
-        step, state = resumed_at(tmp_path, 45)
+    step, state = begun_from(tmp_path / "other", f"{tmp_path}@45.t1")
     assert step == 45 and same(state, states[45])
 
 

@@ -16,9 +16,9 @@ from combined import some_of
 from crash_run import MIXED, ON_SSD, Reference, acknowledging, engine_of, take_steps, train
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
-from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import LocalStore
 from killed import Killed
+from support.simdisk import SimDisk
 
 BLOCKS, STEPS = 2, 8
 ROOT = "/sim"

@@ -18,11 +18,11 @@ from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
-from holdfast.io.simdisk import SimDisk
 from holdfast.ranks import Ranks
 from holdfast.state.live import LiveState
 from holdfast.store import journal
 from holdfast.store.local import LocalStore
+from support.simdisk import SimDisk
 from survive_run import FEATURE, OPTIMIZER, digest
 
 ROOT, STEPS = "/sim", 9

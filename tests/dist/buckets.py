@@ -19,7 +19,6 @@ from holdfast import Checkpointer
 from holdfast.delta import averaging, helper
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import TopK
-from holdfast.delta.powersgd import PowerSGD
 from holdfast.errors import HoldfastError, ReplicaDied
 from replica_run import Forked
 
@@ -35,7 +34,7 @@ DDP: dict[str, dict[str, Any]] = {
 }
 
 
-LEFT = {"left by TopK": TopK(0.5), "left by PowerSGD": PowerSGD(1, start_step=2)}
+LEFT = {"left by TopK": TopK(0.5)}
 """Codecs of a Checkpointer before, whose hooks are still there."""
 
 

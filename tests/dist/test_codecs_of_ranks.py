@@ -111,3 +111,10 @@ def test_a_gradient_made_dense_that_one_rank_has_no_room_for_is_followed_by_a_ba
     assert sorted(said["lost"] > 0 for said in ranks) == [False, True]
     again = ended(world.run(2, steps=6, **options))
     assert again[0]["resumed"] == 6 and again[0]["digests"]["6"] == ranks[0]["digests"]["6"]
+
+
+def test_topk_refuses_a_hook_of_the_script(world, tmp_path):
+    said = world.run(2, root=tmp_path / "run", steps=3, kind="ddp", codec=("topk", 0.3), spoilt="by a hook")
+    for each in said:
+        assert each["error"].startswith("BadInput: the model has a communication hook already"), each
+    assert not (tmp_path / "run").exists()

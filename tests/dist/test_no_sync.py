@@ -8,7 +8,7 @@ import pytest
 from dist.world import ended
 
 COMMON = {"kind": "ddp", "accumulate": 3}
-CODECS = [None, ("topk", 0.3), ("int8", 16), ("powersgd", 1)]
+CODECS = [None, ("topk", 0.3), ("int8", 16)]
 
 
 @pytest.mark.campaign(keep=1)

@@ -31,14 +31,10 @@ def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, ki
 
 
 WORLDS = [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)]
-FSDP1_WORLDS = [(2, 3), (3, 2), (2, 1), (1, 2), (4, 3)]
 
 
 @pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize(
-    "kind, worlds",
-    [*one_in(2, ["ddp", "fsdp"], WORLDS), *one_in(5, ["fsdp1", "fsdp1 layers"], FSDP1_WORLDS)],
-)
+@pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], WORLDS))
 def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
     """With records after the base, and from there once more."""
     one, other = worlds
@@ -54,18 +50,11 @@ KINDS = [
     ("fsdp", 3, "fsdp", 2), ("fsdp", 2, "ddp", 2), ("ddp", 2, "fsdp", 3),
     ("hsdp", 4, "fsdp", 2), ("fsdp", 2, "hsdp", 4), ("hsdp", 4, "plain", 1),
 ]  # fmt: skip
-FSDP1_OTHERS = [
-    ("fsdp1 layers", 2, "ddp", 2), ("fsdp1", 3, "fsdp", 2), ("fsdp1 layers", 3, "plain", 1),
-    ("fsdp1 layers hybrid", 4, "fsdp1", 2), ("fsdp1", 2, "fsdp1 layers hybrid", 4), ("fsdp1 layers", 2, "hsdp", 4),
-    ("ddp", 2, "fsdp1 layers", 3), ("fsdp", 3, "fsdp1", 2), ("plain", 1, "fsdp1 layers", 2), ("hsdp", 4, "fsdp1", 3),
-]  # fmt: skip
 OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
 @pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize(
-    "kinds, optimizer", [*one_in(4, KINDS, OPTIMIZERS), *one_in(10, FSDP1_OTHERS, OPTIMIZERS)]
-)
+@pytest.mark.parametrize("kinds, optimizer", one_in(4, KINDS, OPTIMIZERS))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds
     before = ended(world.run(ranks, kind=kind, root=tmp_path, steps=5, base_every=3, optimizer=optimizer))
@@ -74,7 +63,7 @@ def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimiz
     assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
 
 
-@pytest.mark.parametrize("kinds", some_of(4, FSDP1_OTHERS[1::2]))
+@pytest.mark.parametrize("kinds", some_of(4, KINDS[1:]))
 def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
     """By resume(source=RUN@STEP): a step that records lead to, and one that a base has."""
     kind, ranks, other, others = kinds
@@ -87,8 +76,7 @@ def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
         assert after[0]["digests"] == {str(step): before[0]["digests"][str(step)]}
 
 
-@pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_step_can_be_resumed(world, tmp_path, kind):
     before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))
     for step in range(8):
@@ -99,7 +87,7 @@ def test_every_step_can_be_resumed(world, tmp_path, kind):
 
 
 @pytest.mark.campaign(keep=2)
-@pytest.mark.parametrize("kind, killed", [*product(["ddp", "fsdp"], [0, 1]), ("fsdp1 layers", 1)])
+@pytest.mark.parametrize("kind, killed", list(product(["ddp", "fsdp"], [0, 1])))
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
     cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=12, base_every=3, kill=[killed, 8])

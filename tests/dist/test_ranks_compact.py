@@ -41,7 +41,7 @@ def content(root, step):
         return held, cuts, progress
 
 
-PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)]
+PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
 
 
 @pytest.mark.campaign(keep=1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from delta.test_leaving import Device
-from dist import flattened
 from dist.unread import lose_payload
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
@@ -34,7 +33,6 @@ from holdfast.data.loader import loader as loader_of
 from holdfast.delta import agreement, helper, host, hosts, orphans, rebuild, replica, visiting
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
@@ -112,11 +110,7 @@ def muon(parameters: list[Any]) -> torch.optim.Optimizer:
     return Joined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01))
 
 
-CODECS = {
-    "topk": TopK,
-    "int8": lambda block: Int8(int(block)),
-    "powersgd": lambda rank: PowerSGD(int(rank), start_step=2),
-}
+CODECS = {"topk": TopK, "int8": lambda block: Int8(int(block))}
 
 
 def strided() -> DTensor:
@@ -126,11 +120,7 @@ def strided() -> DTensor:
 
 
 SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
     "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
-    "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
-    "by after_update": lambda model: {"after_update": int},
-    "by averages": lambda model: {"averages": nn.Linear(2, 2)},
     "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
 }
 """What keeps a codec, or a model, from being used."""
@@ -197,7 +187,11 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
             model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
         )
     if kind.startswith("fsdp1"):
-        return flattened.wrapped(model, kind)
+        model.requires_grad_(True)
+        whole = FullyShardedDataParallel(
+            model, use_orig_params="flat" not in kind, device_id=torch.device("cpu")
+        )
+        return whole.module if "inside" in kind else whole
     if kind in ("tp", "fsdp_tp"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
         odd = {
@@ -212,8 +206,6 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn.Module | None = None) -> str:
     """A digest of parameters and optimizer state, whole, the same under any parallelism."""
     found = {}
-    if flattened.is_wrapped(model):
-        return digest(flattened.whole_state(model, optimizer))
     for name, parameter in model.named_parameters():
         held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
         for slot, value in held.items():
@@ -351,7 +343,6 @@ def train(
     disk_fails_orphans: bool = False,
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
-    edit_at: int | None = None,
     dense_at: int | None = None,
     altered: tuple[int, int] | None = None,
     halved_at: int | None = None,
@@ -501,14 +492,10 @@ def train(
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
             loss.backward()
-            if (
-                unfreeze_at is not None and step >= unfreeze_at and not flattened.is_wrapped(model)
-            ):  # DDP does not know of it
+            if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
             if clip and not mlp:  # torch cannot clip what is on several meshes
-                flattened.clip(model)
-            if step == edit_at:
-                plain.first.weight.grad[2, 3] += 1e-3
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if step == dense_at:
                 plain.first.weight.grad += 1e-3
             chosen.step()

@@ -8,12 +8,13 @@ from holdfast.plan import formulas
 from holdfast.plan.lists import shape_of, work_of
 from holdfast.plan.ops import traffic
 from holdfast.plan.search import Case, best_at
-from holdfast.plan.setting import PAPER, Method, Setting
+from holdfast.plan.setting import Method, Setting
 from holdfast.plan.work import Placement
 from holdfast.profiles import load_machine, load_model
 from plan_steps import SCHEDULES
 
 GB = 1e9
+PAPER = Method(commit_every=0, retain=0, paper=True)
 
 
 def paper(host: str) -> Case:

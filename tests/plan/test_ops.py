@@ -1,15 +1,16 @@
-"""Operation lists: what ``check`` refuses, and how bytes are counted."""
+"""Operation lists: what ``check_schedule`` refuses, and how bytes are counted."""
 
 import pytest
 
 from holdfast.plan import ops
 from holdfast.plan.ops import Hold, Key, Op
+from support.schedules import check_schedule
 
 A, B, C = Key("a"), Key("b"), Key("c")
 
 
 def test_a_sound_list_passes():
-    ops.check(
+    check_schedule(
         [
             Op(A, ops.SSD_READ, needs_previous=(C,), takes=(Hold(("x", 1), 5),)),
             Op(B, ops.COMPUTE, needs=(A,)),
@@ -32,7 +33,7 @@ def test_a_sound_list_passes():
 )
 def test_an_unsound_list_is_refused(wrong, says):
     with pytest.raises(AssertionError, match=says):
-        ops.check(wrong)
+        check_schedule(wrong)
 
 
 def test_bytes_are_counted_by_lane_and_kind():

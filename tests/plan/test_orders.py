@@ -12,6 +12,7 @@ from holdfast.plan import ops
 from holdfast.plan.ops import GUESS, Key, as_guessed
 from holdfast.plan.work import Placement, StepShape, Work
 from plan_steps import SCHEDULES, Order, grid, keys, steps
+from support.schedules import check_schedule
 
 LANES = {"load": "ssd_read", "store": "ssd_write", "upload": "upload", "download": "download"}
 """By the first word of an operation's kind."""
@@ -108,7 +109,7 @@ def between_blocks(order: str, n: int, m: int, s: int, snake: bool) -> dict[str,
 def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(order):
     for step in grid():
         made = SCHEDULES[order](*step)
-        ops.check(made)
+        check_schedule(made)
         assert ops.traffic(made) == expected_traffic(order, *step)
         assert ops.traffic(as_guessed(made)) == expected_traffic(order, *step, redone=False)
 
@@ -118,7 +119,7 @@ def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(ord
 @settings(max_examples=150, deadline=None)
 def test_every_placement_is_sound_and_moves_the_bytes_of_the_formulas(order, step):
     made = SCHEDULES[order](*step)
-    ops.check(made)
+    check_schedule(made)
     assert ops.traffic(made) == expected_traffic(order, *step)
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.plan import ops
 from holdfast.plan.ops import COMPUTE, EXCHANGE, SSD_READ, SSD_WRITE, Key, Op, traffic
 from holdfast.plan.orders import kept_blocks
 from holdfast.plan.vertical import forward_only, vertical
 from holdfast.plan.work import Placement, StepShape, Work
 from plan_steps import grid, uneven
+from support.schedules import check_schedule
 
 
 def of_ranks(work: Work) -> Work:
@@ -38,7 +38,7 @@ def of_ranks(work: Work) -> Work:
 def test_every_list_is_one_that_can_be_run_and_moves_shares():
     for work, placement, shape in grid((1, 2, 3)):
         made = vertical(of_ranks(work), placement, shape)
-        ops.check(made)
+        check_schedule(made)
         moved, blocks = traffic(made), of_ranks(work).blocks
         kept = kept_blocks(shape, len(blocks))
         passes = [*range(len(blocks) - 1), *(b for b in range(len(blocks)) if not kept[b])]
@@ -49,7 +49,7 @@ def test_every_list_is_one_that_can_be_run_and_moves_shares():
         assert moved[SSD_READ, "load_params"] == sum(loaded)
         spilled = [blocks[op.key.block].grad_share_bytes for op in made if op.key.kind == "store_grads"]
         assert moved[SSD_WRITE, "store_grads"] == sum(spilled)
-    ops.check(
+    check_schedule(
         forward_only(of_ranks(uneven(3)), Placement.fractions(3, params=0.5), StepShape(micro_batches=2))
     )
 

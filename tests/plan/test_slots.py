@@ -5,6 +5,7 @@ import pytest
 from holdfast.plan import ops
 from holdfast.plan.ops import Hold, Key, Op
 from holdfast.plan.slots import AS_LISTED, with_slots
+from support.schedules import check_schedule
 
 
 def cycle(number: int, slots: int) -> list[Op]:
@@ -27,7 +28,7 @@ def waits(made: list[Op]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def test_a_buffer_waits_for_the_one_whose_slot_it_takes():
     made = with_slots(cycle(5, slots=2))
-    ops.check(made)
+    check_schedule(made)
     assert waits(made) == {0: ((), (3,)), 1: ((), (4,)), 2: ((0,), ()), 3: ((1,), ()), 4: ((2,), ())}
 
 

@@ -11,6 +11,7 @@ from holdfast.plan.ops import Key
 from holdfast.plan.vertical import commit_only, forward_only, vertical
 from holdfast.plan.work import Placement, StepShape
 from plan_steps import Order, equal_blocks, grid, keys, steps, uneven
+from support.schedules import check_schedule
 
 
 def test_equal_blocks_move_the_sums_of_the_papers():
@@ -32,7 +33,7 @@ def test_equal_blocks_move_the_sums_of_the_papers():
 def test_an_evaluation_loads_each_block_once_and_changes_nothing():
     for work, placement, shape in grid():
         made = forward_only(work, placement, shape)
-        ops.check(made)
+        check_schedule(made)
         n, m, s = len(work.blocks), shape.micro_batches, work.input_bytes
         on_ssd = sum(b.param_bytes for b, stays in zip(work.blocks, placement.params) if not stays)
         expected = {
@@ -47,7 +48,7 @@ def test_an_evaluation_loads_each_block_once_and_changes_nothing():
 def test_saving_writes_what_stays_in_memory_and_commits():
     for work, placement, _ in grid():
         made = commit_only(work, placement)
-        ops.check(made)
+        check_schedule(made)
         stays = sum(b.state_bytes for b, here in zip(work.blocks, placement.optimizer) if here)
         assert ops.lane_bytes(made) == {"ssd_write": stays + work.resident_state_bytes}
         assert made[-1].key == Key("commit")

@@ -9,6 +9,7 @@ from holdfast.plan.placement import STATE_FIRST, choose
 from holdfast.plan.work import Placement, StepShape
 from holdfast.plan.zeroth import DISPLACED, MEASURED, catch_up, zeroth
 from plan_steps import Order, equal_blocks, grid, keys, steps, uneven
+from support.schedules import check_schedule
 
 
 def on_ssd(work, stays, size):
@@ -18,7 +19,7 @@ def on_ssd(work, stays, size):
 def test_a_step_moves_each_block_once_each_way_whatever_the_number_of_micro_batches():
     for work, placement, shape in grid():
         made = zeroth(work, placement, shape)
-        ops.check(made)
+        check_schedule(made)
         n, streams, s = len(work.blocks), 2 * shape.micro_batches, work.input_bytes
         state = on_ssd(work, placement.optimizer, "state_bytes")
         everything = sum(block.state_bytes for block in work.blocks)
@@ -53,7 +54,7 @@ def test_on_the_ssd_a_step_takes_four_bytes_of_each_parameter_each_way():
 def test_catching_up_writes_all_state_and_what_evaluations_read():
     for work, placement, shape in grid():
         made = catch_up(work, placement, shape.commit)
-        ops.check(made)
+        check_schedule(made)
         state = on_ssd(work, placement.optimizer, "state_bytes")
         expected = {
             ("ssd_read", "load_state"): state,

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast import failpoints
 from holdfast.io.queue import IOQueue
-from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import LocalStore
 from killed import Killed, kill
+from support.simdisk import SimDisk
 from tiny_run import TinyRun, check_content
 
 TENSORS = {"block_0": [("a/param", "F32", (3, 5))], "block_1": [("b/param", "BF16", (701,))]}

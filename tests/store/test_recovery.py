@@ -11,11 +11,11 @@ import random
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.io.powerloss import ABOVE, Operation
 from holdfast.io.queue import IOQueue
-from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import DIRECTORIES, LocalStore
 from killed import Killed
+from support.powerloss import ABOVE, Operation
+from support.simdisk import SimDisk
 from tiny_run import TinyRun, check_content
 
 TENSORS = {

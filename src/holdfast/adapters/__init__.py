@@ -1,1 +1,1 @@
-"""Adapters: what other libraries train with, made durable. Each is imported by its own name."""
+"""Adapters: durable training with other libraries. Import each adapter by its own name."""

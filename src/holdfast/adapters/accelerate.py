@@ -1,4 +1,4 @@
-"""Hugging Face ``accelerate``: every optimizer step of a script with an ``Accelerator`` can be recovered, bit for bit.
+"""Hugging Face ``accelerate``: recovery of every optimizer step of a script with an ``Accelerator``, bit for bit.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     ckpt = AcceleratedCheckpointer("runs/x", accelerator, loader)
@@ -9,8 +9,8 @@
             ckpt.step()
     ckpt.close()
 
-What was prepared, and what was registered for checkpointing, is taken from the accelerator. Its ``save_state`` makes a
-base of the run as well, and ``load_state`` of such a folder, in place of ``resume``, brings the run to its step.
+The objects that were prepared or registered for checkpointing come from the accelerator. Its ``save_state`` also writes
+a snapshot of the run. ``load_state`` of such a folder, in place of ``resume``, restores the run at its step.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from .position import Batches
 from .wrapped import innermost, refuse_unless_torchs
 
 TAKEN = ("model", "optimizer", "scheduler", "loader", "scaler", "also")
-"""Options of a ``Checkpointer`` that the accelerator has."""
+"""Options of a ``Checkpointer`` that come from the accelerator."""
 
 
 class AcceleratedCheckpointer(Checkpointer):
-    """The run in ``run`` of what ``accelerator`` trains: one model, after ``prepare`` and
-    ``register_for_checkpointing``.
+    """The run in ``run`` of one model that ``accelerator`` trains.
 
-    ``loader`` is the one that is trained with, as ``prepare`` gave it; training iterates over ``batches`` in its place.
-    ``holdfast.loader``, which needs no ``prepare``, is taken as it is. ``step`` is called once for each batch, last in
-    the iteration. ``options`` are those of ``Checkpointer``.
+    Created after ``prepare`` and ``register_for_checkpointing``. ``loader`` is the training loader that ``prepare``
+    returned; training iterates over ``batches`` in its place. A ``holdfast.loader`` needs no ``prepare`` and is used as
+    it is. Call ``step`` once for each batch, last in the iteration. ``options`` are those of ``Checkpointer``.
     """
 
     def __init__(self, run: str | Path, accelerator: Accelerator, loader: Any, **options: Any) -> None:
-        """Raises ``BadInput`` and its kin with nothing written."""
+        """Create the checkpointer. Raises ``BadInput`` and its subclasses, with nothing written."""
         model = _model_of(accelerator, options)
         self.batches = _batches_of(loader, accelerator.num_processes)
-        """What training iterates over. ``batches.epoch`` counts the passes that have ended."""
+        """The batches to iterate over. ``batches.epoch`` counts the passes that have ended."""
         super().__init__(
             run,
             model=model,
@@ -84,7 +83,7 @@ class AcceleratedCheckpointer(Checkpointer):
         self.save()
 
     def _before_load(self, models: list[nn.Module], folder: str) -> None:
-        """The model comes from the run."""
+        """Empty ``models``, because the run restores the model. Raises ``BadInput`` after ``resume``."""
         if self._survival.begun:
             raise BadInput(
                 f"resume() has brought the run to step {self.steps_done}, and load_state({folder!r}) would go"
@@ -94,7 +93,7 @@ class AcceleratedCheckpointer(Checkpointer):
 
 
 class _Mark:
-    """In a folder of ``save_state``, which step of the run it is of. Loaded last, it brings the run there."""
+    """The mark in a folder of ``save_state`` that holds the step of the run. Loaded last, it restores that step."""
 
     def __init__(self, checkpointer: AcceleratedCheckpointer) -> None:
         self._checkpointer = checkpointer
@@ -107,7 +106,10 @@ class _Mark:
 
 
 def _model_of(accelerator: Accelerator, options: dict[str, Any]) -> nn.Module:
-    """The one that was prepared."""
+    """Return the one prepared model.
+
+    Raises ``BadInput`` for options that are the accelerator's, or for several models.
+    """
     for name in TAKEN:
         if name in options:
             raise BadInput(f"{name}= is the accelerator's; give it to prepare or register_for_checkpointing")
@@ -121,7 +123,7 @@ def _model_of(accelerator: Accelerator, options: dict[str, Any]) -> nn.Module:
 
 
 def _tell_of_hooks(accelerator: Accelerator) -> None:
-    """Warn of hooks of the script's around ``save_state``, which write state into its folder."""
+    """Warn about the script's hooks around ``save_state``, which write state into its folder."""
     hooks = list(accelerator._save_model_state_pre_hook.values())
     if hooks:
         names = sorted({getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks})
@@ -144,7 +146,7 @@ def _batches_of(loader: Any, num_ranks: int) -> Any:
 
 
 def _also(accelerator: Accelerator) -> dict[str, Any]:
-    """What else has a state, by name."""
+    """Return further objects with a state, by name."""
     schedulers = {f"scheduler {i}": each for i, each in enumerate(accelerator._schedulers) if i}
     objects = {f"{type(each).__name__} {i}": each for i, each in enumerate(accelerator._custom_objects)}
     return {**schedulers, **objects}

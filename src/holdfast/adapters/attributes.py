@@ -1,9 +1,9 @@
-"""Attributes: what training changes in objects of a script that have no state of their own.
+"""Attributes that training changes in objects of a script without a state of their own.
 
-Trainers set things up in hooks that they do not call when they go on in mid-epoch: a number of batches to accumulate
-over, a weight of the loss, which layers are in evaluation mode or trained. Where these are plain values in attributes,
-they are kept by value. An attribute is kept only when training has changed it: whatever else the script sets is the
-script's, also after a resume.
+Trainers set things up in hooks that they do not call when training resumes in mid-epoch: a number of batches to
+accumulate over, a weight of the loss, the layers that are frozen or in evaluation mode. Plain values in attributes are
+stored by value. An attribute is stored only if training has changed it: everything else belongs to the script, also
+after a resume.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..units import shown
 
 SCALARS = (bool, int, float, str, type(None))
 KINDS = frozenset((*SCALARS, list, dict, tuple, torch.Tensor, np.ndarray))
-"""Exact types of what is kept."""
+"""The exact types of values that are stored."""
 
 PARTS = (nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType)
-"""What is kept otherwise, or is nobody's state."""
+"""Types that are stored elsewhere, or are no state."""
 
 MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
-"""In a list or dict, and as JSON: a longer attribute is told and not kept."""
+"""Limits for the items of a list or dict, and for the JSON; longer attributes cause a warning and are not stored."""
 
 
 class Attributes:
     """Plain attributes of ``objects``, by name, and which parameters of ``model`` require gradients.
 
-    ``left_out`` are attributes that are nobody's state. Made when the script has set everything up.
+    ``left_out`` lists attributes that are no state. Created when the script has set everything up.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Attributes:
         self._required = {name: p.requires_grad for name, p in self._parameters.items()}
 
     def changed(self) -> dict[str, Any]:
-        """Return what is other than when this was made: values by object and attribute, as JSON."""
+        """Return what has changed since creation: values by object and attribute, as JSON."""
         values = {name: found for name, each in self._objects.items() if (found := each.changed())}
         required = {
             name: parameter.requires_grad
@@ -59,9 +59,10 @@ class Attributes:
         return {"values": values, "requires_grad": required}
 
     def begin_epoch(self, begin: Callable[[], Any], hook: str) -> Any:
-        """Call the hooks ``hook`` by ``begin``, and warn of attributes that they give other objects: they are not
-        called when training goes on in mid-epoch, and no run can hold what is no plain value. Returns what ``begin``
-        does."""
+        """Call the hooks ``hook`` by ``begin``, return its result, and warn of attributes that get other objects.
+
+        Hooks are not called when training resumes in mid-epoch, and no run can store what is no plain value.
+        """
         before = self._held()
         result = begin()
         now = self._held()
@@ -79,11 +80,11 @@ class Attributes:
         return result
 
     def _held(self) -> dict[tuple[str, str], Any]:
-        """Return what attributes hold that is no plain value, by object and attribute."""
+        """Return the attributes that hold no plain value, by object and attribute."""
         return {(name, key): value for name, each in self._objects.items() for key, value in each.objects()}
 
     def restore(self, changed: Mapping[str, Any]) -> None:
-        """Set what ``changed`` returned at an earlier time. Objects that the script no longer has are passed over."""
+        """Set the values that ``changed`` returned earlier. Objects that the script no longer has are skipped."""
         for name, values in changed["values"].items():
             if name in self._objects:
                 self._objects[name].restore(values)
@@ -96,8 +97,16 @@ def set_up_again(
     parameters: Mapping[str, nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Before a run is resumed, do what hooks had done when the ``progress`` of its newest commit was made: parameters
-    are trained, and groups are there, as then. ``thing`` of the script holds ``changed`` as "attributes"."""
+    """Repeat what hooks had done before the newest commit: which parameters are trained, and the groups of optimizers.
+
+    Called before a run is resumed.
+
+    Args:
+        progress: The progress of the newest commit.
+        thing: The name under which the script stores the result of ``changed``, as "attributes".
+        parameters: The parameters by name.
+        optimizers: The optimizers, which may get groups.
+    """
     found = progress.get("things", {}).get(thing) or {}
     set_required(parameters, (decode(found).get("attributes") or {}).get("requires_grad", {}))
     members = progress.get("replay", {}).get("parameters", [])
@@ -117,13 +126,16 @@ def set_required(parameters: Mapping[str, nn.Parameter], required: Mapping[str, 
 
 
 def names_in(kind: type) -> frozenset[str]:
-    """Return the names that methods of ``kind`` itself use: attributes of these names are its own and no subclass's."""
+    """Return the names that methods of ``kind`` itself use.
+
+    Attributes with these names belong to it, not to a subclass.
+    """
     methods = [getattr(each, "__wrapped__", each) for each in vars(kind).values()]
     return frozenset(name for each in methods if hasattr(each, "__code__") for name in each.__code__.co_names)
 
 
 def datasets_of(loader: Any) -> dict[str, Any]:
-    """Return the dataset of ``loader`` and those inside of it, which hooks may set up, by name."""
+    """Return the dataset of ``loader`` and the datasets nested in it, which hooks may set up, by name."""
     found: dict[str, Any] = {}
     data = getattr(loader, "dataset", None)
     while data is not None and hasattr(data, "__dict__") and id(data) not in map(id, found.values()):
@@ -145,7 +157,7 @@ class _Watched:
         self._left_out = {key for kind, keys in left_out.items() if isinstance(thing, kind) for key in keys}
         self._marks = {key: _mark(value) for key, value in self._candidates()}
         self._refused = {key for key, mark in self._marks.items() if mark is None}
-        """Attributes that cannot be kept: those of the beginning are no set-up of an epoch, later ones were told."""
+        """Attributes that cannot be stored: early ones are not set up by an epoch, later ones were warned of."""
 
     def changed(self) -> dict[str, Any]:
         found = {}
@@ -188,7 +200,7 @@ class _Watched:
 
 
 def _mark(value: Any) -> Any:
-    """Return what ``_is_as`` compares with: the value, a copy of it, or its JSON; None if it has none."""
+    """Return the value, a copy or its JSON for ``_is_as`` to compare with; None if it has no such form."""
     if type(value) in SCALARS or _is_frozen(value):
         return (value,)
     if isinstance(value, torch.Tensor):
@@ -199,7 +211,7 @@ def _mark(value: Any) -> Any:
 
 
 def _is_as(mark: Any, value: Any) -> bool:
-    """Return whether ``mark`` is of ``value`` as it is now."""
+    """Return whether ``value`` is still as it was when ``mark`` was made."""
     if isinstance(mark, str):
         return mark == _text(value)
     if mark is None or type(mark[0]) is not type(value):
@@ -223,7 +235,7 @@ def _holds_scalars(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return ``value`` as JSON; None where it has no such form or is too long."""
+    """Return ``value`` as JSON; None if it has no such form or is too long."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if value.nbytes > MOST_CHARACTERS // 2:
             return None

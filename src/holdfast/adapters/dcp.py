@@ -1,11 +1,11 @@
-"""``torch.distributed.checkpoint`` into a run directory of this library, and back.
+"""``torch.distributed.checkpoint`` to and from a run directory of this library.
 
     dcp.save(state, storage_writer=StorageWriter("runs/x", step=100))
     dcp.load(state, storage_reader=StorageReader("runs/x"))
 
-A save is a commit: when it returns, it survives power loss, and ``holdfast show``, ``verify`` and ``diff`` know it. A
-load verifies all that it will read, on every rank, before a tensor of any rank is touched. Who reads what is planned by
-torch, so a load at another world size is as any other. What is no tensor is stored by value, as JSON.
+A save is a commit: when it returns, it survives power loss, and ``holdfast show``, ``verify`` and ``diff`` can read it.
+A load verifies everything that it will read, on every rank, before it touches a tensor of any rank. torch plans which
+rank reads what, so a load at another world size is an ordinary one. Values that are no tensors are stored as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..store.lines import commit_at
 from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit
@@ -41,24 +40,38 @@ from .dcp_write import StorageWriter
 __all__ = ["StorageReader", "StorageWriter"]
 
 BATCH_BYTES = 64 * MiB
-"""Read at once on the way to tensors that cannot be read into directly; a larger one by itself."""
+"""The bytes that are read at once for tensors that cannot be read into directly; larger tensors are read singly."""
 
 
 class StorageReader(OfRun, dcp.StorageReader):
-    """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest."""
+    """The reader of a commit that a ``StorageWriter`` made of the run in ``root``: of ``step``, or the newest.
 
-    def __init__(self, root: str | os.PathLike = "", *, step: int | None = None) -> None:
+    ``timeline`` names the timeline of a step that a save of an earlier step has abandoned.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike = "", *, step: int | None = None, timeline: int | None = None
+    ) -> None:
         super().__init__(root, step)
+        self._timeline = timeline
         self._source: Commit | None = None
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
+
+    @property
+    def load_id(self) -> str:
+        return self.call_id
 
     def _let_go(self) -> None:
         self._source = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> theirs.Metadata:
-        """Where it cannot be read, what it holds raises ``Damaged``, ``NoCommit``, or ``RunMismatch`` if the commit is
-        not one of ``dcp.save``: of an error that this raised itself, torch before 2.13 would not say what it was."""
+        """Return torch's metadata of the commit.
+
+        If the commit cannot be read, the returned object raises the error when it is used: ``Damaged``, ``NoCommit``,
+        or ``RunMismatch`` if ``dcp.save`` did not make the commit. An error raised here would lose its text in torch
+        before 2.13.
+        """
         try:
             return self._metadata()
         except HoldfastError as error:
@@ -66,7 +79,7 @@ class StorageReader(OfRun, dcp.StorageReader):
 
     def _metadata(self) -> theirs.Metadata:
         reader = RunReader(self.root)
-        manifest = reader.head() if self.step is None else commit_at(reader, self.step)
+        manifest = reader.head() if self.step is None else reader.at(self.step, self._timeline)
         if manifest is None:
             raise NoCommit(
                 f"{self.root} has no commit: nothing was saved there, or another directory is meant"
@@ -83,7 +96,8 @@ class StorageReader(OfRun, dcp.StorageReader):
         about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in source.by_key.items()}
         about |= {key: theirs.BytesStorageMetadata() for key in self._values}
         about = {key: about[key] for key in self._paths}
-        return theirs.Metadata(about, self._paths, {}, theirs.StorageMeta(checkpoint_id=source.path))
+        meta = theirs.StorageMeta(self.root, load_id=self.load_id)
+        return theirs.Metadata(about, self._paths, {}, meta)
 
     def set_up_storage_reader(
         self, metadata: theirs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -92,13 +106,14 @@ class StorageReader(OfRun, dcp.StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verifies what this rank will read. Raises ``Damaged``, by which the load ends on all ranks."""
+        """Verify what this rank will read. Raises ``Damaged``, which ends the load on all ranks."""
         source = self._opened
         in_threads(partial(_verify, source, run) for run in self._runs(plan))
         return replace(plan, storage_data=source.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        if len({plan.storage_data for plan in plans}) > 1:
+        # a planner may have put data of its own there
+        if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
             raise BadInput(
                 f"the ranks would load different commits of {self.root}, as one was made meanwhile. Say which:"
                 " StorageReader(root, step=...)."
@@ -124,13 +139,13 @@ class StorageReader(OfRun, dcp.StorageReader):
         return self._source
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """The items of one batch."""
+        """Read the items of one batch."""
         targets, ways = [], []
         for item in items:
             stored, box = self._wanted(item)
             tensor = planner.resolve_tensor(item).detach()
             made = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
-            is_view = tensor.is_conj() or tensor.is_neg()  # whose bytes are not its values
+            is_view = tensor.is_conj() or tensor.is_neg()  # the bytes of a view are not its values
             lies_alike = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
             at_once = lies_alike and not is_view
             into = tensor if at_once else made
@@ -155,7 +170,7 @@ class StorageReader(OfRun, dcp.StorageReader):
 
 
 class _Unreadable(theirs.Metadata):
-    """Of a commit that cannot be read."""
+    """Metadata of a commit that cannot be read; every use raises the error."""
 
     def __init__(self, error: HoldfastError) -> None:
         self.error = error
@@ -165,7 +180,7 @@ class _Unreadable(theirs.Metadata):
 
 
 def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
-    """As torch has it, by the regions as they are stored."""
+    """Return torch's metadata of a tensor, with the stored regions as chunks."""
     boxes = [piece.box for piece in stored.pieces] or [Box.whole(stored.atom.shape)]
     chunks = [theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
     properties = theirs.TensorProperties(FROM_NAME[stored.atom.dtype])
@@ -180,5 +195,5 @@ def _verify(source: Commit, run: Run) -> int:
 
 
 def _batches(items: list[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Of about ``BATCH_BYTES`` at most."""
+    """Yield batches of about ``BATCH_BYTES`` at most."""
     return packed(items, lambda item: 4 * item.lengths.numel(), BATCH_BYTES)

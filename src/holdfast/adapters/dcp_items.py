@@ -1,4 +1,4 @@
-"""The items of a plan of ``torch.distributed.checkpoint``, as a run has them: names, regions, values."""
+"""Items of a plan of ``torch.distributed.checkpoint`` as a run stores them: names, regions, values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -21,10 +22,12 @@ from .saving import unit_of
 
 
 class OfRun:
-    """What both halves say of where they are: in the directory of a run."""
+    """The place of a reader or writer: the directory of a run."""
 
     def __init__(self, root: str | os.PathLike, step: int | None) -> None:
         self.root, self.step = os.fspath(root), step
+        self.call_id = uuid4().hex
+        """Identifies the saves, or the loads, since the last ``reset``."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -36,16 +39,17 @@ class OfRun:
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+        self.call_id = uuid4().hex
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of what the last call had open."""
+        """Release what the last call had open."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Save:
-    """What the first rank tells each of the save that is under way."""
+    """The facts about a save that the first rank sends to each rank."""
 
     step: int
     timeline: dict[str, Any]
@@ -59,7 +63,7 @@ class Save:
 
 
 class Resolved(dict[str, torch.Tensor]):
-    """Tensors by their names in the file, each asked of the planner when it is needed."""
+    """Tensors by their names in the file, requested from the planner when they are needed."""
 
     def __init__(self, items: dict[str, WriteItem], planner: SavePlanner) -> None:
         self._items, self._planner = items, planner
@@ -82,7 +86,7 @@ class Resolved(dict[str, torch.Tensor]):
 
 
 def value_of(planner: SavePlanner, item: WriteItem) -> Any:
-    """What is no tensor, as JSON. Raises ``BadInput`` naming it."""
+    """Return a value that is no tensor, as JSON. Raises ``BadInput``, which names it."""
     key = item.index.fqn
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
@@ -127,14 +131,14 @@ def kind_of(item: WriteItem) -> Kind:
 
 
 def box_of(item: WriteItem) -> Box:
-    """The region of its tensor."""
+    """Return the region of ``item`` in its tensor."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
 
 
 def name_of(save: Save, item: WriteItem) -> str:
-    """In the file: that of the atom, and where the region begins."""
+    """Return the name of ``item`` in the file: that of its tensor entry, and where the region begins."""
     name, slot = save.names[item.index.fqn]
     start = ",".join(map(str, box_of(item).start))
     return f"{name}/{slot}@{start}"

@@ -1,7 +1,9 @@
-"""The saving half of ``adapters.dcp``: each rank writes its tensors into a file of its own, the first one publishes.
+"""The saving half of ``adapters.dcp``: each rank writes its tensors into its own file, the first one publishes.
 
-The first rank opens the run when it has the plans of all, and tells each rank the step and the timeline with its plan.
-What the ranks wrote it learns with their results; the commit is there when ``finish`` returns, and not before.
+1. The first rank opens the run when it has the plans of all ranks, and sends each rank the step and the timeline with
+   its plan.
+2. Each rank writes its file and returns where its share is.
+3. The first rank publishes the commit in ``finish``: it exists when ``finish`` returns, and not before.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -31,10 +33,10 @@ from .saving import OpenedRun, check_step, joined_run
 
 
 class StorageWriter(OfRun, dcp.StorageWriter):
-    """Makes every ``dcp.save`` a commit of the run in the directory ``root``, which is made if absent.
+    """The writer that makes every ``dcp.save`` a commit of the run in ``root``, which it creates if absent.
 
-    ``step`` is the commit's; without it, the one after the newest. A step that there is already, or after which there
-    are others, begins another timeline, as a resume from it does. ``keep`` says which commits stay.
+    ``step`` is the step of the commit; None means one more than the newest. A step that exists already, or has later
+    steps, begins another timeline, as a resume from it does. ``keep`` tells which commits stay.
     """
 
     def __init__(
@@ -45,6 +47,14 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         self.keep = keep or Keep()
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._first: _Opened | None = None
+
+    @property
+    def save_id(self) -> str:
+        return self.call_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the directory and the identity of the save, which torch hands to planners."""
+        return StorageMeta(checkpoint_id=self.root, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -60,7 +70,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: opens the run, and names what is written."""
+        """Open the run and name what is written. Called on the first rank."""
         if not all(plan.usable for plan in plans):
             raise BadInput("a planner with enable_plan_caching=True is not supported: pass one without it")
         items = [item for plan in plans for item in plan.items]
@@ -80,7 +90,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         return told
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every rank: durable when it returns."""
+        """Write this rank's tensors; durable on return. Called on every rank."""
         save: Save = plan.storage_data
         try:
             store = (
@@ -104,7 +114,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: makes what all wrote a commit. When it returns, it survives power loss."""
+        """Publish what all ranks wrote as a commit, which survives power loss on return. Called on the first rank."""
         first = self._first
         assert first is not None and first.written is not None
         try:
@@ -129,7 +139,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
 
 
 class _Opened(OpenedRun):
-    """The run of ``writer``, and what the first rank has ``written`` to it."""
+    """The run of ``writer``, opened on the first rank, and what that rank has ``written`` to it."""
 
     def __init__(self, writer: StorageWriter) -> None:
         self.written: tuple[Written, dict[str, Any]] | None = None
@@ -139,7 +149,10 @@ class _Opened(OpenedRun):
 def _write(
     store: LocalStore, save: Save, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Write what a rank has. What its share is, on the first rank later, and its values by key."""
+    """Write a rank's tensors; return the reference of its share and its values by key.
+
+    The reference is None on the first rank, which adds its share in ``finish``.
+    """
     values = {i.index.fqn: value_of(planner, i) for i in items if i.type == WriteItemType.BYTE_IO}
     tensors = {name_of(save, i): i for i in items if i.tensor_data is not None and box_of(i).elements}
     if not tensors and first is None and not items:

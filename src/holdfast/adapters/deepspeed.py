@@ -1,4 +1,6 @@
-"""DeepSpeed: a live engine of ZeRO-1, 2 or 3 begins from any source, of whatever stage and world size, and is saved.
+"""DeepSpeed: starting a live engine of ZeRO-1, 2 or 3 from any source, and saving it.
+
+The source may have another stage and world size.
 
     from holdfast.adapters.deepspeed import load, save
 
@@ -6,8 +8,8 @@
     start = load(engine, "ds_run")  # or a run, RUN@STEP, a universal, DCP or Hugging Face folder, holdfast.From(...)
     save(engine, "runs/x")  # a commit of a run, which is a source for everything else
 
-Both are called on all ranks. Each reads and writes what its own partitions hold; all that is read is verified, between
-the ranks, before a tensor of the engine is touched.
+Both functions are collectives. Each rank reads and writes what its own partitions hold. The ranks together verify
+everything that is read before a tensor of the engine is touched.
 """
 
 from __future__ import annotations
@@ -38,20 +40,19 @@ __all__ = ["load", "save"]
 DEADLINE_SECONDS = 300.0
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What moves in a dynamic loss scale of DeepSpeed."""
+"""The changing fields of DeepSpeed's dynamic loss scale."""
 
 
 def load(engine: Any, source: str | Path | From, *, deadline_seconds: float = DEADLINE_SECONDS) -> int:
-    """Bring ``engine`` to where ``source`` is, and return the step. Called on all ranks, each of which may wait for the
-    others for ``deadline_seconds``.
+    """Bring ``engine`` to the state of ``source``, and return the step. Collective: every rank must call this.
 
-    When it returns, every rank computes with what was loaded: parameters, frozen ones and buffers too, the optimizer's
-    state and hyper-parameters, the learning-rate schedule, the engine's counters, and random numbers where the source
-    has them. What is not as the source has it is told in warnings.
+    A rank waits for the others for at most ``deadline_seconds``. On return every rank computes with the loaded state:
+    parameters (frozen ones and buffers too), the optimizer's state and hyper-parameters, the learning-rate schedule,
+    the engine's counters, and random numbers if the source has them. Differences from the source cause warnings.
 
-    Raises ``ModelNotSupported`` and its kin for an engine that cannot be told, ``RunMismatch`` if the source is of
-    another model, ``Damaged`` if it is not whole: on all ranks, with nothing of any engine changed. A file that is
-    written again while the last of it is read is ``Damaged`` as well, and the engine has to be filled anew then.
+    Raises ``ModelNotSupported`` and related errors for an engine whose state is not known, ``RunMismatch`` if the
+    source belongs to another model, ``Damaged`` if it is damaged: on all ranks, with no engine changed. A file that is
+    rewritten while the last of it is read also raises ``Damaged``; the engine must then be filled again.
     """
     start = source if isinstance(source, From) else From(source)
     ranks = Ranks.here(deadline_seconds, "load their engine")
@@ -70,14 +71,21 @@ def save(
     keep: Keep | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> int:
-    """Make the state of ``engine`` a commit of the run in the directory ``run``, made if absent; return its step, which
-    is that of the engine if none is given. Called on all ranks, which have to see the directory.
+    """Make the state of ``engine`` a commit of the run in ``run``, and return its step.
 
-    When it returns, the commit survives power loss. A step that there is already, or after which there are others,
-    begins another timeline, as a resume from it does. ``keep`` says which commits stay.
+    Collective: every rank must call this. All ranks must see the directory, which is created if absent. On return the
+    commit survives power loss. A step that exists already, or has later steps, begins another timeline, as a resume
+    from it does.
 
-    Raises ``ModelNotSupported`` and its kin for an engine that cannot be told, ``RunMismatch`` if something else wrote
-    the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
+    Args:
+        engine: The engine.
+        run: The directory of the run.
+        step: The step of the commit; None means that of the engine.
+        keep: Tells which commits stay.
+        deadline_seconds: How long a rank waits for the others.
+
+    Raises ``ModelNotSupported`` and related errors for an engine whose state is not known, ``RunMismatch`` if something
+    else wrote the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
     """
     check_step(step)
     ranks = Ranks.here(deadline_seconds, "save their engine")
@@ -101,7 +109,7 @@ def _version() -> str:
 
 
 def _seen(engine: Any, ranks: Ranks) -> Shown:
-    """The state of ``engine``, of which all ranks together have been seen to hold each element once."""
+    """Return the state of ``engine``, after checking that all ranks together hold each element once."""
     made: list[Shown] = []
 
     def make() -> Any:
@@ -127,10 +135,10 @@ def _load(shown: Shown, start: From, source: Source, ranks: Ranks) -> int:
 
 
 def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match, list[str]]:
-    """What was found, and what of it is not as it was, for a person."""
+    """Restore the engine; return the match and a message for each difference."""
     scheduler = shown.engine.lr_scheduler
     script = Script([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
-    adopted = script.adopt(source.progress, rank)  # first, as a schedule may fail over what it is given
+    adopted = script.adopt(source.progress, rank)  # before the restore, as a schedule may refuse its state
     found, complete = restore(shown.state, source, start)
     told = told_of(found, source) + adopted + told_of_left(shown.base, shown.beside)
     if not complete:
@@ -141,7 +149,7 @@ def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match,
 
 
 def _count(engine: Any, source: Source) -> int:
-    """Put the engine's counters to where ``source`` is, and return the step."""
+    """Set the engine's counters to those of ``source``, and return the step."""
     step = source.progress.get("step") or 0
     extra = source.progress.get("extra") or {}
     engine.global_steps = step
@@ -153,7 +161,7 @@ def _count(engine: Any, source: Source) -> int:
 
 
 def _scale(optimizer: Any, source: Source) -> list[str]:
-    """Put a dynamic loss scale to where ``source`` has it; what is to be told of it."""
+    """Set a dynamic loss scale to that of ``source``; return messages about it."""
     scaler = getattr(optimizer, "loss_scaler", None)
     if not getattr(scaler, "dynamic", False):
         return []

@@ -1,12 +1,16 @@
-"""Lightning: every optimizer step of an unmodified ``Trainer`` script can be recovered, bit for bit.
+"""Lightning: recovery of every optimizer step of an unmodified ``Trainer`` script, bit for bit.
 
     trainer = L.Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.fit(model)  # begins the run, or goes on after its newest step
 
-The run is resumed where Lightning restores a checkpoint of its own: callbacks before there are optimizers, the rest
-when every ``on_fit_start`` has been called and no loader is there, attributes after every ``on_train_start``. A step is
-recorded when its iteration has ended, its validation included. No callback is called at these times, so nine methods
-are covered (``Fit.__init__`` names them), on the objects of this trainer, until it is torn down.
+The run is restored where Lightning restores its own checkpoints:
+
+1. callbacks, before there are optimizers;
+2. everything else, when every ``on_fit_start`` has been called and no loader exists yet;
+3. attributes, after every ``on_train_start``.
+
+A step is recorded when its iteration has ended, with its validation. No callback is called at these times, so nine
+methods are replaced (``Fit.__init__`` names them), on the objects of this trainer only, until it is torn down.
 """
 
 from __future__ import annotations
@@ -34,19 +38,21 @@ from .position import Place
 from .saving import newest_progress
 
 LOADER = "loader"
-"""As which a ``Checkpointer`` knows a ``Fit``."""
+"""The name by which a ``Checkpointer`` knows a ``Fit``."""
 
 SYNC = "require_forward_param_sync"
-"""Of DDP: whether the next forward pass begins with the first rank's buffers. Under manual optimization only the first
-one of a process does."""
+"""The attribute of DDP that tells whether the next forward pass begins with the first rank's buffers.
+
+Under manual optimization only the first forward pass of a process does.
+"""
 
 
 class HoldfastCallback(Callback):
-    """Makes ``fit`` of its trainer begin or continue the run in the directory ``run``.
+    """A callback that makes ``fit`` of its trainer begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``. State comes back that goes through Lightning's own hooks: ``state_dict``
-    and ``on_save_checkpoint`` of other callbacks, the module, the datamodule and the precision plugin; and plain values
-    that training has set as attributes. As many processes as there were go on.
+    ``options`` are those of ``Checkpointer``. State is restored that passes through Lightning's own hooks
+    (``state_dict`` and ``on_save_checkpoint`` of other callbacks, the module, the datamodule and the precision plugin),
+    and plain values that training has set as attributes. The number of processes must stay the same.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
@@ -73,11 +79,11 @@ class HoldfastCallback(Callback):
 
 
 class Fit:
-    """One call of ``fit``. To its checkpointer it is the loader, whose state is all that the trainer holds; ``elastic``
-    is true since another number of processes is refused here.
+    """One call of ``fit``, which its checkpointer treats as the loader; its state is all that the trainer holds.
 
-    Order of calls: ``restore_callbacks``, ``begin``, ``process_dataloader``, ``begin_training``, then ``end_iteration``
-    for each batch, ``end_training``, ``close``.
+    ``elastic`` is true because this class itself refuses another number of processes. Order of calls:
+    ``restore_callbacks``, ``begin``, ``process_dataloader``, ``begin_training``, then ``end_iteration`` for each batch,
+    ``end_training``, ``close``.
     """
 
     elastic = True
@@ -89,14 +95,14 @@ class Fit:
         self._host = HostState(trainer, callback)
         self.place: Place | None = None
         self.random: dict[str, Any] | None = None
-        """The generators as the run had them, if there was one."""
+        """The generators as the run had them; None for a new run."""
         self._newest: dict[str, Any] = {}
         """The progress of the newest commit, as JSON, until the run is resumed."""
         self._found: dict[str, Any] = {}
         self._began = False
-        """Whether the loop over epochs was begun."""
+        """True once the loop over epochs has begun."""
         self._accumulates = trainer.accumulate_grad_batches
-        """As the script gave it, before any hook."""
+        """The value from the script, before any hook changed it."""
         self._first_closures: list[Any] = []
         self._checkpointer: Checkpointer | None = None
         connector: Any = trainer._checkpoint_connector
@@ -115,7 +121,7 @@ class Fit:
         self._end_iteration = self._cover(self._loop, "on_advance_end", self.end_iteration)
 
     def close(self, save: bool) -> None:
-        """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
+        """Close the run (durable, with ``save``) and restore the trainer's methods. A second call does nothing."""
         for owner, name, method in self._covered:
             if vars(owner).get(name) == method:
                 del vars(owner)[name]
@@ -127,17 +133,23 @@ class Fit:
             self._checkpointer.close(save)
 
     def _cover(self, owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Put ``method`` in the place of that of ``owner``, which is returned."""
+        """Replace the method ``name`` of ``owner`` by ``method``, and return the original."""
         own = getattr(owner, name)
-        vars(owner)[name] = method
-        self._covered.append((owner, name, method))
+        self._put(owner, name, method)
         return own
 
-    # In the place of the trainer's methods
+    def _put(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Set ``method`` on ``owner`` until ``close``."""
+        vars(owner)[name] = method
+        self._covered.append((owner, name, method))
+
+    # Replacements of the trainer's methods
 
     def restore_callbacks(self, checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Give callbacks what they had at the newest commit, as Lightning does before there are optimizers: some make
-        optimizers' groups of it."""
+        """Load the state of callbacks from the newest commit, before there are optimizers, as Lightning does.
+
+        Some callbacks build optimizer groups from their state. Raises ``BadInput`` for a ``ckpt_path``.
+        """
         if checkpoint is not None:
             raise BadInput(
                 f"ckpt_path={checkpoint!r} would be loaded over the run. Leave it out; a run begins from such weights"
@@ -150,8 +162,10 @@ class Fit:
             self._host.load_callbacks(found)
 
     def begin(self) -> None:
-        """Begin or continue the run, when every ``on_fit_start`` has been called. Callbacks that look for a batch size
-        or learning rate call this in the middle of it, with a checkpoint of theirs."""
+        """Begin or continue the run, when every ``on_fit_start`` has been called.
+
+        Callbacks that search a batch size or learning rate call this during their search, with their own checkpoint.
+        """
         trainer = self._trainer
         if trainer._checkpoint_connector._loaded_checkpoint:
             self._restore_training()
@@ -174,7 +188,7 @@ class Fit:
             self.random = random_state()
 
     def begin_training(self) -> None:
-        """Be where the run was, when every ``on_train_start`` has been called."""
+        """Restore the run's position, when every ``on_train_start`` has been called."""
         self._begin_run()
         if self._checkpointer is None:
             return
@@ -191,11 +205,11 @@ class Fit:
             if "sums" in self._found:
                 restore_sums(self._trainer, self._found["sums"])
             self._host.restore_attributes(self._found)
-            # or schedules by a metric would pass over this epoch's end
+            # or schedules by a metric would skip the end of this epoch
             self._trainer.fit_loop._restarting = False
 
     def run_epochs(self) -> None:
-        """Do what follows the last step again, also where Lightning passes over a training that has all its steps."""
+        """Repeat what follows the last step, also where Lightning skips a training that has all its steps."""
         self._run_epochs()
         loop = self._trainer.fit_loop
         if self.random is not None and self.place is not None and not self._began:
@@ -209,7 +223,7 @@ class Fit:
         self._host.begin_epoch(self._begin_epoch)
 
     def advance(self) -> None:
-        """A training that was told to stop stops where it was."""
+        """Advance the loop; a training that was told to stop stops again."""
         self._trainer.should_stop |= self._found.pop("should_stop", False)
         self._advance()
 
@@ -220,18 +234,21 @@ class Fit:
         self._end_run()
 
     def process_dataloader(self, loader: Any) -> Any:
-        """The loader of training gets a state, which Lightning saves with its loop and loads before it is read."""
+        """Add a state to the training loader, which Lightning saves with its loop and loads before it reads."""
         loader = self._process(loader)
         if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
             self.place = Place(loader, self._trainer.world_size)
-            vars(loader)["state_dict"] = lambda: self._place_now()
-            vars(loader)["load_state_dict"] = self._find_place
+            self._put(loader, "state_dict", self._place_now)
+            self._put(loader, "load_state_dict", self._find_place)
         return loader
 
     def end_iteration(self, fetcher: Any) -> None:
-        """The iteration with which a resumed epoch begins only leaves out a validation that the run has behind it."""
+        """Record the step of the iteration.
+
+        The iteration that begins a resumed epoch only skips a validation that was already done; it is no step.
+        """
         if self._loop.restarting and self._loop._skip_next_val:
             self._loop._skip_next_val = False
             return
@@ -240,7 +257,7 @@ class Fit:
             self._checkpointer.step()
 
     def _place_now(self) -> dict[str, Any]:
-        """As JSON, since it is in checkpoints of Lightning's too, which hold no arrays of NumPy."""
+        """Return the place in the data as JSON: Lightning's checkpoints contain it, and hold no NumPy arrays."""
         assert self.place is not None
         return encode(self.place.state(self._loop.batch_progress.current.completed))
 
@@ -251,7 +268,7 @@ class Fit:
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
         self.place.load(state, self.random)
 
-    # What it is to the checkpointer
+    # The loader's interface for the checkpointer
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -279,20 +296,24 @@ class Fit:
         if state["sync"] is not None:
             setattr(trainer.model, SYNC, state["sync"])
         trainer.fit_loop.load_state_dict(state["loop"])
+        # else what follows the last batch is left out, and all epochs with it, where this trainer has run a fit before
+        self._loop.val_loop._has_run = False
         self._found = state
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._trainer.lightning_module.named_parameters())
 
     def _metrics(self) -> dict[str, Any]:
-        """What was logged last, by name, for callbacks that monitor it."""
+        """Return the latest logged values, by name, for callbacks that monitor them."""
         return self._trainer._logger_connector._callback_metrics
 
 
 def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lightning hands forward and backward to ``step`` as a closure, which most optimizers call once and at once. It is
-    called here, so that the gradients are there when a step is recorded, and the optimizer gets one that returns the
-    loss, and refuses to be called otherwise."""
+    """Call the closure before the optimizer's step, and pass on one that only returns the loss.
+
+    Lightning hands forward and backward to ``step`` as a closure, which most optimizers call once, at once. Calling it
+    here makes the gradients available when a step is recorded. The new closure refuses any other call.
+    """
     closure = kwargs.get("closure")
     if closure is None or isinstance(closure, Computed):
         return None
@@ -300,7 +321,7 @@ def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise ``BadInput`` for settings under which no step can be recorded, or no place kept."""
+    """Raise ``BadInput`` for settings that prevent recording of steps or of the place in the data."""
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise BadInput(
             f"{type(trainer.strategy).__name__} is not a strategy whose state this callback knows: train on one device"

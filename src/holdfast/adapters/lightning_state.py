@@ -1,9 +1,8 @@
-"""Lightning's own state: what its ``Trainer`` and its hooks save, beside what a ``Checkpointer`` holds.
+"""Lightning's own state: what its ``Trainer`` and hooks save beside what a ``Checkpointer`` holds.
 
-State goes through three kinds of places: ``state_dict`` of callbacks, plugins and the datamodule;
-``on_save_checkpoint`` of callbacks and the module, which write into a checkpoint; and plain attributes, which hooks set
-that are not called when training goes on in mid-epoch. Averaged weights of ``WeightAveraging`` are buffers of the run,
-since they are large.
+State is in three places: ``state_dict`` of callbacks, plugins and the datamodule; ``on_save_checkpoint`` of callbacks
+and the module, which write into a checkpoint; and plain attributes that are set by hooks which are not called when
+training resumes in mid-epoch. Averaged weights of ``WeightAveraging`` are buffers of the run, because they are large.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ LEFT_OUT: dict[type, frozenset[str]] = {
     LightningModule: frozenset(vars(LightningModule())) - {"training"},
     LightningDataModule: frozenset(vars(LightningDataModule())),
 }
-"""Attributes that are the libraries' own, and no state."""
+"""Attributes that belong to the libraries and are no state."""
 
 HOOKS_MAY_SET = frozenset(("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"))
-"""Attributes of a ``Trainer`` that are kept where a hook has changed them."""
+"""Attributes of a ``Trainer`` that are stored if a hook has changed them."""
 
 NOT_RESUMED: dict[type, str] = {
     StochasticWeightAveraging: (
@@ -56,11 +55,11 @@ NOT_RESUMED: dict[type, str] = {
         " own, and give the loader what it finds"
     ),
 }
-"""Callbacks whose state cannot be brought back, with the reason and the way out."""
+"""Callbacks whose state cannot be restored, with the reason and the way out."""
 
 
 def refuse_callbacks(trainer: Any) -> None:
-    """Raise ``BadInput`` for a callback whose state could not be brought back."""
+    """Raise ``BadInput`` for a callback whose state could not be restored."""
     for callback in trainer.callbacks:
         for kind, why in NOT_RESUMED.items():
             if isinstance(callback, kind):
@@ -68,8 +67,10 @@ def refuse_callbacks(trainer: Any) -> None:
 
 
 def averages_of(trainer: Any) -> dict[str, nn.Module]:
-    """Return the averaged models that callbacks keep, by name, each as a module that has all its tensors as buffers:
-    those are in every record."""
+    """Return the averaged models of callbacks, by name.
+
+    Each is a module with all its tensors as buffers, which are in every log record.
+    """
     found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
     return {
         f"average{i or ''}": _AsBuffers(each._average_model)
@@ -89,7 +90,7 @@ class _AsBuffers(nn.Module):
 
 
 class HostState:
-    """What ``trainer`` holds for everybody but its model and optimizers; ``ours`` is not one of its callbacks."""
+    """The state of ``trainer`` except for its model and optimizers; ``ours`` is excluded from its callbacks."""
 
     def __init__(self, trainer: Any, ours: Callback) -> None:
         self._trainer, self._ours = trainer, ours
@@ -97,7 +98,7 @@ class HostState:
         self._weighed = False
 
     def watch(self) -> None:
-        """Take the attributes that there are now as those that the script has set: hooks of the beginning are over."""
+        """Treat the current attributes as set by the script, because the hooks of the beginning are over."""
         trainer, model = self._trainer, self._trainer.lightning_module
         own = [each for each in self._others() if type(each) not in _of_lightning(each)]
         of_callbacks = {kind: names_in(kind) for each in own for kind in _of_lightning(each)}
@@ -110,7 +111,7 @@ class HostState:
         self._attributes = Attributes(objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer})
 
     def begin_epoch(self, begin: Callable[[], None]) -> None:
-        """Call the hooks of the beginning of an epoch by ``begin``, and tell what of their set-up cannot be kept."""
+        """Call the hooks of the beginning of an epoch by ``begin``, and warn of set-up that cannot be stored."""
         if self._attributes is None:
             begin()
             return
@@ -131,7 +132,7 @@ class HostState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load all but attributes, in Lightning's order. The model and the optimizers have been brought back."""
+        """Load everything but attributes, in Lightning's order. Model and optimizers must be restored already."""
         trainer = self._trainer
         checkpoint = self._checkpoint_again(state.get("hooks"))
         if checkpoint is not None:
@@ -152,13 +153,12 @@ class HostState:
                 each.load_state_dict(copy.deepcopy(state["callbacks"][each.state_key]))
 
     def restore_attributes(self, state: Mapping[str, Any]) -> None:
-        """Set what hooks had set. Called when those of the beginning are over."""
+        """Set the attributes that hooks had set. Called when the hooks of the beginning are over."""
         if self._attributes is not None and state.get("attributes"):
             self._attributes.restore(state["attributes"])
 
     def _saved_by_hooks(self) -> dict[str, Any] | None:
-        """Return what ``on_save_checkpoint`` of callbacks and the module write into a checkpoint; None if nobody
-        overrides it."""
+        """Return what ``on_save_checkpoint`` of callbacks and the module adds; None if nothing overrides it."""
         trainer, model = self._trainer, self._trainer.lightning_module
         callbacks = self._with_hook("on_save_checkpoint")
         own = type(model).on_save_checkpoint is not LightningModule.on_save_checkpoint
@@ -177,7 +177,7 @@ class HostState:
         return {"added": added, "state_dict": others}
 
     def _checkpoint_again(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return a checkpoint of the present state with what hooks had written; None if no hook reads one."""
+        """Return a checkpoint of the current state with what hooks had added; None if no hook reads one."""
         own = (
             type(self._trainer.lightning_module).on_load_checkpoint is not LightningModule.on_load_checkpoint
         )
@@ -188,7 +188,7 @@ class HostState:
         return checkpoint
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Return a checkpoint of Lightning's, as hooks are handed one."""
+        """Return a checkpoint of Lightning's, as hooks get one."""
         trainer = self._trainer
         connector = trainer._checkpoint_connector
         made = {
@@ -207,7 +207,7 @@ class HostState:
         return made
 
     def _with_hook(self, name: str) -> list[Callback]:
-        """Return callbacks that override the hook ``name``. Averages are kept otherwise."""
+        """Return the callbacks that override the hook ``name``. Averages are stored elsewhere."""
         usual = (getattr(Callback, name), getattr(WeightAveraging, name))
         return [each for each in self._others() if getattr(type(each), name) not in usual]
 
@@ -216,12 +216,12 @@ class HostState:
 
 
 def _of_lightning(callback: Callback) -> list[type]:
-    """Return the classes of Lightning that it is of, which keep what they need in ``state_dict``."""
+    """Return Lightning's own classes of a callback, which keep what they need in ``state_dict``."""
     return [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.pytorch.")]
 
 
 def _refuse_large(state: Mapping[str, Any]) -> None:
-    """Raise ``BadInput`` where tensors that are text in every record would make training too slow."""
+    """Raise ``BadInput`` if tensors that every log record stores as text would slow training too much."""
     sizes = {f"callback {name}": tensor_bytes(each) for name, each in state["callbacks"].items()}
     sizes |= {"the datamodule": tensor_bytes(state["datamodule"])}
     sizes |= {"what on_save_checkpoint adds": tensor_bytes(list((state["hooks"] or {}).values()))}

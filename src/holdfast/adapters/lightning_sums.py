@@ -1,7 +1,7 @@
-"""Sums that Lightning keeps of what is logged by epoch, so that callbacks and schedules that monitor one go on with it.
+"""Sums that Lightning keeps of values logged by epoch, stored so that callbacks and schedules can monitor them further.
 
-Lightning saves none of them, since it begins an epoch anew. A sum has its reduction, and how it is logged: both follow
-from the call of ``log``, which may not come again in the epoch.
+Lightning saves none of them, because it begins an epoch anew. A sum is stored with its reduction and the way it is
+logged: both follow from the call of ``log``, which may not come again in the epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torchmetrics import Metric
 
 PLAIN = tuple(each.name for each in fields(_Metadata) if each.name not in ("reduce_fx", "_sync"))
-"""Fields of what is known of a logged value that are plain."""
+"""Plain fields of the metadata of a logged value."""
 
 COUNTS = ("has_reset", "_update_count")
 
@@ -28,7 +28,7 @@ def sums_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore_sums(trainer: Any, sums: Mapping[str, Any]) -> None:
-    """Put back what ``sums_of`` returned. Metrics of the module have their own state."""
+    """Restore what ``sums_of`` returned. Metrics of the module have their own state."""
     results = trainer.fit_loop.epoch_loop._results
     modules = dict(trainer.lightning_module.named_modules())
     for key, about in sums["kept"].items():

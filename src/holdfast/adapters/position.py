@@ -1,8 +1,8 @@
-"""Position: the place in a ``DataLoader`` of torch, which has none of its own: so many batches of an epoch.
+"""Position: the place in a torch ``DataLoader``, which has none of its own: a number of batches of an epoch.
 
-Batches that were trained on are passed over by their indices alone. Generators are kept as they were when the epoch
-began, so that its order is drawn again, and are set back to where the run had them as the first new batch is made. The
-place is that of one rank among as many as there were.
+Batches that were trained on are skipped by their indices alone. The generators are stored as they were when the epoch
+began, so that its order is drawn again. They are set to where the run had them when the first new batch is made. A
+place belongs to one rank of a fixed number.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .sampling import Order, WatchedBatches, refuse_other_batches
 
 
 class Place:
-    """In ``loader``, torch's own or one around it, as one of ``num_ranks`` has it. Somebody else counts the batches."""
+    """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
 
     def __init__(self, loader: Any, num_ranks: int) -> None:
-        """Raises ``BadInput`` for a loader whose batches cannot be passed over."""
+        """Wrap the loader's batch sampler. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
         self._inside = getattr(loader, "base_dataloader", loader)
         _refuse(self._inside)
         self._num_ranks = num_ranks
@@ -29,13 +29,13 @@ class Place:
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
         self._begun: dict[str, Any] | None = None
-        """What the order of the epoch was drawn from."""
+        """The generators that the order of the epoch was drawn from."""
         self._found: dict[str, Any] | None = None
-        """Where the run was, until its epoch goes on."""
+        """The place of the run, until its epoch continues."""
         self._random: dict[str, Any] = {}
 
     def state(self, count: int) -> dict[str, Any]:
-        """After ``count`` batches of the epoch that has begun; 0 also where none has."""
+        """Return the place after ``count`` batches of the current epoch; 0 also if no epoch has begun."""
         return {
             "same": self._same(),
             "count": count,
@@ -45,29 +45,29 @@ class Place:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise ``RunMismatch`` if the place of ``state`` is in other batches."""
+        """Raise ``RunMismatch`` if the place of ``state`` refers to other batches."""
         refuse_other_batches(state["same"], self._same(), "the run")
 
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
-        """Go on from ``state`` in the next epoch that begins; the generators were at ``random`` then."""
+        """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
         self._found = state if self._begun is not None else None
 
     def leave(self) -> None:
-        """Nothing was left of the epoch that the run was in: its order is drawn, for the generators that this takes."""
+        """Skip an epoch that the run had completed. Its order is drawn, because drawing advances the generators."""
         if self._found is not None:
             now = random_state()
             next(iter(self._watched), None)
             restore_random_state(now)
 
     def set_epoch(self, epoch: int) -> None:
-        """For a sampler that shuffles by it."""
+        """Set the epoch of a sampler that shuffles by it."""
         if hasattr(self._order.sampler, "set_epoch"):
             self._order.sampler.set_epoch(epoch)
 
     def close(self) -> None:
-        """Leave the loader as it was."""
+        """Restore the loader."""
         _set_indices(self._inside, self._watched.inner)
 
     def _begin(self) -> None:
@@ -80,12 +80,12 @@ class Place:
         self._order.put_back(found["begun"])
 
     def _pending(self, count: int) -> dict[str, Any] | None:
-        """The generators before the batch was made that is there already and was not handed out."""
+        """Return the generators before the batch that is already made but not handed out; None if there is none."""
         number, state = self._watched.newest
         return state if count and number == count and not self._inside.num_workers else None
 
     def _same(self) -> dict[str, Any]:
-        """What a place is counted in."""
+        """Return the values that a place depends on, by name."""
         return {
             "a number of ranks of": self._num_ranks,
             "a batch size of": getattr(self._watched.inner, "batch_size", None),
@@ -94,21 +94,21 @@ class Place:
 
 
 class Batches:
-    """The batches of ``loader``, to be iterated over in its place. An epoch is a pass, also one that was left early.
+    """The batches of ``loader``, to be iterated over in its place. A pass is an epoch, also if it was left early.
 
-    ``elastic`` is true since another number of ranks is refused here, with the other things that a place is counted in.
+    ``elastic`` is true because this class itself refuses another number of ranks, as it does other batch sizes.
     """
 
     elastic = True
 
     def __init__(self, loader: Any, num_ranks: int) -> None:
-        """Raises ``BadInput`` for a loader whose batches cannot be passed over."""
+        """Wrap the loader. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
         self.loader = loader
         self.place = Place(loader, num_ranks)
         self.epoch = 0
-        """Passes that have ended."""
+        """The number of passes that have ended."""
         self.count = 0
-        """Batches of the present one that were handed out."""
+        """The number of batches of the current pass that were handed out."""
         self._found: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Batches:
             for batch in self.loader:
                 self.count += 1
                 yield batch
-            if number is not None:  # a pass of which nothing was left it does not count
+            if number is not None:  # accelerate does not count a pass without remaining batches
                 self.loader.iteration = number + 1
         finally:
             self.epoch, self.count = self.epoch + 1, 0
@@ -134,7 +134,7 @@ class Batches:
         self._found = state
 
     def resumed(self) -> None:
-        """The generators are where the run had them, if there was one."""
+        """Continue from the restored state. Called when the generators are where the run had them."""
         if self._found is not None:
             self.place.load(self._found, random_state())
             self.epoch, self.count = self._found["epoch"], self._found["count"]
@@ -143,7 +143,7 @@ class Batches:
 
 
 def _watched(loader: DataLoader) -> WatchedBatches:
-    """Put an eye on the indices of ``loader``."""
+    """Wrap the indices of ``loader`` in ``WatchedBatches``."""
     indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     watched = WatchedBatches(indices.inner if isinstance(indices, WatchedBatches) else indices)
     _set_indices(loader, watched)
@@ -151,7 +151,7 @@ def _watched(loader: DataLoader) -> WatchedBatches:
 
 
 def _set_indices(loader: DataLoader, indices: Any) -> None:
-    """``setattr`` is refused, since lengths might differ."""
+    """Replace the indices in the loader's ``__dict__``; ``setattr`` is refused, since lengths might differ."""
     vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
 
 

@@ -1,7 +1,7 @@
-"""Sampling: batches of indices, and the random numbers that the batches were made with.
+"""Sampling: batches of indices, and the random numbers with which batches were made.
 
 Loaders are one batch ahead of training. A batch that is made in the training process draws its random numbers (masks,
-augmentation) before the step in front of it, so to make the same one again the generators must be as they were then.
+augmentation) before the previous step. Making the same batch again requires the generators as they were then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..state.progress import random_state, restore_random_state
 
 
 def refuse_other_batches(there: dict[str, Any], here: dict[str, Any], run: object) -> None:
-    """Raise ``RunMismatch`` unless batches are now made as the run's were: ``there`` and ``here`` say how, by name."""
+    """Raise ``RunMismatch`` unless batches are made as the run's were: ``there`` and ``here`` hold values by name."""
     for key, was in there.items():
         if here[key] != was:
             raise RunMismatch(
@@ -27,21 +27,23 @@ def refuse_other_batches(there: dict[str, Any], here: dict[str, Any], run: objec
 
 
 class WatchedBatches:
-    """A batch sampler: ``inner``, with an eye on the generators each time that a batch is asked for."""
+    """A batch sampler that wraps ``inner`` and records the generators each time that a batch is requested."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.begins: Callable[[], None] = lambda: None
-        """Called when the first indices of an epoch are asked for, before its order is drawn."""
+        """A function that is called at the first request of an epoch, before its order is drawn."""
         self.newest: tuple[int, dict[str, Any]] = (-1, {})
-        """The number in its epoch of the batch asked for last, and the generators before."""
+        """The number, in its epoch, of the last requested batch, and the generators before it."""
         self._first = 0
         self._states: list[dict[str, Any]] = []
         self._pass_over = False
 
     def go_on(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
-        """In the next epoch, set the generators to one of ``states`` when batch ``first`` is asked for, and to the next
-        one with the next; ``pass_over`` leaves out those before."""
+        """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
+
+        With ``pass_over`` earlier batches are skipped.
+        """
         self._first, self._states, self._pass_over = first, states, pass_over
 
     def __iter__(self) -> Iterator[Any]:
@@ -70,22 +72,22 @@ class WatchedBatches:
 
 
 class Order:
-    """What ``loader`` draws the order of an epoch from: the global generators, and those that it has of its own."""
+    """The generators that ``loader`` draws the order of an epoch from: the global ones and its own."""
 
     def __init__(self, loader: Any, batches: Any) -> None:
         self._loader, self._batches = loader, batches
 
     @property
     def sampler(self) -> Any:
-        """The one of single samples."""
+        """The sampler of single samples."""
         sampler = self._batches
-        for name in ("batch_sampler", "sampler"):  # of a rank's share, and of batches
+        for name in ("batch_sampler", "sampler"):  # inside the samplers of a rank's share and of batches
             sampler = getattr(sampler, name, sampler)
         return sampler
 
     @property
     def seed(self) -> int | None:
-        """By which, and the number of the epoch, the sampler shuffles, if it does."""
+        """The seed of a sampler that shuffles by seed and epoch; None for others."""
         return getattr(self.sampler, "initial_seed", None)
 
     @seed.setter
@@ -94,7 +96,7 @@ class Order:
             self.sampler.initial_seed = seed
 
     def now(self) -> dict[str, Any]:
-        """At the beginning of an epoch: what the order follows from."""
+        """Return the state from which the order of an epoch follows. Called at its beginning."""
         own = {place: generator.get_state() for place, generator in self._own().items()}
         return {"random": random_state(), "own": own}
 

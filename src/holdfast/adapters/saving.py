@@ -1,6 +1,6 @@
-"""One commit of all ranks at once: the first opens the run, each writes into files of its own, the first publishes.
+"""One commit of all ranks: the first opens the run, each rank writes its own files, the first publishes.
 
-For who saves whole states now and then, each by a call on all ranks, and keeps nothing open between two.
+For callers that save whole states now and then, each by a collective call, and keep nothing open in between.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ Progress = dict[str, Any]
 
 
 def unit_of(step: int, timeline: int, rank: int) -> str:
-    """The name of what a rank writes, or what the names of all begin with."""
+    """Return the name of what a rank writes, or the prefix of its names."""
     return f"save-{step:012d}.t{timeline:04d}.{stream_of(rank)}"
 
 
 def newest_progress(run: Path) -> dict[str, Any]:
-    """Return the progress of the newest commit of ``run``, as JSON; empty if there is none, or it cannot be read: who
-    resumes the run tells of that."""
+    """Return the progress of the newest commit of ``run``, as JSON; empty if there is none or it cannot be read.
+
+    A resume of the run reports the error.
+    """
     if not (run / "commits").is_dir():
         return {}
     with suppress(HoldfastError, OSError):
@@ -41,14 +43,16 @@ def newest_progress(run: Path) -> dict[str, Any]:
 
 
 def check_step(step: int | None) -> None:
-    """Raise ``BadInput`` if no commit can be of ``step``."""
+    """Raise ``BadInput`` if no commit can have this ``step``."""
     if step is not None and (not isinstance(step, int) or step < 0):
         raise BadInput(f"step = {step!r}: that of a commit is a number from 0 on")
 
 
 class OpenedRun:
-    """The run, open on the first rank for one save. Closed also when its owner goes, as after the failure of another
-    rank."""
+    """The run, open on the first rank for one save.
+
+    It is also closed when its owner is collected, as after a failed rank.
+    """
 
     def __init__(
         self,
@@ -58,8 +62,15 @@ class OpenedRun:
         is_ours: Callable[[Progress], bool],
         writer: str,
     ) -> None:
-        """``step`` is the commit's; None is the one after the newest. What is there ``is_ours``, by the progress of its
-        commits: ``writer`` says whose that is."""
+        """Open the run for a save.
+
+        Args:
+            root: The directory of the run.
+            keep: Tells which commits stay.
+            step: The step of the commit; None means one more than the newest.
+            is_ours: Return whether a commit's progress comes from this kind of save.
+            writer: The name of this kind of save, for messages.
+        """
         self.store = LocalStore(root, keep=keep)
         self.close = weakref.finalize(self, LocalStore.close, self.store)
         self.store.enter()
@@ -73,9 +84,9 @@ class OpenedRun:
             raise
 
     def _begin(self, before: Manifest | None) -> None:
-        """A save after the newest is of the same timeline; any other begins one."""
+        """Begin or continue a timeline: a save after the newest step continues it, any other begins one."""
         timelines = self.store.timelines()[0]
-        newest = max((*timelines, *self.store.timeline_ids()), default=0)  # also one that cannot be read
+        newest = max((*timelines, *self.store.timeline_ids()), default=0)  # includes one that cannot be read
         if (
             before is None
             or before.ref != self.store.line()[0]
@@ -87,10 +98,10 @@ class OpenedRun:
             self.store.go_on(timelines[newest])
 
     def _drop_others(self) -> None:
-        """Remove the files of saves that did not come to their end."""
+        """Remove the files of saves that were interrupted."""
         try:
             commits = [self.store.load(ref) for ref in self.store.commits()]
-        except Damaged:  # one that cannot be read may name any
+        except Damaged:  # an unreadable one may name any file
             return
         named = {file.path for manifest in commits for file in manifest.files.values()}
         for name in self.store.disk.listdir("data"):
@@ -101,8 +112,10 @@ class OpenedRun:
 def _commit_before(
     store: LocalStore, step: int | None, is_ours: Callable[[Progress], bool], writer: str
 ) -> Manifest | None:
-    """The newest commit of the line that a save of ``step`` goes on from. Raises ``RunMismatch`` if the run is not one
-    of these saves, ``BadInput`` if it begins later."""
+    """Return the newest commit of the timeline that a save of ``step`` continues from; None if there is none.
+
+    Raises ``RunMismatch`` if the run does not consist of these saves, ``BadInput`` if it begins later.
+    """
     line = store.line()
     found = next((ref for ref in line if step is None or ref.step <= step), None)
     if line and found is None:
@@ -121,7 +134,10 @@ def _commit_before(
 
 
 def joined_run(root: str | Path, keep: Keep, timeline: Timeline, rank: int) -> LocalStore:
-    """The run on a rank that is not the first, which has opened it."""
+    """Open the run on a rank other than the first, which has opened it.
+
+    Raises ``BadInput`` if this rank does not see it.
+    """
     store = LocalStore(root, keep=keep)
     try:
         with suppress(OSError):

@@ -2,9 +2,9 @@
 
     config.checkpoint = CheckpointManager.Config(enable=True, interval=100)  # in a function that --config names
 
-Where torchtitan makes a folder of each step, this makes a commit of the run in ``<dump_folder>/<folder>``, by
-``adapters.dcp``. When is saved and what stays torchtitan's to say: overridden are the methods by which torchtitan 0.3
-names, finds, writes, reads and removes the checkpoint of a step.
+Where torchtitan makes a folder for each step, this makes a commit of the run in ``<dump_folder>/<folder>``, by
+``adapters.dcp``. torchtitan still decides when to save and what stays. The overridden methods are those by which
+torchtitan 0.3 names, finds, writes, reads and removes the checkpoint of a step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """In the place of torchtitan's, with its options: ``keep_latest_k`` counts commits, 0 keeps all.
+    """A replacement for torchtitan's manager, with its options: ``keep_latest_k`` counts commits, 0 keeps all.
 
-    The newest checkpoint is the newest of the run's line: after a ``load_step`` that went back, what was saved since.
-    Where torchtitan's own manager saved before, its folders ``step-N`` are loaded as they are, and stay.
+    The newest checkpoint is the newest of the current timeline: after a ``load_step`` that went back, the newest saved
+    since. Folders ``step-N`` that torchtitan's own manager saved are loaded unchanged, and stay.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):
-        """As torchtitan has it; a class of its own by which torchtitan builds this manager."""
+        """torchtitan's configuration; its class tells torchtitan to build this manager."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
@@ -55,7 +55,10 @@ class CheckpointManager(titan.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """A commit, durable when this returns or its future is done; for Hugging Face a folder, as torchtitan does."""
+        """Make a commit, or a folder for Hugging Face as torchtitan does.
+
+        The commit is durable on return or when the future is done.
+        """
         assert isinstance(checkpoint_id, _Step)
         if to_hf:
             return super().dcp_save(
@@ -78,8 +81,10 @@ class CheckpointManager(titan.CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """All that is read is verified before any of it is used. ``initial_load_path`` may be a run, of which the
-        newest commit is taken."""
+        """Load a checkpoint; all that is read is verified before any of it is used.
+
+        ``initial_load_path`` may be a run; its newest commit is loaded.
+        """
         step = None
         if isinstance(checkpoint_id, _Step):
             step = checkpoint_id.step
@@ -108,15 +113,15 @@ class CheckpointManager(titan.CheckpointManager):
         return _Step(folder or self.folder, step, super()._create_checkpoint_id(step, folder))
 
     def _should_purge(self) -> bool:
-        return False  # what ``Keep`` retires goes when another is published
+        return False  # the next publish removes what ``Keep`` retires
 
 
 class _Step(str):
-    """The directory of the run, which torchtitan asks for and hands on, with the step that is meant."""
+    """The directory of the run, which torchtitan requests and passes on, with the step."""
 
     step: int
     folder: str
-    """That torchtitan has of the step."""
+    """The folder that torchtitan's own manager would use for the step."""
 
     def __new__(cls, root: str, step: int, folder: str) -> _Step:
         made = super().__new__(cls, root)

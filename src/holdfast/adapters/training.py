@@ -1,8 +1,8 @@
-"""Training: one call of a ``Trainer``'s ``train``, of which a checkpointer records every optimizer step.
+"""One call of a ``Trainer``'s ``train``, with a checkpointer that records every optimizer step.
 
-A step is recorded when all callbacks have seen its end and before it is logged, evaluated or saved; who resumes there
-does these again. Its place is an epoch and the optimizer steps done in it. Batches before it are passed over by their
-indices alone; only an ``IterableDataset``, which has none, is read again from the epoch's beginning.
+A step is recorded when all callbacks have seen its end, before it is logged, evaluated or saved; a resume there repeats
+these. A place is an epoch and the number of optimizer steps done in it. Earlier batches are skipped by their indices
+alone; only an ``IterableDataset``, which has no indices, is read again from the beginning of the epoch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
     "best_model_checkpoint",
 )  # fmt: skip
-"""Of ``TrainerState``, what training changes beside ``log_history``. The rest follows from the script."""
+"""Fields of ``TrainerState`` that training changes, beside ``log_history``. The rest follows from the script."""
 
 LOSS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Of the trainer, what is not logged yet."""
+"""Fields of the trainer with values that are not logged yet."""
 
 
 class Training:
-    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds;
-    ``elastic`` is true since another number of processes is refused here."""
+    """One call of ``train``, which its checkpointer treats as the loader; its state is all that the trainer holds.
+
+    ``elastic`` is true because this class itself refuses another number of processes.
+    """
 
     elastic = True
     redoes = True
-    """Who resumes does again what came after the last step: a ``Checkpointer`` asks."""
+    """A flag for the ``Checkpointer``: a resume repeats what came after the last step."""
 
     def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
         self._trainer, self._run, self._options = trainer, run, options
@@ -63,15 +65,15 @@ class Training:
         self._loader: Any = None
         self._batches: WatchedBatches | None = None
         self._found: dict[str, Any] | None = None
-        """What the run holds, until the loop is there."""
+        """The restored state of the run, until the loop exists."""
         self._order = Order(None, None)
         self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
         self._ending: dict[str, Any] | None = None
-        """What the step recorded last is logged with."""
+        """The values with which the last recorded step is logged."""
         self._random_now: dict[str, Any] = {}
-        """What the generators are to be at once the first batches are there."""
+        """The state that the generators get when the first batches exist."""
 
     def __enter__(self) -> Training:
         vars(self._trainer).update(self._covered)
@@ -88,11 +90,13 @@ class Training:
         if self._checkpointer is not None:
             self._checkpointer.__exit__(*error)
 
-    # In the place of the trainer's methods
+    # Replacements of the trainer's methods
 
     def begin_epoch(self, args: Any, state: Any, control: Any) -> Any:
-        """Call ``on_epoch_begin`` of callbacks, but for an epoch that the run has begun: what they changed is part of
-        the run, and would be changed twice."""
+        """Call ``on_epoch_begin`` of callbacks, except for an epoch that the run has begun.
+
+        Its changes are part of the run and would be made twice.
+        """
         if self._found is not None:
             return control
         if self._attributes is None:
@@ -100,7 +104,7 @@ class Training:
         return self._attributes.begin_epoch(lambda: self._begin_epoch(args, state, control), "on_epoch_begin")
 
     def run_epoch(self, **loop: Any) -> None:
-        """An epoch that the run has behind it is passed over."""
+        """Run an epoch; one that the run has completed is skipped."""
         if self._checkpointer is None:
             self._open(loop["train_dataloader"], loop["model"])
         if self._found is None:
@@ -113,20 +117,20 @@ class Training:
     def end_step(
         self, tr_loss: Any, grad_norm: Any, *rest: Any, learning_rate: Any = None, **options: Any
     ) -> None:
-        """Called at the end of every optimizer step, and again at that of an epoch."""
+        """Record the step. Called at the end of every optimizer step, and again at the end of an epoch."""
         if self._trainer.state.global_step > self._recorded_step:
             assert self._checkpointer is not None
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
             self._ending = {"grad_norm": grad_norm, "learning_rate": learning_rate}
             self._checkpointer.step()
-        elif learning_rate is None and self._place.updates:  # an epoch of which only the end was left
+        elif learning_rate is None and self._place.updates:  # only the end of the epoch was left
             assert self._ending is not None
             grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
 
     def load_random_state(self, checkpoint: Any) -> None:
-        """Called when the resumed epoch's first batches are there; a watched sampler has done it before."""
+        """Set the generators when the resumed epoch's first batches exist, unless a watched sampler has done it."""
         if self._batches is None:
             restore_random_state(self._random_now)
 
@@ -157,7 +161,7 @@ class Training:
         self._checkpointer.resume(show=progress_bar() if trainer.is_world_process_zero() else None)
 
     def _watch_attributes(self) -> None:
-        """Take the attributes that there are now as those that the script has set."""
+        """Treat the current attributes as set by the script."""
         trainer, model = self._trainer, self._trainer.model
         assert model is not None
         callbacks = trainer.callback_handler.callbacks
@@ -183,8 +187,10 @@ class Training:
         )
 
     def _begin_epoch_again(self, newest: dict[str, Any]) -> None:
-        """Before the run is resumed, have callbacks set up the epoch that its newest commit is in, which matters where
-        they do it in objects: all else is brought back."""
+        """Let callbacks set up the epoch of the newest commit, before the run is resumed.
+
+        This matters for set-up in objects; everything else is restored.
+        """
         trainer = self._trainer
         found = decode(newest.get("things", {}).get("loader"))
         if found is None:
@@ -199,7 +205,7 @@ class Training:
                 setattr(state, name, value)
 
     def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
-        """Be where ``found`` was taken, end its step as it was ended, and do the rest of the epoch."""
+        """Restore the place of ``found``, end its step as it was ended, and do the rest of the epoch."""
         trainer, place = self._trainer, _Place(**found["place"])
         self._restore(found)
         self._place, self._recorded_step = place, trainer.state.global_step
@@ -226,7 +232,7 @@ class Training:
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
 
-    # What it is to the checkpointer
+    # The loader's interface for the checkpointer
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -255,7 +261,7 @@ class Training:
         self._found = state
 
     def _same(self) -> dict[str, Any]:
-        """What a position in the data is counted in."""
+        """Return the values that a position in the data depends on."""
         args, data = self._trainer.args, self._loader.dataset
         return {
             "processes": args.world_size,
@@ -265,14 +271,14 @@ class Training:
         }
 
     def _pending(self) -> Any:
-        """The generators before the batch was made that is there already and was not trained on."""
+        """Return the generators before the batch that is already made but not trained on; None if there is none."""
         if self._batches is None or self._loader.num_workers:
             return None
         batch, state = self._batches.newest
         return encode(state) if batch == self._num_batches() else None
 
     def _num_batches(self, most: int = sys.maxsize) -> int:
-        """Taken of the epoch by the steps that are recorded."""
+        """Return the number of batches of the epoch that the recorded steps took, at most ``most``."""
         return min(self._place.updates * self._trainer.args.gradient_accumulation_steps, most)
 
     def _restore(self, found: dict[str, Any]) -> None:
@@ -285,7 +291,7 @@ class Training:
         trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
-            trainer.control.should_training_stop = False  # the script was given more to do
+            trainer.control.should_training_stop = False  # the script now asks for more steps
         self._ending = found["ending"]
         self._order.seed = found["seed"]
         here = _exportable(trainer)
@@ -293,7 +299,7 @@ class Training:
             match = next((item for item in here if type(item).__name__ == name), None)
             if match is not None:
                 here.remove(match)
-                if trainer.args.restore_callback_states_from_checkpoint:  # with what it was constructed with
+                if trainer.args.restore_callback_states_from_checkpoint:  # with its constructor arguments
                     vars(match).update(vars(type(match).from_state(state)))
                 vars(match).update(state["attributes"])
         if self._attributes is not None and found.get("attributes"):
@@ -302,18 +308,18 @@ class Training:
 
 @dataclass
 class _Place:
-    """Where training is: ``updates`` optimizer steps into ``epoch``. Generators are as ``encode`` gives them."""
+    """The place of training: ``updates`` optimizer steps into ``epoch``. Generators are as ``encode`` returns them."""
 
     epoch: int
     random: Any
-    """The generators that its order is drawn from, at its beginning."""
+    """The generators at the beginning of the epoch, from which its order is drawn."""
     updates: int = 0
     pending: Any = None
-    """The generators before the next batch, if it has been made already."""
+    """The generators before the next batch, if that is already made."""
 
 
 class _Logged:
-    """``log_history`` as lines of JSON, of which each is made once: a record has those that were added."""
+    """``log_history`` as lines of JSON, each built once: a log record has those that were added."""
 
     def __init__(self) -> None:
         self._count, self._text = 0, ""

@@ -1,13 +1,13 @@
-"""Hugging Face ``Trainer``: every optimizer step of an unmodified script can be recovered, bit for bit.
+"""Hugging Face ``Trainer``: recovery of every optimizer step of an unmodified script, bit for bit.
 
     trainer = Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.train()  # begins the run, or goes on after its newest step
 
-A callback alone cannot do this. It is never handed the trainer, which keeps the running loss to itself. Where the loop
-begins is fixed, in local variables, before ``on_train_begin``. And the last event of a step comes before the step is
-logged and evaluated. So the callback finds the trainer that is being made, when ``on_init_end`` is called, and covers
-its ``train``; while that runs, three more methods of this one object. No class is changed, and ``attach`` does the same
-to a trainer that is there already.
+A callback alone cannot do this, for three reasons. It never gets the trainer, which keeps the running loss to itself.
+Where the loop begins is fixed, in local variables, before ``on_train_begin``. The last event of a step comes before the
+step is logged and evaluated. So the callback finds the trainer under construction when ``on_init_end`` is called, and
+replaces its ``train``; while that runs, it replaces three more methods of this one object. No class is changed.
+``attach`` does the same to an existing trainer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .training import Training
 from .wrapped import refuse_unless_torchs
 
 COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
-"""Methods of a trainer that are replaced, on the object, while it trains; ``train`` for good."""
+"""Methods of a trainer that are replaced, on the object, while it trains; ``train`` permanently."""
 
 
 class HoldfastCallback(TrainerCallback):
-    """Makes ``train`` of the trainer that it is given to begin or continue the run in the directory ``run``.
+    """A callback that makes ``train`` of its trainer begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Of other callbacks
-    those that are ``ExportableState`` are brought back. What a subclass of ``Trainer`` keeps beside is not, nor, in
-    mid-epoch, are the generators of loader workers. The final loss is that of the whole run; the final rates count all
-    its steps against this process's time. Several processes are those of DistributedDataParallel; as many go on as
-    there were.
+    ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Other callbacks are
+    restored if they are ``ExportableState``. Not restored are further fields of a subclass of ``Trainer`` and, in
+    mid-epoch, the generators of loader workers. The final loss is that of the whole run; the final rates divide all its
+    steps by this process's time. Several processes must be those of DistributedDataParallel, and their number must stay
+    the same.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
@@ -56,7 +56,7 @@ class HoldfastCallback(TrainerCallback):
             )
 
     def cover(self, trainer: Trainer) -> None:
-        """Let ``trainer.train`` record. Raises ``BadInput`` for a trainer that it cannot be done for."""
+        """Make ``trainer.train`` record its steps. Raises ``BadInput`` for a trainer without the needed methods."""
         absent = [name for name in COVERED if not hasattr(trainer, name)]
         if absent:
             raise BadInput(
@@ -83,14 +83,14 @@ class HoldfastCallback(TrainerCallback):
 
 
 def attach(trainer: Trainer, run: str | Path, **options: Any) -> None:
-    """As ``HoldfastCallback``, for a trainer that is there already. ``trainer.train`` has not been called."""
+    """Add ``HoldfastCallback`` to an existing trainer, whose ``train`` was not called yet."""
     callback = HoldfastCallback(run, **options)
     callback.cover(trainer)
     trainer.add_callback(callback)
 
 
 def _trainer_above() -> Trainer | None:
-    """The trainer whose ``__init__`` is being run."""
+    """Return the trainer whose ``__init__`` is running, found on the call stack; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -101,7 +101,7 @@ def _trainer_above() -> Trainer | None:
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Raise ``BadInput`` for settings under which no position can be kept."""
+    """Raise ``BadInput`` for settings under which no position can be stored."""
     refuse_unless_torchs(trainer.accelerator)
     args = trainer.args
     for name in ("auto_find_batch_size", "ignore_data_skip"):
@@ -110,7 +110,10 @@ def _refuse(trainer: Trainer) -> None:
 
 
 def _prefer(run: Path, checkpoint: Any) -> None:
-    """The run goes before a ``checkpoint`` of the trainer's own. Raises ``BadInput`` if there is no run yet."""
+    """Warn that the run is used instead of a ``checkpoint`` of the trainer's.
+
+    Raises ``BadInput`` if there is no run yet.
+    """
     commits = run / "commits"
     if not (commits.is_dir() and any(commits.iterdir())):
         raise BadInput(

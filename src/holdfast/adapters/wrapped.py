@@ -1,4 +1,4 @@
-"""Wrapped: what is inside of the objects that libraries put around those of torch."""
+"""Access to torch's objects inside the wrappers of other libraries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from ..errors import BadInput
 
 TORCHS_OWN = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Of accelerate's ways to train those that leave the state to torch: one process, or several of DDP."""
+"""Ways of accelerate to train that leave the state to torch: one process, or several of DDP."""
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer of torch in wrappers like that of accelerate, which are no place for hooks."""
+    """Return torch's optimizer inside wrappers like accelerate's, which do not support hooks."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def refuse_unless_torchs(accelerator: Any) -> None:
-    """Raise ``BadInput`` if the state of what ``accelerator`` trains is laid out by something else than torch."""
+    """Raise ``BadInput`` if something other than torch lays out the state of what ``accelerator`` trains."""
     by = accelerator.distributed_type
     if by not in TORCHS_OWN:
         raise BadInput(

@@ -1,8 +1,8 @@
-"""The state of a live DeepSpeed engine as this library sees any other: names, regions, and what is held of them.
+"""The state of a live DeepSpeed engine in this library's terms: names, regions, and held elements.
 
-A rank's parts of parameters, and of what the optimizer holds for them, are views of its flat partitions. They are shown
-as the parameters and the state of an optimizer of torch, so that matching, reading and writing are those of every other
-model; what was put into that optimizer's state then goes to where DeepSpeed has it.
+A rank's parts of parameters, and of their optimizer state, are views of its flat partitions. They appear as the
+parameters and the state of an optimizer of torch, so matching, reading and writing are the same as for any model. What
+was restored into that optimizer's state is then copied to DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..state.boxes import Box
 from ..state.capture import Captured, CapturedParameter, capture
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..state.fsdp1 import Flattened
 from ..state.live import LiveState
 from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
 from ..universal.matching import Match
@@ -34,7 +33,7 @@ from .zero_optimizers import (
 )  # fmt: skip
 
 Numbers = dict[str, Any]
-"""What an optimizer holds for a whole partition, such as a count of steps, by slot."""
+"""Values that an optimizer holds for a whole partition, such as a step count, by slot."""
 
 COUNTS = ("step", "mu_product", "eta", "mu")
 """Slots of torch's optimizers that are one number, also for a parameter of one element."""
@@ -42,8 +41,10 @@ COUNTS = ("step", "mu_product", "eta", "mu")
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of. ``name_of`` has
-    the names of its own parameters, by id."""
+    """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of.
+
+    ``name_of`` has the names of its own parameters, by id.
+    """
 
     engine: Any
     state: LiveState
@@ -52,21 +53,21 @@ class Shown:
 
     @property
     def base(self) -> torch.optim.Optimizer:
-        """What updates the partitions."""
+        """The optimizer that updates the partitions."""
         return self.engine.optimizer.optimizer
 
     @property
     def beside(self) -> torch.optim.Optimizer:
-        """What ``base`` is shown as, of the parameters of ``state``."""
+        """The optimizer that stands for ``base``, over the parameters of ``state``."""
         return self.state.optimizers[0]
 
     def names(self, partition: Partition) -> list[tuple[str, Member]]:
-        """Its members, each with its name."""
+        """Return the members of a partition, each with its name."""
         return [(self.name_of[id(member.parameter)], member) for member in partition.members]
 
 
 def show(engine: Any, version: str) -> Shown:
-    """Raises ``BadInput`` and its kin for an engine whose state cannot be told from its objects."""
+    """Return the state of ``engine``. Raises ``BadInput`` and related errors if its objects do not reveal the state."""
     refuse(engine)
     optimizer = engine.optimizer
     partitions = partitions_of(optimizer, engine.module, version)
@@ -81,22 +82,19 @@ def show(engine: Any, version: str) -> Shown:
 
 
 def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
-    """The same with what this rank has of it as the parameter."""
+    """Return ``captured`` with this rank's part as the parameter."""
     if place is None:
         whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
         return CapturedParameter(captured.names, whole, None, False)
     partition, member = place
     held = partition.master.detach().narrow(0, member.offset, member.stretch.elements)
     trained = partition.group is not None
-    flattened = Flattened(
-        member.stretch.whole, member.stretch, partition.master, member.offset, partition.ranks
-    )
     parameter = nn.Parameter(held, requires_grad=trained)
-    return CapturedParameter(captured.names, parameter, partition.group, trained, flattened)
+    return CapturedParameter(captured.names, parameter, partition.group, trained, member.stretch)
 
 
 def refuse(engine: Any) -> None:
-    """Raise ``BadInput`` and its kin, with the way out, for an engine of which that is not known to be all."""
+    """Raise ``BadInput`` and related errors, with the way out, for an engine whose whole state is not known."""
     if not hasattr(engine, "zero_optimization_stage") or not hasattr(engine, "module"):
         raise BadInput(
             f"{type(engine).__name__} is no engine of DeepSpeed: give what deepspeed.initialize returned"
@@ -123,13 +121,13 @@ def refuse(engine: Any) -> None:
 
 
 def _holds_gradients(engine: Any) -> bool:
-    """Whether there are gradients that no step has taken, as far as the engine knows."""
+    """Return whether there are gradients that no step has consumed, as far as the engine knows."""
     averaged = getattr(engine.optimizer, "averaged_gradients", {})
     if any(each is not None for each in averaged.values()) or getattr(engine, "_unmanaged_backward_count", 0):
         return True
     told = getattr(
         engine, "_is_gradient_accumulation_boundary", None
-    )  # by whoever counts, such as accelerate
+    )  # set by a library that counts, such as accelerate
     if told is not None:
         return not told
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
@@ -172,9 +170,10 @@ def _refused(why: str, instead: str = "") -> ModelNotSupported:
 
 
 def numbers_of(shown: Shown, source: Source, found: Match) -> list[Numbers]:
-    """By partition, what ``found`` of ``source`` is to be held once for all of it.
+    """Return, by partition, the values of the match that are held once for the whole partition.
 
-    Raises ``RunMismatch`` unless its members have the same, of the same slots: a flat tensor has one count of steps."""
+    Raises ``RunMismatch`` unless its members have equal values in equal slots: a flat tensor has one step count.
+    """
     return [
         {} if partition.group is None else _numbers_in(shown.names(partition), source, found)
         for partition in shown.partitions
@@ -202,7 +201,7 @@ def _numbers_in(members: Sequence[tuple[str, Member]], source: Source, found: Ma
 
 
 def _dtype_held(found: Match, name: str, slot: str) -> str:
-    """Of what ``found`` has of a parameter, in a slot of its optimizer: fp32 as the master, where both are cast."""
+    """Return the dtype to hold a slot in: fp32 as the master, where parameter and slot are cast; else the source's."""
     there = found.found[name]
     cast = name in found.cast and there[slot].atom.dtype == there["param"].atom.dtype
     return "F32" if cast else there[slot].atom.dtype
@@ -240,7 +239,7 @@ def _told(numbers: Mapping[str, Any], slot: str) -> str:
 
 @torch.no_grad()
 def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
-    """Give DeepSpeed's optimizer what the one beside it has now: state and hyper-parameters."""
+    """Copy state and hyper-parameters from the optimizer beside DeepSpeed's to DeepSpeed's own."""
     put_hyper_parameters(shown.base, shown.beside)
     for partition, counts in zip(shown.partitions, numbers, strict=True):
         if partition.group is None:
@@ -260,7 +259,7 @@ def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
 def _joined(
     shown: Shown, partition: Partition, found: Match, numbers: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """By slot, one flat tensor of what its members have, and zeros elsewhere. What they had is let go."""
+    """Return a flat tensor of the members' state for each slot, with zeros elsewhere. Releases the members' tensors."""
     members = shown.names(partition)
     held = [shown.beside.state.pop(shown.state.parameter(name).parameter, {}) for name, _ in members]
     there = {
@@ -271,7 +270,7 @@ def _joined(
     }
     there |= {slot: piece.dtype for each in held for slot, piece in each.items() if slot in there}
     if is_deepspeeds(shown.base):
-        there = dict.fromkeys(there, partition.master.dtype)  # its kernels take them to be of that type
+        there = dict.fromkeys(there, partition.master.dtype)  # its kernels assume that dtype
     made = {slot: torch.zeros_like(partition.master, dtype=dtype) for slot, dtype in there.items()}
     for (_, member), each in zip(members, held, strict=True):
         for slot in there.keys() & each.keys():
@@ -282,7 +281,7 @@ def _joined(
 
 @torch.no_grad()
 def refresh(shown: Shown) -> None:
-    """Have the model compute, on all ranks, with what the partitions hold. Called on all of them."""
+    """Copy the partitions to the model on all ranks. Collective: every rank must call this."""
     optimizer = shown.engine.optimizer
     if type(optimizer).__name__ != BY_PARAMETER:
         optimizer.update_lp_params()

@@ -1,7 +1,7 @@
-"""The optimizers that update the partitions of a live DeepSpeed engine, and as which of torch's each is shown.
+"""Optimizers that update the partitions of a live DeepSpeed engine, and the torch optimizer that stands for each.
 
-Torch's own are shown as what they are. DeepSpeed's Adams are shown as torch's: they keep the same tensors, but their
-counts of steps are plain numbers, and whether weight decay is decoupled is theirs and not their groups'.
+Torch's own optimizers stand for themselves. DeepSpeed's Adams appear as torch's: they keep the same tensors, but their
+step counts are plain numbers, and decoupled weight decay is a setting of the optimizer, not of its groups.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ADAMS = {
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"),
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
 }
-"""DeepSpeed's own, by module and class."""
+"""DeepSpeed's own Adams, by module and class."""
 
 REMADE = torch.optim.Adagrad
-"""DeepSpeed 0.19.8 makes it anew, with the hyper-parameters of its constructor for all groups."""
+"""A class that DeepSpeed 0.19.8 rebuilds with its constructor's hyper-parameters for all groups."""
 
 
 def is_deepspeeds(base: torch.optim.Optimizer) -> bool:
-    """Whether ``base`` is an Adam of DeepSpeed."""
+    """Return whether ``base`` is an Adam of DeepSpeed."""
     return (type(base).__module__, type(base).__qualname__) in ADAMS
 
 
 def refuse_unknown(base: torch.optim.Optimizer) -> None:
-    """Raise ``OptimizerNotSupported`` unless what ``base`` keeps is known."""
+    """Raise ``OptimizerNotSupported`` unless the state that ``base`` keeps is known."""
     if is_deepspeeds(base) or (is_elementwise(base) and not isinstance(base, REMADE)):
         return
     known = ", ".join(name for name in ELEMENTWISE if name != "Adagrad")
@@ -44,7 +44,10 @@ def refuse_unknown(base: torch.optim.Optimizer) -> None:
 
 
 def optimizer_beside(base: torch.optim.Optimizer, trained: Sequence[CapturedParameter]) -> Any:
-    """What ``base`` is shown as, of the parameters ``trained``, without state; made as ``copy.deepcopy`` makes one."""
+    """Return the optimizer that stands for ``base`` over the parameters ``trained``, without state.
+
+    It is built as ``copy.deepcopy`` builds one.
+    """
     own = is_deepspeeds(base)
     kind = _adam_of(base) if own else type(base)
     made = kind.__new__(kind)
@@ -55,7 +58,7 @@ def optimizer_beside(base: torch.optim.Optimizer, trained: Sequence[CapturedPara
     made.__setstate__({"defaults": base.defaults, "state": defaultdict(dict), "param_groups": groups})
     for group in groups if own else ():
         group.pop("step", None)
-        group.pop("amsgrad")  # which these do not do, so that nothing here wants what it keeps
+        group.pop("amsgrad")  # DeepSpeed's Adams lack it, and nothing here reads its tensors
     return made
 
 
@@ -64,18 +67,20 @@ def _adam_of(base: Any) -> type[torch.optim.Optimizer]:
 
 
 def shown_number(base: torch.optim.Optimizer, value: Any) -> Any:
-    """What ``base`` holds once for a whole partition, as the optimizer that it is shown as has it."""
+    """Return a value that ``base`` holds for a whole partition, in the form of the optimizer that stands for it."""
     if is_deepspeeds(base) and not isinstance(value, torch.Tensor):
         return torch.tensor(float(value), dtype=torch.float32)
     return value
 
 
 def number_for(base: torch.optim.Optimizer, slot: str, value: Any, number: int, master: torch.Tensor) -> Any:
-    """The ``value`` of a ``slot`` as ``base`` would have made it for a ``master`` of group ``number``, and where torch
-    would: of each partition its own, as some updates count in place."""
+    """Return ``value`` of ``slot`` as ``base`` would create it for a ``master`` of group ``number``, on torch's device.
+
+    Each partition gets its own copy, because some updates count in place.
+    """
     if is_deepspeeds(base):
         return int(value)
-    if slot == "step" and not isinstance(value, torch.Tensor):  # of torch before 1.12
+    if slot == "step" and not isinstance(value, torch.Tensor):  # torch before 1.12 wrote it
         value = torch.tensor(float(value), dtype=torch.float32)
     if not isinstance(value, torch.Tensor):
         return value
@@ -84,17 +89,17 @@ def number_for(base: torch.optim.Optimizer, slot: str, value: Any, number: int, 
 
 
 def put_hyper_parameters(base: torch.optim.Optimizer, beside: torch.optim.Optimizer) -> None:
-    """Give the groups of ``base`` what those of ``beside`` have, but for what its class has not."""
+    """Copy the hyper-parameters of ``beside`` to the groups of ``base``, except for those that its class lacks."""
     for group, own in zip(base.param_groups, beside.param_groups, strict=True):
         keys = own.keys() - {"params"}
         if is_deepspeeds(base):
             keys &= group.keys() - {"amsgrad"}
-            group |= {"step": 0} if "step" in group else {}  # where FusedAdam counts from without state
+            group |= {"step": 0} if "step" in group else {}  # FusedAdam counts from here without state
         group.update({key: own[key] for key in keys})
 
 
 def told_of_left(base: Any, beside: torch.optim.Optimizer) -> list[str]:
-    """What an Adam of DeepSpeed does not take of the hyper-parameters that ``beside`` has now, for a person."""
+    """Return messages about hyper-parameters of ``beside`` that an Adam of DeepSpeed does not support."""
     if not is_deepspeeds(base):
         return []
     here = {"decoupled_weight_decay": bool(base.adam_w_mode), "amsgrad": False, "maximize": False}

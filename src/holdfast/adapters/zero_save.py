@@ -1,6 +1,7 @@
-"""The saving half of ``adapters.deepspeed``: each rank writes its stretches, straight from its flat partitions.
+"""The saving half of ``adapters.deepspeed``: each rank writes its ranges, straight from its flat partitions.
 
-What several ranks hold alike, frozen parameters of stages 1 and 2, one of them writes; buffers the first.
+Of tensors that several ranks hold (frozen parameters of stages 1 and 2) one rank writes; buffers are written by the
+first.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from .zero import Shown
 from .zero_optimizers import shown_number
 
 ENGINE = "deepspeed_engine"
-"""Of the progress of a commit: what wrote it."""
+"""The key in a commit's progress that names the writer."""
 
 
 def write(shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, version: str) -> None:
-    """Make the state a commit of ``run``. Durable when this returns. Called on all ranks."""
+    """Make the state a commit of ``run``, durable on return. Collective: every rank must call this."""
     with ranks.agreeing():
         show_state(shown)
     opened: list[OpenedRun] = []
@@ -65,8 +66,10 @@ def write(shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, ve
 
 
 def show_state(shown: Shown) -> None:
-    """Give the optimizer beside DeepSpeed's views of what that holds. Raises ``OptimizerNotSupported`` for what is
-    neither of each element nor one value for all."""
+    """Give the optimizer beside DeepSpeed's views of DeepSpeed's state.
+
+    Raises ``OptimizerNotSupported`` for state that is neither elementwise nor one value for all elements.
+    """
     for partition in shown.partitions:
         if partition.group is not None:
             held = shown.base.state.get(partition.master, {})
@@ -94,7 +97,7 @@ def _views(
 
 
 def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, rank: int) -> dict[str, Any]:
-    """Write what a rank stores, and return where its share of the commit is. Durable when it does."""
+    """Write what a rank stores, and return the reference of its share of the commit. Durable on return."""
     state = shown.state
     owned: dict[str, Held] = {p.name: state.owned(p) for p in state.stored if not state.lacks(p.name)}
     if rank == 0 and (buffers := state.buffers()):
@@ -116,7 +119,7 @@ def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, 
 
 
 def _progress(shown: Shown, version: str) -> dict[str, Any]:
-    """What is no tensor, as JSON."""
+    """Return what is no tensor, as JSON."""
     engine, state = shown.engine, shown.state
     groups = shown.beside.param_groups
     told: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""The command line: thin verbs over the rooms below."""
+"""The command line: thin commands over the library."""

@@ -1,4 +1,4 @@
-"""What ``holdfast train`` says before the first step, after the last, and how to go on from there."""
+"""Texts of ``holdfast train`` before the first step and after the last, with the commands that continue from there."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ..offload.preflight import Preflight
 
 MARGIN = "    "
-"""Left of generated text."""
+"""The margin left of generated text."""
 
 
 def announce(
     console: Console, config: Config, corpus: Windowed, preflight: Preflight, steps_left: int, num_ranks: int
 ) -> None:
-    """Everything that the run will take, before it takes it. 80 columns hold it for a run of common size."""
+    """Print all resources that the run will use, before it uses them. A run of common size fits 80 columns."""
     written, read = preflight.written_bytes_per_step, preflight.read_bytes_per_step
     needed, free = format_bytes(preflight.needed_bytes), format_bytes(preflight.free_bytes)
     console.print(Text.assemble(("holdfast", "bold"), "  ", config.run.dir), soft_wrap=True)
@@ -58,7 +58,7 @@ def announce(
 
 
 def _drives(preflight: Preflight) -> str:
-    """What is needed and free on each further one."""
+    """Describe the needed and the free space of each further drive."""
     return "; ".join(
         f"{format_bytes(needed)} needed, {format_bytes(free)} free in {directory}"
         for directory, needed, free in preflight.drives
@@ -66,7 +66,7 @@ def _drives(preflight: Preflight) -> str:
 
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
-    """The commands that continue (to a later step) and inspect the run, to be copied as they stand."""
+    """Print the commands that continue (to a later step) and inspect the run, ready to be copied."""
     again = same_command()
     if extend_to is None:
         commands = {"continue": again}
@@ -79,7 +79,10 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
 
 
 def same_command() -> list[str]:
-    """What continues this run, on as many ranks; "..." stands for how several machines find each other."""
+    """Return the command that continues this run on as many ranks.
+
+    "..." stands for the options by which several machines find each other.
+    """
     if launched()[1] == 1:
         return [*program(), *sys.argv[1:]]
     nodes, here = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -91,7 +94,7 @@ def same_command() -> list[str]:
 
 
 def without_steps(command: list[str]) -> list[str]:
-    """``command`` without its own setting of the number of steps."""
+    """Return ``command`` without its setting of the number of steps."""
     kept: list[str] = []
     for word in command:
         if word.startswith("train.steps=") and kept[-1:] == ["--set"]:
@@ -102,9 +105,9 @@ def without_steps(command: list[str]) -> list[str]:
 
 
 def print_sample(console: Console, prompt: str, pieces: Iterable[str]) -> str:
-    """Print text as a model writes it, behind the bold ``prompt``, and return all of it.
+    """Print text as a model writes it, after the bold ``prompt``, and return all of it.
 
-    Lines end at the terminal's edge; control characters are shown as such.
+    Lines end at the terminal's edge; control characters become visible replacements.
     """
     console.print("\nA sample of what it writes:\n")
     console.print(Text.assemble(MARGIN, (prompt, "bold")), end="")
@@ -125,7 +128,7 @@ def print_sample(console: Console, prompt: str, pieces: Iterable[str]) -> str:
 
 
 def program() -> list[str]:
-    """How this program was called, so that its hints can be pasted."""
+    """Return the words by which this program was called, so that its hints can be pasted."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return [*_as_called(Path(sys.executable)), "-m", "holdfast"]
@@ -133,7 +136,7 @@ def program() -> list[str]:
 
 
 def _as_called(path: Path) -> list[str]:
-    """``path`` by its name if that is enough, else the shorter of relative and absolute."""
+    """Return the name of ``path`` if the shell finds it, else the shorter of its relative and absolute form."""
     found = shutil.which(path.name)
     if found is not None and os.path.abspath(found) == os.path.abspath(path):
         return [path.name]

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: the model of a recipe, its optimizer and its learning rate."""
+"""Construction of the engine from a configuration: the recipe's model, its optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ def make_engine(
     confirm: Callable[[Preflight], None],
     say: Callable[[str], object] | None = None,
 ) -> Engine:
-    """The recipe's model, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them.
-    ``micro_batches`` are those of a step that are this rank's."""
+    """Build the engine for the recipe's model, optimizer, schedule and text.
+
+    The training state is fresh, or that of the newest commit. ``micro_batches`` is this rank's number in a step.
+    """
     seed_all(config.run.seed)
     model = recipe.model
     optimizer = make_optimizer(recipe, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    # train.dtype was chosen, or is meant
+    # train.dtype was chosen by measurement, or set on purpose
     warnings.filterwarnings("ignore", message='dtype="bf16": this processor')
-    # the run's own are kept, and replaced below
+    # the run's own hyper-parameters are restored, and replaced below
     warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(
         model,
@@ -80,7 +82,7 @@ def make_engine(
         confirm=confirm,
         say=say,
     )
-    # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
+    # the configuration's hyper-parameters and number of steps apply from here on, also in a continued run
     highest = config.train.highest_rate
     scheduler.base_lrs = [highest for _ in decays]
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
@@ -90,7 +92,9 @@ def make_engine(
 
 
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
-    """Of the highest rate, at ``step`` (from 0): linear warm-up, then a cosine down to a tenth at ``steps``.
+    """Return the factor of the highest learning rate at ``step``, which counts from 0.
+
+    After a linear warm-up it follows a cosine down to 0.1 at ``steps``.
 
     >>> [round(learning_rate_factor(step, 2, 10), 3) for step in (0, 1, 2, 6, 10)]
     [0.5, 1.0, 1.0, 0.55, 0.1]
@@ -102,7 +106,7 @@ def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
 
 
 def seed_all(seed: int) -> None:
-    """The global generators: part of every commit, so that the same run twice commits the same bits."""
+    """Seed the global generators. They are part of every commit, so that repeating a run commits the same bits."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""``compact``: a base of a later step from a base and its records."""
+"""``compact``: make a snapshot of a later step from a snapshot and its log records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .runs import directory_of
 
 
 def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
-    """Make a base of step ``to``, or of the newest step, and say what it took."""
+    """Make a snapshot of step ``to``, or of the newest step, and print what it took."""
     watch = Recovery(progress_bar(error_console()))
     done = compact(directory_of(run, "compact"), to, watch)
     base = done.base

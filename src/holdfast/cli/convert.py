@@ -1,6 +1,7 @@
-"""``convert``: a state of any format that is read, as one of any format that is written.
+"""``convert``: write a state of any readable format in any writable one.
 
-torch takes over a second to be imported, so only what needs it imports it."""
+Importing torch takes over a second, so only the code that needs torch imports it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ DTYPES = {
     "float16": "F16",
 }
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""What config.json calls them."""
+"""Names of dtypes in config.json."""
 FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed", "torch")
 
 Told = Callable[[int], None]
@@ -58,8 +59,11 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name,
-    ``model`` the folder whose model was trained."""
+    """The options of the command.
+
+    ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that rules name, ``model`` the folder of the
+    model that was trained.
+    """
 
     to: str
     dtype: str | None = None
@@ -71,7 +75,7 @@ class How:
 
 
 def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
-    """Write ``source`` to ``destination``, and say what that took."""
+    """Write ``source`` to ``destination``, and print what that took."""
     _refuse(destination, how)
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
@@ -103,15 +107,15 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """What is written: the tensors of ``source``, of a folder with an ``adapter`` its tensors alone."""
+    """The tensors of ``source`` to write; for a folder with an ``adapter``, only the adapter's tensors."""
 
     source: Source
     finish: Callable[[Path], object] = lambda destination: None
-    """Writes what belongs beside the tensors into the destination."""
+    """A function that writes the files beside the tensors into the destination."""
     adapter: Adapter | None = None
 
     def has(self, key: str, to: str) -> bool:
-        """Return whether the atom ``key`` is written."""
+        """Return whether the tensor entry ``key`` is written."""
         if self.adapter is not None:
             return key in self.adapter.names
         return to != "huggingface" or self.source.atoms[key].atom.slot in ("param", "buffer")
@@ -120,8 +124,8 @@ class Export:
 def _export_of(text: str, opened: Source, how: How) -> Export:
     """Return how ``opened``, which ``text`` names, becomes a folder that transformers or PEFT loads whole.
 
-    Raises ``BadInput`` if nothing says which model it is of, ``RunMismatch`` if it is of another, ``Damaged`` if copies
-    differ that should be equal.
+    Raises ``BadInput`` if nothing tells its model, ``RunMismatch`` if it belongs to another model, ``Damaged`` if
+    copies that should be equal differ.
     """
     run, own = Target.parse(text).run, Path(text)
     if how.model is not None and (how.model / ADAPTER_CONFIG).is_file():
@@ -131,7 +135,7 @@ def _export_of(text: str, opened: Source, how: How) -> Export:
     folder = checked(how.model) if how.model is not None else _kept(run)
     trained = _trained_here(run) if folder is None else None
     renamed = trained is not None or how.rules is not None
-    refuse_unequal(opened, opened.atoms.values())  # of which a folder has no copies
+    refuse_unequal(opened, opened.atoms.values())  # a folder holds no copies
     as_llama, config = None, b""
     if trained is not None:
         from ..models.llama import PACK, llama_config
@@ -173,7 +177,7 @@ def _write_beside(destination: Path, *, name: str, data: bytes) -> None:
 
 
 def _under_rules(opened: Source, how: How) -> Source:
-    """Return ``opened`` under the rules that were given."""
+    """Return ``opened`` as seen through the given rules."""
     return UnderRules(opened, packs.find(how.rules or "", how.values, opened.numbers))
 
 
@@ -184,12 +188,12 @@ def _weights_of(source: Source) -> dict[str, tuple[int, ...]]:
 
 
 def _is_folder_of_others(path: Path, opened: Source) -> bool:
-    """Return whether ``opened`` is a folder of Hugging Face already, which says what model it is of."""
+    """Return whether ``opened`` is a Hugging Face folder already, with the configuration of its model."""
     return opened.format in ("safetensors", "torch.save") and (path / CONFIG).is_file()
 
 
 def _type_in(source: Source, how: How) -> str:
-    """Return what ``config.json`` calls the type that is written: of the most elements, where none is asked for."""
+    """Return the name in ``config.json`` of the written dtype: the requested one, else that of most elements."""
     if how.dtype is not None:
         return NAMES[DTYPES[how.dtype]]
     elements = Counter[str]()
@@ -200,7 +204,7 @@ def _type_in(source: Source, how: How) -> str:
 
 
 def _say(about: dict[str, Any], source: str, destination: Path, export: Export) -> None:
-    """What was written, and what of ``source`` was not."""
+    """Print what was written, and what of ``source`` was not."""
     opened = export.source
     to, files = about["format"], counted(len(about["files"]), "file")
     print(
@@ -221,7 +225,7 @@ def _say(about: dict[str, Any], source: str, destination: Path, export: Export) 
 
 
 def _trained_here(run: Path | Url) -> DecoderConfig | None:
-    """The sizes of the reference decoder, if ``run`` is one of `holdfast train`, which trains that."""
+    """Return the sizes of the reference decoder, if ``run`` is a run of `holdfast train` that trains it."""
     config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
     if config is None or config.model.path:
         return None
@@ -231,7 +235,7 @@ def _trained_here(run: Path | Url) -> DecoderConfig | None:
 
 
 def _kept(run: Path | Url) -> Path | None:
-    """Return the folder that ``run`` keeps of the model that it trained, if it does."""
+    """Return the folder of the trained model that ``run`` keeps; None if it keeps none."""
     return kept_folder(run) if isinstance(run, Path) else None
 
 

@@ -1,7 +1,7 @@
-"""``diff``: two states compared tensor by tensor, whatever wrote them and whatever files their bytes lie in.
+"""``diff``: compare two states tensor by tensor, whatever their formats and files are.
 
-Equal means equal bits: -0.0 differs from 0.0, and a NaN equals the same NaN. Where bits differ, the largest
-difference of the values tells rounding from damage.
+Equal means equal bits: -0.0 differs from 0.0, and a NaN equals the same NaN. Where bits differ, the largest difference
+of values tells rounding from damage.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .foreign import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 
 CHUNK = 1 << 20
-"""Elements compared at once: the copies made for it stay small."""
+"""The elements that are compared at once, which keeps the copies small."""
 
 SHOWN = 20
-"""Rows that a person is shown; ``--json`` has all."""
+"""The number of rows that are printed; ``--json`` has all."""
 
 
 def diff(a: str, b: str, *, as_json: bool) -> bool:
-    """Print how the states ``a`` and ``b`` differ, of whatever formats; True if they do not."""
+    """Print how the states ``a`` and ``b`` differ, of any formats; return True if they are equal."""
     return with_sources([a, b], partial(_diff, as_json=as_json))
 
 
@@ -51,7 +51,7 @@ def _diff(a: Source, b: Source, *, as_json: bool) -> bool:
 
 
 def compare(a: Source, b: Source) -> dict[str, Any]:
-    """What differs: atoms that only one has, that are of another kind, and that hold other bits."""
+    """Return the differences: tensor entries in one source only, of different kinds, and with different bits."""
     pairs = _pairs(a, b)
     different, other_kind, nbytes = [], [], 0
     for key, left, right in pairs:
@@ -80,7 +80,10 @@ def compare(a: Source, b: Source) -> dict[str, Any]:
 
 
 def _pairs(a: Source, b: Source) -> list[tuple[str, Stored, Stored]]:
-    """What both have, under a key of ``a``'s: each two once, whichever of the names of tied weights they are under."""
+    """Return the pairs of tensors that both have, by a key of ``a``.
+
+    Tied tensors appear once, under any of their names.
+    """
     in_a = _under_all_names(a)
     in_b = _as_in(in_a, _under_all_names(b))
     found: dict[tuple[int, int], tuple[str, Stored, Stored]] = {}
@@ -91,7 +94,7 @@ def _pairs(a: Source, b: Source) -> list[tuple[str, Stored, Stored]]:
 
 
 def _under_all_names(source: Source) -> dict[str, Stored]:
-    """The atoms by key, and by what their keys are under other names of tied weights."""
+    """Return the tensor entries by key, and also by the keys under other names of tied weights."""
     found, names = dict(source.atoms), {}
     for alias, name in source.aliases.items():
         names.setdefault(name, []).append(alias)
@@ -102,7 +105,7 @@ def _under_all_names(source: Source) -> dict[str, Stored]:
 
 
 def _as_in(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Stored]:
-    """``b`` by the keys that ``a`` has the same under: formats that know no buffers call them parameters."""
+    """Return ``b`` under the keys of ``a``, as formats without buffers call them parameters."""
     found = {}
     for key, stored in b.items():
         name, _, slot = key.rpartition("/")
@@ -113,7 +116,7 @@ def _as_in(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Stored
 
 
 def _compare_atoms(a: Source, left: Stored, b: Source, right: Stored) -> dict[str, Any]:
-    """As ``compare_bytes``, a stretch of both at a time."""
+    """Compare two tensors as ``compare_bytes`` does, one chunk at a time."""
     count, largest, atom = 0, 0.0, left.atom
     known = True
     for start in range(0, atom.elements, CHUNK):
@@ -130,7 +133,10 @@ def _compare_atoms(a: Source, left: Stored, b: Source, right: Stored) -> dict[st
 
 
 def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dict[str, Any]:
-    """How many elements differ in any bit, and by how much at most (None: not a number, or not numbers)."""
+    """Return how many elements differ in any bit, and by how much at most.
+
+    ``largest`` is None if a difference is not finite.
+    """
     bits = np.dtype(f"<u{DTYPE_BYTES[dtype]}")
     left, right = np.frombuffer(a, bits), np.frombuffer(b, bits)
     changed, largest = left != right, 0.0
@@ -167,7 +173,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_table(different: list[dict[str, Any]]) -> None:
-    """Parameters first, and of them what differs most."""
+    """Print a table: parameters first, those with the largest differences at the top."""
     table = plain_table("tensor", ">elements that differ", ">by at most")
     ordered = sorted(different, key=lambda row: (not row["atom"].endswith("/param"), -_largest(row)))
     for row in ordered[:SHOWN]:

@@ -1,4 +1,4 @@
-"""Flags: what is given with an option, as a number or a place; refused before anything is done."""
+"""Parsing of options that are numbers or paths; bad values are refused before anything is done."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 
 def parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
-    """What ``parse`` makes of the ``text`` given with ``flag``. Raises ``ConfigError`` naming the flag where that is a
-    ``ValueError``."""
+    """Return the result of ``parse`` for ``text``.
+
+    Raises ``ConfigError``, which names ``flag``, for a ``ValueError``.
+    """
     try:
         return parse(text)
     except ValueError as error:
@@ -21,6 +23,6 @@ def parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
 
 
 def refuse_no_directory(flag: str, file: Path | None) -> None:
-    """Raise ``ConfigError`` if the directory is missing that ``file``, given with ``flag``, is to be written in."""
+    """Raise ``ConfigError`` if the directory of ``file``, given with ``flag``, does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {file}: there is no directory {file.absolute().parent}; make it first")

@@ -1,4 +1,4 @@
-"""States of any format as the command line names them, and what ``show`` and ``verify`` say of those of others."""
+"""States of any format as the command line names them, and ``show`` and ``verify`` for foreign formats."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 
 def with_sources(texts: Sequence[str], read: Callable[..., T]) -> T:
-    """What ``read`` returns, given the source that each of ``texts`` names."""
+    """Return the result of ``read``, given the source that each of ``texts`` names."""
     return while_training(texts, lambda: read(*(source_of(text, open_run) for text in texts)))
 
 
 def named(source: Source) -> str:
-    """As it may be named to the next verb, and what it is if it is no run."""
+    """Return the name of a source for the next command, with its format if it is no run."""
     if isinstance(source, Commit):
         return label(source.reader, source.manifest)
     return source.path if source.format == "holdfast" else f"{source.path} ({source.format})"
 
 
 def about(source: Source) -> dict[str, Any]:
-    """What ``--json`` says of a state."""
+    """Return the JSON description of a state."""
     if isinstance(source, Commit):
         return summary(source.manifest)
     nbytes = sum(stored.atom.nbytes for stored in source.atoms.values())
@@ -49,7 +49,7 @@ def about(source: Source) -> dict[str, Any]:
 
 
 def show(source: Source, *, as_json: bool) -> None:
-    """Print what a state of another library holds."""
+    """Print the content of a state of another library."""
     atoms = [stored.atom for stored in source.atoms.values()]
     rows = [_row(stored) for stored in source.atoms.values()]
     if as_json:
@@ -81,19 +81,19 @@ def show(source: Source, *, as_json: bool) -> None:
 
 
 def _row(stored: Stored) -> dict[str, Any]:
-    """A tensor: ``parts`` are how many stored arrays it lies in, ``copies`` how often it is there."""
+    """Describe a tensor: ``parts`` counts the stored arrays that hold it, ``copies`` how often it is stored."""
     counts = {"parts": len(np.unique(stored.pieces.part)), "copies": 1 + len(stored.copies)}
     return stored.atom.to_json() | counts
 
 
 def _cuts_of(stored: Stored) -> list[list[list[int]]]:
-    """The regions of a tensor that are stored, by their starts and stops. There may be millions."""
+    """Return the stored regions of a tensor by start and stop. There may be millions."""
     pieces = stored.pieces
     return [list(box) for box in zip(pieces.start.tolist(), pieces.stop.tolist(), strict=True)]
 
 
 def verify(source: Source, *, as_json: bool) -> bool:
-    """Print whether a state of another library is whole, as far as that can be told; the same as the return value."""
+    """Print whether a state of another library is whole, as far as its format can tell, and return that."""
     damaged = _damaged(source, quiet=as_json) + _of_unknown_types(source)
     checked = sum(part.has_checksum for part in source.parts)
     if as_json:
@@ -116,12 +116,12 @@ def verify(source: Source, *, as_json: bool) -> bool:
 
 
 def passed_over(source: Source) -> str:
-    """Return the tensors that are not read, each with its type."""
+    """Describe the tensors that are not read, with their dtypes."""
     return ", ".join(f"{name} ({dtype})" for name, dtype in source.passed_over.items())
 
 
 def _of_unknown_types(source: Source) -> list[Damaged]:
-    """Return an error for each tensor of a type that the safetensors library does not have."""
+    """Return an error for each tensor of a dtype that the safetensors library lacks."""
     return [
         Damaged(
             f"{name} is of the type {dtype!r}, which no version of safetensors known here has",

@@ -1,6 +1,6 @@
-"""``ls``, ``show`` and ``verify``: what a run holds, and whether it is whole.
+"""``ls``, ``show`` and ``verify``: list what a run holds, and check whether it is whole.
 
-Each gathers plain data first and then prints it, as text for a person or as one JSON document.
+Each command gathers plain data first and then prints it, as text or as one JSON document.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def ls(run: Path, *, as_json: bool) -> None:
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {"records_to": last_step(reader, manifest)}
-        except CommitRetired:  # since it was listed
+        except CommitRetired:  # retired since it was listed
             continue
         except Damaged as error:
-            if not reader.disk.exists(ref.path):  # likewise, and its records went
+            if not reader.disk.exists(ref.path):  # retired as well, and its records are gone
                 continue
             entry["damaged"] = str(error)
         commits.append(entry)
@@ -58,7 +58,7 @@ def ls(run: Path, *, as_json: bool) -> None:
 
 
 def show(commit: str, *, as_json: bool) -> None:
-    """Print what a commit holds: where it came from, and its tensors."""
+    """Print the content of a commit: its origin and its tensors."""
     if is_foreign(commit):
         from .foreign import show as show_foreign
 
@@ -92,7 +92,7 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
 
 
 def verify(commit: str, *, as_json: bool) -> bool:
-    """Print whether every byte of a commit is as it was written; the same as the return value."""
+    """Print whether every byte of a commit is as it was written, and return that."""
     try:
         if is_foreign(commit):
             from .foreign import verify as verify_foreign
@@ -108,7 +108,7 @@ def verify(commit: str, *, as_json: bool) -> bool:
 
 
 def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
-    """A commit with the records that follow it: those that end before a clean end are damaged, or were on their way."""
+    """Verify a commit with the log records after it. Records that end before a clean end are damaged."""
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
     last, odd = verify_records(reader, manifest)
     damaged += odd
@@ -129,8 +129,10 @@ def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
 
 
 def is_foreign(text: str) -> bool:
-    """Whether ``text`` is a path of a format of another library. What knows those formats is loaded only where no run
-    is."""
+    """Return whether ``text`` is a path of a foreign format.
+
+    The readers of such formats are imported only if it is no run.
+    """
     path = Path(text)
     if (path / "commits").is_dir() or not path.exists():
         return False
@@ -146,8 +148,10 @@ def open_foreign(text: str) -> Source:
 
 
 def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) -> dict[str, str]:
-    """What a person wants to know of a commit before its tensors. Records lead to step ``newest``, or are damaged;
-    progress is whatever the writer kept."""
+    """Return the facts of a commit that are printed before its tensors.
+
+    ``newest`` is the step that log records reach; None if they are damaged. Progress is whatever the writer stored.
+    """
     fork = (
         "the beginning"
         if manifest.parent is None
@@ -190,7 +194,7 @@ def _records_to(reader: RunReader, manifest: Manifest) -> int | None:
 
 
 def _made(manifest: Manifest) -> str:
-    """Of which steps the parts of a base are."""
+    """Describe which steps the parts of a snapshot belong to."""
     steps = [manifest.step if file.step is None else file.step for file in manifest.files.values()]
     return (
         f"beside training: {counted(len(steps), 'part')} of steps {min(steps):,} to {max(steps):,}, which the records"
@@ -214,7 +218,7 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
 
 
 def atom_table(atoms: list[dict[str, Any]]) -> Table:
-    """One row for each tensor's name, with all its slots; how it is cut where any is."""
+    """Return a table with one row for each name and all its slots, and the fragments of divided tensors."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
         by_name.setdefault(atom["name"], []).append(atom)
@@ -230,7 +234,7 @@ def atom_table(atoms: list[dict[str, Any]]) -> Table:
 
 
 def _cut_of(atom: dict[str, Any]) -> str:
-    """In how many parts a tensor is stored, and how often; nothing of one that is stored whole, once."""
+    """Describe the number of fragments and copies of a tensor; empty for a tensor that is stored whole, once."""
     parts, copies = atom["parts"], atom.get("copies", 1)
     return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))
 

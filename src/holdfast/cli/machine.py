@@ -1,4 +1,4 @@
-"""What this machine has to compute on, and which of several processes this is. Imports no torch by itself."""
+"""The compute devices of this machine, and the rank of this process. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from ..config import Dtype
 from ..errors import ConfigError
 
 FASTER = 0.8
-"""Of bf16's time fp32 has to take less: its working copies have twice the bytes."""
+"""The share of bf16's time below which fp32 is chosen: its compute copies take twice the bytes."""
 
 
 def launched() -> tuple[int, int]:
-    """The rank of this process and how many there are, if torchrun has started it; else 0 of 1."""
+    """Return the rank of this process and the number of ranks if torchrun started it; else 0 and 1."""
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def choose_device(wanted: str) -> str:
-    """Return ``wanted`` if this machine has it, or for "auto" its accelerator if there is one. It becomes the calling
-    thread's current device. Of several devices, each rank of torchrun's on this machine takes another.
+    """Return ``wanted`` if this machine has it, or for "auto" its accelerator if there is one.
 
-    Raises ``ConfigError``.
+    The device becomes the calling thread's current device. With several devices, each local rank of torchrun takes its
+    own. Raises ``ConfigError``.
     """
     import torch
 
@@ -43,13 +43,16 @@ def choose_device(wanted: str) -> str:
         raise ConfigError(
             f"offload.device = {wanted!r}: this machine has {', '.join(known)}; --set offload.device=cpu"
         )
-    accelerators.use_device(torch.device(chosen))  # threads of the script inherit no device
+    accelerators.use_device(torch.device(chosen))  # threads that the script starts inherit no device
     return chosen
 
 
 def choose_dtype(device: str) -> Dtype:
-    """What to compute in on ``device``: bf16, but fp32 on a CPU that multiplies faster in it. That is measured, as what
-    processors say of themselves does not tell it: some with instructions for bf16 are half as fast in it."""
+    """Return the compute dtype for ``device``: bf16, but fp32 on a CPU that multiplies faster in fp32.
+
+    The speed is measured, because processor flags do not tell it: some CPUs with bf16 instructions are half as fast in
+    bf16.
+    """
     if not device.startswith("cpu"):
         return "bf16"
     from ..probe.host import product_seconds

@@ -1,7 +1,7 @@
-"""``holdfast``: the verbs, and how they end.
+"""``holdfast``: the commands, and their exit codes.
 
-A verb imports what it needs when it runs, so that ``holdfast ls`` costs no torch. Every error, of usage too, is
-one clear line on stderr and an exit code: ``EXIT_CODES``. ``HOLDFAST_DEBUG=1`` adds the traceback.
+A command imports what it needs when it runs, so that ``holdfast ls`` does not import torch. Every error, of usage too,
+is one clear line on stderr and an exit code: ``EXIT_CODES``. ``HOLDFAST_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def train(
         if launched()[0] == 0:
             print(to_toml(chosen), end="")
         return
-    # a run outlives whoever reads what it prints
+    # a run continues after the reader of its output has left
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.stdout = Visible(Enduring(beside(sys.stdout)))  # type: ignore[assignment]
     sys.stderr = Visible(Enduring(beside(sys.stderr)))  # type: ignore[assignment]
-    # torch's threads share the cores with ours: those that wait may spin only briefly (read when torch is loaded)
+    # torch's threads share the cores with ours, so waiting ones may spin only briefly (read when torch is loaded)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from .train import train as run
@@ -338,23 +338,23 @@ def rules_packs(
 
 
 def main() -> None:
-    """The entry point of the ``holdfast`` script."""
+    """Run ``holdfast``; the entry point of the script."""
     from .output import names_shown
 
     warnings.showwarning = show_warning
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who only prints leaves when nobody reads it any more
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a command that only prints ends when its reader leaves
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # no terminal is too plain for a path or a sample
+            stream.reconfigure(errors="replace")  # a terminal of any encoding can show a path or a sample
     with names_shown():
         sys.exit(_run())
 
 
 def _run() -> int:
-    """Do what is asked for, and return the exit code, with one line for an error."""
+    """Run the command and return its exit code, after one line for an error."""
     try:
         return app(args=[_at_home(text) for text in sys.argv[1:]], standalone_mode=False) or 0
-    except typer.Abort:  # Ctrl-C, where there is nothing to finish
+    except typer.Abort:  # Ctrl-C, where nothing has to be finished
         return 128 + signal.SIGINT
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
@@ -373,8 +373,8 @@ def _at_home(text: str) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """One line for a person. What is not ours or the system's is named as the bug it probably is."""
-    if hasattr(error, "format_message"):  # of usage
+    """Return one line for an error. An error that is neither ours nor the system's is named as a probable bug."""
+    if hasattr(error, "format_message"):  # an error of usage
         text = error.format_message()
         return (
             f"{text}{'' if text[-1:] in '.?' else '.'} `holdfast --help` and `holdfast VERB --help` say more."
@@ -386,5 +386,5 @@ def text_of(error: Exception) -> str:
 
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning is one line on stderr too."""
+    """Print a warning as one line on stderr."""
     print(f"warning: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration asks for, over the parameters of a recipe's model."""
+"""The optimizer that a configuration selects, over the parameters of a recipe's model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from ..optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mi
 from .recipe import Recipe
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
-"""Of AdamW."""
+"""Settings of AdamW."""
 
 OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
-"""These update the matrices of the blocks. All else is AdamW's."""
+"""Optimizers that update the matrices of the blocks; AdamW updates all other parameters."""
 
 Group = dict[str, Any]
 
 
 def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
-    """Weight decay on matrices, none on norms (by dimension) and none on the embedding. Raises ``ConfigError`` where
-    there is nothing for the optimizer to update."""
+    """Build the optimizer. Weight decay applies to matrices, not to norms (by dimension) or the embedding.
+
+    Raises ``ConfigError`` if the optimizer would have nothing to update.
+    """
     kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
     embeddings = recipe.embeddings()
     decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
@@ -52,7 +54,7 @@ def _of_matrices(
         )
     known = {id(p) for p in matrices}
     rest = [*_group([p for p in decayed if id(p) not in known], decay), *others]
-    if kind == "muon":  # scaled so that it takes the learning rates of AdamW
+    if kind == "muon":  # scaled so that the learning rates of AdamW fit
         muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         return Joined(muon, torch.optim.AdamW(rest, lr=rate, betas=BETAS)) if rest else muon
     by_adamw = {"rank": None, "betas": BETAS, "eps": EPSILON}
@@ -64,5 +66,5 @@ def _of_matrices(
 
 
 def _group(parameters: list[torch.nn.Parameter], decay: float) -> list[Group]:
-    """None of no parameters."""
+    """Return a list of one parameter group, or an empty list without parameters."""
     return [{"params": parameters, "weight_decay": decay}] if parameters else []

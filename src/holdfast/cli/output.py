@@ -1,4 +1,4 @@
-"""How the verbs print: plain tables and facts that fit a terminal and read as well from a file."""
+"""Output of the commands: plain tables and facts that fit a terminal and read as well from a file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from rich.text import Text
 from ..units import visible
 
 PIPE_COLUMNS = 200
-"""Of output that is no terminal: tables are as wide as their lines, and none are wrapped before this."""
+"""Columns of output that is no terminal: tables take the width of their lines, and wrap only beyond this."""
 
 LEAST_TEXT = 10
-"""Columns that a text in a table has, however narrow the terminal."""
+"""The least columns of a text in a table, however narrow the terminal is."""
 
 
 class Visible:
-    """A stream on which names show as they are, and command nothing: what is printed has escapes in the place of
-    control characters. ``Console`` writes beside it, with its own."""
+    """A stream that prints names verbatim but never as commands: control characters are escaped.
+
+    ``Console`` writes to the stream below, with its own control sequences.
+    """
 
     def __init__(self, stream: TextIO | Enduring) -> None:
         self.stream: Any = stream
@@ -49,7 +51,7 @@ class Visible:
 
 
 class VisibleConsole(Console):
-    """A console whose styles are its own, and whose texts are shown as ``Visible`` shows them."""
+    """A console with its own styles that shows texts as ``Visible`` does."""
 
     def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*args, **options):
@@ -64,7 +66,7 @@ class _PlainTable(Table):
 
 @contextmanager
 def names_shown() -> Iterator[None]:
-    """Let standard output and error be ``Visible`` in the block; nothing where a script has closed them."""
+    """Make standard output and error ``Visible`` in the block; a stream that a script has closed goes nowhere."""
     before = sys.stdout, sys.stderr
     streams = [Visible(each or open(os.devnull, "w", encoding="utf-8")) for each in before]  # noqa: SIM115
     sys.stdout, sys.stderr = streams  # type: ignore[assignment]
@@ -80,13 +82,13 @@ def beside(stream: Any) -> Any:
 
 
 def console() -> Console:
-    """Standard output."""
+    """Return a console on standard output."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return VisibleConsole(file=beside(sys.stdout), width=width, highlight=False)
 
 
 class Enduring:
-    """A stream that goes on into nothing when whoever read it has left."""
+    """A stream that discards its output once its reader has left."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -113,24 +115,24 @@ class Enduring:
 
 
 def error_console() -> Console:
-    """Standard error."""
+    """Return a console on standard error."""
     return VisibleConsole(file=beside(sys.stderr))
 
 
 def progress(*columns: ProgressColumn | str, quiet: bool = False) -> Progress:
-    """On standard error if that is a terminal, and gone when it ends."""
+    """Return a progress bar on standard error, if that is a terminal; it disappears at its end."""
     out = error_console()
     return Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal)
 
 
 def transfer_progress(what: str, *, quiet: bool) -> Progress:
-    """The same, of bytes and how fast they go."""
+    """Return a progress bar of bytes and their rate."""
     size, speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
     return progress(what, BarColumn(), size, speed, TimeRemainingColumn(), quiet=quiet)
 
 
 def plain_table(*columns: str) -> Table:
-    """A table of left-aligned columns, those named with ``>`` in front right-aligned."""
+    """Return a table of left-aligned columns; those whose names begin with ``>`` are right-aligned."""
     table = _PlainTable(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for column in columns:
         right = column.startswith(">")
@@ -140,8 +142,7 @@ def plain_table(*columns: str) -> Table:
 
 
 def print_table(out: Console, table: Table) -> None:
-    """``table`` without the blanks that fill its last column. Its lines are longer than those of ``out`` where numbers
-    would be cut."""
+    """Print ``table`` without trailing blanks. Its lines may exceed the width of ``out`` where numbers would be cut."""
     options = out.options.update(width=max(out.width, _least_width(table)))
     for line in out.render_lines(table, options, pad=False):
         text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
@@ -150,7 +151,7 @@ def print_table(out: Console, table: Table) -> None:
 
 
 def _least_width(table: Table) -> int:
-    """Columns for all that is not wrapped, and a few for each text that is."""
+    """Return the columns for all cells that do not wrap, and ``LEAST_TEXT`` for each text that does."""
     widths = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) for column in table.columns]
     return sum(
         (width if column.no_wrap else min(width, LEAST_TEXT)) + table.padding[1]
@@ -159,7 +160,7 @@ def _least_width(table: Table) -> int:
 
 
 def print_facts(out: Console, facts: dict[str, str], indent: str = "") -> None:
-    """Names and what they are, the latter wrapped between words."""
+    """Print names with their texts, which wrap between words."""
     names = max(map(len, facts)) + 3
     width = max(30, min(out.width, 100) - names - len(indent))
     for name, text in facts.items():

@@ -1,4 +1,4 @@
-"""``plan --model --machine``: what stays where, what a step takes then, what binds and what would help."""
+"""``plan --model --machine``: placement of the state, time of a step, the bottleneck, and what would help."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = {
 }
 
 Engine = tuple[Solution, Simulation] | DoesNotFit
-"""What the engine of this version makes of a plan, and its steps as the simulator plays them."""
+"""The engine's version of a plan and its simulated steps, or the reason why it does not fit."""
 
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
 
@@ -52,7 +52,7 @@ def plan_placement(given: Mapping[str, Any]) -> None:
 
 
 def case_of(given: Mapping[str, Any]) -> Case:
-    """The machine, model and method that the options name. Raises ``ConfigError``."""
+    """Return the machine, model and method that the options name. Raises ``ConfigError``."""
     missing = [flag for flag in ("model", "machine") if given[flag] is None]
     if missing:
         raise ConfigError(
@@ -80,13 +80,13 @@ def case_of(given: Mapping[str, Any]) -> Case:
 
 
 def on_host(solution: Solution) -> dict[str, float]:
-    """Fractions, but for those of nothing."""
+    """Return the fractions in host memory, without those of nothing."""
     waits = formulas.waiting_bytes(solution.setting)
     return {name: solution.fractions[name] for name in FRACTIONS if name != "gradients" or waits}
 
 
 def rate_text(rate: float) -> str:
-    """For a person: whole numbers, or three digits."""
+    """Format a rate as a whole number, or with three digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
@@ -106,7 +106,7 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
 
 
 def _on_engine(found: Found, delayed: float | None) -> Engine:
-    """With the same number of micro-batches."""
+    """Return the plan as the engine would run it, with the same number of micro-batches."""
     case, count = engine_case(found.case), found.best.setting.micro_batches
     best = best_at(case, count, delayed)
     try:
@@ -158,7 +158,7 @@ def _engine_document(engine: Engine) -> dict[str, Any]:
 
 
 def document_of(solution: Solution) -> dict[str, Any]:
-    """A solution as JSON."""
+    """Return a solution as JSON."""
     setting = solution.setting
     return {
         "micro_batches": setting.micro_batches,
@@ -212,7 +212,7 @@ def _print(found: Found, changes: list[Change], engine: Engine) -> None:
 
 
 def _print_places(best: Solution) -> None:
-    """What stays in host memory, and how much of what that is."""
+    """Print what stays in host memory, and how much of the total it is."""
     setting = best.setting
     whole = {
         "params": setting.blocks * setting.param_bytes,
@@ -272,7 +272,7 @@ def _life_text(found: Life) -> str:
 
 
 def _tried_text(found: Found) -> str:
-    """Tokens per second at counts that double, and at the chosen."""
+    """Describe tokens per second at counts that double, and at the chosen one."""
     chosen = found.best.setting.micro_batches
     shown = [s for s in found.tried if s.setting.micro_batches in (chosen, *(2**k for k in range(20)))]
     rates = ", ".join(f"{s.setting.micro_batches}: {rate_text(s.tokens_per_second)}" for s in shown)
@@ -294,7 +294,7 @@ def _engine_text(engine: Engine) -> str:
 
 
 def _print_settings(engine: Solution) -> None:
-    """For the configuration of ``holdfast train``, and by the same names for ``holdfast.offload``."""
+    """Print the settings for the configuration of ``holdfast train``, whose names ``holdfast.offload`` shares."""
     print("\n  [train]")
     print(f"  micro_batches = {engine.setting.micro_batches}")
     method = engine.setting.method

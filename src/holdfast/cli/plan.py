@@ -1,4 +1,4 @@
-"""``plan --cadence``: how often to make a base, and why, from numbers alone. Nothing is read and nothing written."""
+"""``plan --cadence``: how often to write a snapshot, and why, from numbers alone. Nothing is read or written."""
 
 from __future__ import annotations
 
@@ -53,8 +53,12 @@ make a step, and which part of its updates to delay. It says what that takes, wh
 
 
 def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
-    """Print the plan asked for. ``given`` has the options, and ``flags`` what they are called, by the names of the
-    fields that they set."""
+    """Print the requested plan.
+
+    Args:
+        given: The options, by the fields that they set.
+        flags: The names of the options, by the same fields.
+    """
     if given["model"] is not None or given["machine"] is not None:
         _refuse_cadence(given, flags)
         plan_placement(given)
@@ -82,7 +86,7 @@ def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
 
 
 def _refuse_cadence(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
-    """Options of the other plan beside --model would say nothing."""
+    """Raise ``ConfigError`` for options of the other plan beside --model, which would have no effect."""
     ours = [f.name for kind in (Measured, Limits) for f in fields(kind) if f.name != "retain"]
     wrong = [flags[name] for name in ("cadence", *ours) if given.get(name)]
     if wrong:
@@ -102,8 +106,11 @@ def _of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Quantities that were not given: gradients as they are of an Adam in one precision, copies at the speed of host
-    memory, and an optimizer that takes a tenth of the step."""
+    """Return guesses for quantities that were not given.
+
+    They assume gradients of an Adam in one precision, copies at the speed of host memory, and an optimizer that takes a
+    tenth of the step.
+    """
     full = values["full_bytes"]
     record = values.get("record_bytes", full // 3)
     defaults = {field.name: field.default for field in fields(Measured) if field.default is not MISSING}
@@ -119,7 +126,7 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(best: Optimum) -> list[dict[str, Any]]:
-    """Waste against steps between bases, by factors of two about the best, and what forbids each."""
+    """Return the waste for snapshot intervals at factors of two around the best, and the limits that forbid each."""
     steps, records = best.cadence
     found = bounds(best.measured, best.limits)
     points = []
@@ -136,7 +143,7 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
 
 
 def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
-    """What the cadence takes of each limit, at most, and the limit."""
+    """Return the largest use of each limit under the cadence, and the limit."""
     m, limits, cadence = best.measured, best.limits, best.cadence
     rate = (m.record_bytes + m.full_bytes / cadence.steps) / m.step_seconds
     return {
@@ -202,7 +209,7 @@ def _print_curve(best: Optimum) -> None:
 
 
 def _why(best: Optimum) -> str:
-    """In words: what pulls to either side, and what keeps the two from balance."""
+    """Describe what pulls to either side, and which limits keep the two from balance."""
     now, (steps, _) = best.waste, closed_form(best.measured)
     free = f"; without limits the closed form is {steps:,.0f} steps" if steps < inf else ""
     binding = f"What binds: {', '.join(best.binding)}." if best.binding else "No limit binds."
@@ -213,7 +220,7 @@ def _why(best: Optimum) -> str:
 
 
 def _uses_text(best: Optimum) -> dict[str, str]:
-    """For a person, at most and of how much."""
+    """Describe the largest use of each limit."""
     names = {"recovery_seconds": "recovery", "storage_bytes": "storage", "host_bytes": "host memory"}
     shown = {}
     for name, (used, limit) in _uses(best).items():

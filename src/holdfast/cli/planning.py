@@ -1,4 +1,4 @@
-"""``plan``, ``simulate`` and ``probe`` on the command line: what can be given. What they do is in other files."""
+"""Options of ``plan``, ``simulate`` and ``probe`` on the command line; other files implement the commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def _fraction(flag: str, meaning: str) -> Any:
 
 
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME|TOML", help="A model that comes with this, or a file.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME|TOML|FOLDER",
+        help="A model that comes with this, a TOML file, or a model folder.",
+    ),
 ]
 Machine = Annotated[
     str | None,
@@ -179,7 +184,9 @@ def probe(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME|TOML", help="Time a block of this model; else of a small one."),
+        typer.Option(
+            "--model", metavar="NAME|TOML|FOLDER", help="Time a block of this model; else of a small one."
+        ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto.")] = "auto",
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="About how long it may measure.")] = 30.0,

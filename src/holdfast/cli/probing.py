@@ -1,4 +1,4 @@
-"""``probe``: this machine, measured, as a profile for the planner."""
+"""``probe``: measure this machine, as a profile for the planner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe(
     size: str,
     as_json: bool,
 ) -> None:
-    """Measure and print, or write ``out``. Everything that can be refused is refused before."""
+    """Measure the machine and print the profile, or write it to ``out``. Bad options are refused before measuring."""
     if not directory.is_dir():
         raise ConfigError(f"--dir {directory} is no directory; name one on the SSD that a run would use")
     refuse_no_directory("--out", out)

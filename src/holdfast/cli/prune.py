@@ -1,4 +1,4 @@
-"""``prune``: what of a run would go under a policy, what depends on it, and letting it go."""
+"""``prune``: show which commits a policy would remove and which steps depend on them, and remove them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .runs import directory_of, open_run
 
 
 def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
-    """Remove what ``keep`` does not keep, or only say what that would be."""
+    """Remove what ``keep`` does not keep, or with ``dry_run`` only print it."""
     found = planned(open_run(run), keep) if dry_run else prune(directory_of(run, "prune"), keep)
     if as_json:
         print_json(_document(found) | {"dry_run": dry_run})

@@ -1,4 +1,4 @@
-"""``push``: a run copied to a bucket, once or as it goes on."""
+"""``push``: copy a run to a bucket, once or continuously."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from .output import print_json, transfer_progress
 from .runs import directory_of
 
 SECONDS = 2.0
-"""Between two looks at a run that is followed."""
+"""The pause between two scans of a run that is followed, in seconds."""
 
 
 def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool, as_json: bool) -> bool:
-    """Copy what of ``run`` is not at ``destination``, and say so; with ``follow`` again and again until Ctrl-C,
-    whatever the network does meanwhile. Whether all of it was as it was written."""
+    """Copy what ``destination`` lacks of ``run``, and print it. Return whether all copied data was undamaged.
+
+    With ``follow`` it repeats until Ctrl-C, through any network failure.
+    """
     place = place_of(destination)
     if not isinstance(place, Url):
         raise BadInput(

@@ -1,5 +1,7 @@
-"""Recipes: what ``holdfast train`` trains and on what. The reference decoder on bytes, or the model in a folder of
-Hugging Face on the tokens of its own tokenizer."""
+"""Recipes of ``holdfast train``: the model and its text.
+
+A recipe is the reference decoder on bytes, or the model in a Hugging Face folder on the tokens of its tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,20 @@ from ..store.places import check_place
 from .record import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
-"""Keys of ``[model]`` that a folder says itself."""
+"""Keys of ``[model]`` that a folder defines itself."""
 
 PROMPT = "def __init__(self"
 
 PROMPT_TOKENS = 12
-"""Of held-out text, where the model has its own tokenizer."""
+"""The tokens of held-out text in a prompt, where the model has its own tokenizer."""
 
 
 class Recipe(Protocol):
-    """``model`` has its parameters on ``meta``; ``source`` has their values, or a fresh run makes them. ``prompt`` is
-    what a sample begins with, ``prompt_ids`` are its tokens, of which there are ``choices`` different ones."""
+    """The model, its text and its samples.
+
+    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
+    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens.
+    """
 
     model: nn.Module
     source: Weights | None
@@ -50,24 +55,27 @@ class Recipe(Protocol):
 
     @property
     def stack(self) -> Stack:
-        """Makes a micro-batch of samples."""
+        """A function that makes a micro-batch of samples."""
         ...
 
     def embeddings(self) -> set[int]:
-        """Identities of the parameters that hold a vector for each token."""
+        """Return the identities of the parameters that hold a vector for each token."""
         ...
 
     def text_of(self, ids: Iterator[int]) -> Iterator[str]:
-        """What is written, piece by piece."""
+        """Yield the text of token ids, piece by piece."""
         ...
 
     def keep(self) -> None:
-        """Put what is needed to go on into the run's directory. Called when the run has its first commit."""
+        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
         ...
 
 
 def recipe_of(config: Config, told: Callable[[str], None]) -> Recipe:
-    """``told`` is told of a text that is about to be encoded. Raises ``BadInput``."""
+    """Return the recipe of a configuration. Raises ``BadInput``.
+
+    ``told`` is called with a message before a text is encoded.
+    """
     return OfFolder(config, told) if config.model.path else OfBytes(config)
 
 
@@ -96,18 +104,18 @@ class OfBytes:
         return {id(self._embedding)}
 
     def text_of(self, ids: Iterator[int]) -> Iterator[str]:
-        """Bytes are read as UTF-8 where they are that."""
+        """Yield bytes as UTF-8 text, with replacements for invalid ones."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for each in ids:
             yield decoder.decode(bytes([each]))
         yield decoder.decode(b"", final=True)
 
     def keep(self) -> None:
-        """All that is needed is in the configuration."""
+        """Do nothing: the configuration holds all that is needed."""
 
 
 class OfFolder:
-    """The model in ``model.path``, and its tokenizer. A run that goes on needs that folder no more."""
+    """The model in ``model.path``, and its tokenizer. A continued run does not need that folder any more."""
 
     normalize: Literal["micro_batches", "tokens"] = "tokens"
 
@@ -118,9 +126,7 @@ class OfFolder:
         kept = kept_folder(self._run)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
         self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
-        self.source: Weights | None = Weights(
-            self._folder, self.model
-        )  # read by a run that has no commit yet
+        self.source: Weights | None = Weights(self._folder, self.model)  # read by a run without a commit
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         context = config.model.context
@@ -147,7 +153,7 @@ class OfFolder:
         return {id(parameter) for parameter in _embedding_of(self.model).parameters()}
 
     def text_of(self, ids: Iterator[int]) -> Iterator[str]:
-        """What the last ids mean may depend on the next, so text comes once it does not change any more."""
+        """Yield text once it is final: the meaning of the last ids may depend on the next."""
         found, written = list(self.prompt_ids), len(self.prompt)
         for each in ids:
             found.append(each)
@@ -159,7 +165,7 @@ class OfFolder:
 
     def keep(self) -> None:
         source = kept_folder(self._run) or self._folder
-        for directory in {self._run, self._state}:  # beside the state as well: it is what is converted
+        for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
             if kept_folder(directory) is None:
                 keep(source, directory / MODEL)
 

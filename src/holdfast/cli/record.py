@@ -1,8 +1,8 @@
-"""The record of a run: the configuration that it was last trained with, ``config.toml`` in its directory.
+"""The record of a run: its latest training configuration, ``config.toml`` in its directory.
 
-Where ``offload.ssd`` puts the state elsewhere, the record lies beside the state as well, so that no other run
-takes it for its own. A run is continued only as what it was made as: keys marked ``fixed`` in ``config.py`` keep
-their values, keys marked ``stated`` change only by ``--set``, and the state stays where it is.
+Where ``offload.ssd`` puts the state elsewhere, a copy lies beside the state, so that no other run takes the state for
+its own. A continued run keeps its identity: keys marked ``fixed`` in ``config.py`` keep their values, keys marked
+``stated`` change only by ``--set``, and the state stays where it is.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from ..store.local import LocalStore
 NAME = "config.toml"
 
 PLACES = ("run.dir", "offload.ssd")
-"""Keys that say where a run is, not what it is."""
+"""Keys that tell where a run is, not what it is."""
 
 
 def write_record(config: Config) -> None:
-    """Keep ``config`` in the run's directory, and beside its state, durably. A file that says the same stays, with
-    the comments of whoever wrote it."""
+    """Store ``config`` in the run's directory and beside its state, durably.
+
+    A file with equal content stays, with its comments.
+    """
     config = _with_rate(config)
     run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
-    if config.offload.ssd:  # to be found from any working directory
+    if config.offload.ssd:  # an absolute path works from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
     config = _found_anywhere(config)
     for directory in dict.fromkeys((state, run)):
@@ -40,7 +42,7 @@ def write_record(config: Config) -> None:
         with suppress(ConfigError, OSError):
             if (
                 load_config(directory / NAME) == config
-            ):  # of a writer that was killed, or a copy nobody synced
+            ):  # its writer may have been killed before a sync, or nobody synced the copy
                 disk.sync(NAME, why="configuration")
                 disk.sync_dir("", why="configuration directory")
                 continue
@@ -48,7 +50,7 @@ def write_record(config: Config) -> None:
 
 
 def read_record(directory: Path) -> Config | None:
-    """The configuration kept in ``directory``. Warns and is None where it cannot be read."""
+    """Return the configuration kept in ``directory``. Warns and returns None if it cannot be read."""
     path = directory / NAME
     try:
         return _with_rate(load_config(path)) if path.is_file() else None
@@ -58,8 +60,10 @@ def read_record(directory: Path) -> Config | None:
 
 
 def kept_dtype(config: Config) -> Dtype | None:
-    """What the run that ``config`` continues computes in, by its record, or where that is gone its newest commit; None
-    if there is no such run."""
+    """Return the compute dtype of the run that ``config`` continues; None if there is no such run.
+
+    It comes from the run's record, or from its newest commit if the record is gone.
+    """
     run = Path(config.run.dir)
     state = state_directory(run, config)
     kept = read_record(run) or read_record(state)
@@ -72,12 +76,12 @@ def kept_dtype(config: Config) -> Dtype | None:
 
 
 def state_directory(run: Path, config: Config | None) -> Path:
-    """Where the state of the run in ``run`` is, by its configuration."""
+    """Return where the state of ``run`` is, according to its configuration."""
     return Path(config.offload.ssd) if config is not None and config.offload.ssd else run
 
 
 def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """What ``config`` changes in the run that it continues: ``{key: (old value, new value)}``.
+    """Return what ``config`` changes in the run that it continues: ``{key: (old value, new value)}``.
 
     ``stated`` are the keys given by ``--set``. Raises ``RunMismatch`` for a change that is not allowed.
     """
@@ -99,12 +103,12 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
 
 
 def _with_rate(config: Config) -> Config:
-    """With the number that "auto" is: a run keeps it, whatever a later version takes for usual."""
+    """Return ``config`` with the number for "auto", which a run keeps even if a later version changes the default."""
     return replace(config, train=replace(config.train, learning_rate=config.train.highest_rate))
 
 
 def _found_anywhere(config: Config) -> Config:
-    """With the drives as they are to be found from any working directory."""
+    """Return ``config`` with absolute paths of the drives, which work from any working directory."""
     drives = tuple(str(Path(drive).absolute()) for drive in config.offload.drives)
     return replace(config, offload=replace(config.offload, drives=drives))
 
@@ -136,14 +140,14 @@ def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _as_word(value: Any) -> Any:
-    """``value`` as ``--set`` takes it from a shell."""
+    """Return ``value`` as ``--set`` accepts it from a shell."""
     return f"[{','.join(value)}]" if isinstance(value, tuple) else value
 
 
 def _refuse_another_place(run: Path, there: Path, here: Path) -> None:
-    """``there`` the run had its state when it was last trained, and ``here`` it is now looked for."""
+    """Raise ``RunMismatch`` if the state is not ``here`` but where it was at the last training, ``there``."""
     same = there.resolve() == here.resolve()
-    if _has_commits(here) and (same or not _has_commits(there)):  # the latter: it was moved
+    if _has_commits(here) and (same or not _has_commits(there)):  # it was moved
         return
     if same or not _has_commits(there):
         raise RunMismatch(

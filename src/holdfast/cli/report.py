@@ -41,7 +41,7 @@ def report(run: Path, *, out: Path | None, trace: Path | None, predicted: str | 
 
 
 def log_of(run: Path) -> Path:
-    """The log of events of ``run``. Raises ``BadInput`` if there is none."""
+    """Return the event log of ``run``. Raises ``BadInput`` if there is none."""
     if isinstance(place_of(run), Url):
         raise BadInput(
             f"{run} is in a bucket, where no log of events is: name the directory that the run was trained in"
@@ -58,7 +58,7 @@ def log_of(run: Path) -> Path:
 
 
 def commits_of(run: Path) -> tuple[list[dict[str, Any]], Path]:
-    """The commits of ``run`` that can be read, newest first, and the directory that they are in."""
+    """Return the readable commits of ``run``, newest first, and the directory that holds them."""
     found: list[dict[str, Any]] = []
     place = run
     try:

@@ -1,4 +1,4 @@
-"""``rules``: what a run is cut by, as rules; whether rules fit; and the packs that are there."""
+"""``rules``: print the sharding of a run as rules, check whether rules fit, and list the packs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .runs import label, with_commits
 
 
 def infer(commit: str) -> None:
-    """Print the rules that make the tensors of a commit of what its ranks stored."""
+    """Print the rules that build the tensors of a commit from what its ranks stored."""
     print(with_commits([commit], ruled.infer), end="")
 
 
 def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
-    """Print what rules make of what the ranks of a commit stored; whether it is what the commit records."""
+    """Print what rules build from what the ranks of a commit stored; return whether it matches the commit's record."""
     found = packs.find(rules, values)
     return with_commits([commit], partial(_check, found, as_json=as_json))
 
 
 def show_packs(name: str | None) -> None:
-    """Print the names of all packs, or one of them."""
+    """Print the names of all packs, or the text of one."""
     if name is not None:
         print(packs.text(name), end="")
         return

@@ -1,6 +1,6 @@
 """Runs and commits as the command line names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
 
-Only reading: no lock is taken and nothing is written, so a run may be looked at while it trains.
+These functions only read: no lock is taken and nothing is written, so they work while a run trains.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import BadInput, NoCommit
-from ..store.lines import commit_at
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
@@ -22,23 +21,25 @@ T = TypeVar("T")
 
 
 def with_commits(texts: Sequence[str], read: Callable[..., T]) -> T:
-    """What ``read`` returns, given the reader and the manifest of each commit that ``texts`` name."""
+    """Return the result of ``read``, given the reader and the manifest of each commit that ``texts`` name."""
     return while_training(texts, lambda: read(*(part for text in texts for part in open_commit(text))))
 
 
 def while_training(texts: Sequence[str], attempt: Callable[[], T]) -> T:
-    """What ``attempt`` returns, which reads what ``texts`` name. A run may be training: if its newest commit is retired
-    while it is read, it is tried again, with the one that is the newest then."""
+    """Return the result of ``attempt``, which reads what ``texts`` name.
+
+    A run that is training may retire its newest commit meanwhile; then ``attempt`` is repeated with the new newest one.
+    """
     named = all(Target.parse(text).step is not None for text in texts)
     return attempt() if named else again_if_retired(attempt)
 
 
 def open_commit(text: str) -> tuple[RunReader, Manifest]:
-    """The reader and the manifest of the commit that ``text`` names. Raises ``NoCommit``."""
+    """Return the reader and the manifest of the commit that ``text`` names. Raises ``NoCommit``."""
     target = Target.parse(text)
     reader = open_run(target.run)
     if target.step is not None:
-        return reader, commit_at(reader, target.step, target.timeline)
+        return reader, reader.at(target.step, target.timeline)
     newest = reader.head()
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet; `holdfast train` makes the first one")
@@ -46,7 +47,10 @@ def open_commit(text: str) -> tuple[RunReader, Manifest]:
 
 
 def open_run(place: Path | Url) -> RunReader:
-    """The run in directory ``run``, whose state may lie elsewhere, where its configuration says; or in a bucket."""
+    """Open the run in a directory or in a bucket. Raises ``NoCommit``.
+
+    The state of a directory's run may lie elsewhere, where its configuration says.
+    """
     run = place_of(place)
     if isinstance(run, Url):
         return LocalStore.read(run)
@@ -61,7 +65,7 @@ def open_run(place: Path | Url) -> RunReader:
 
 
 def _not_a_directory(run: Path) -> str:
-    """Why no run is there: most likely a step was named that is none, or where none can be."""
+    """Explain why no run is there: probably ``run`` names a step that is malformed or not allowed here."""
     start, _, step = str(run).rpartition("@")
     if not Path(start).is_dir() or not start:
         return f"{run} is not a directory; name the directory of a run, such as runs/default"
@@ -71,7 +75,7 @@ def _not_a_directory(run: Path) -> str:
 
 
 def directory_of(run: Path, verb: str) -> Path:
-    """Where the run lies that ``verb`` changes. Raises ``BadInput`` if that is no directory."""
+    """Return the directory of the run that ``verb`` changes. Raises ``BadInput`` if the run is in a bucket."""
     root = open_run(run).root
     if isinstance(root, Url):
         raise BadInput(
@@ -82,13 +86,13 @@ def directory_of(run: Path, verb: str) -> Path:
 
 
 def label(reader: RunReader, manifest: Manifest) -> str:
-    """The commit as it may be named to the next verb."""
+    """Return the name of a commit for the next command."""
     timeline = "" if manifest.ref in reader.line() else f".t{manifest.timeline}"
     return f"{reader.root}@{manifest.step}{timeline}"
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
-    """What ``--json`` says of a commit."""
+    """Return the JSON description of a commit."""
     return {
         "step": manifest.step,
         "timeline": manifest.timeline,

@@ -1,4 +1,4 @@
-"""``simulate``: a plan's operation list, played beside that of ordinary accumulation on the same machine."""
+"""``simulate``: play a plan's operations beside those of ordinary accumulation on the same machine."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}
 ON_HOST = ("params", "optimizer", "activations")
 
 COLUMNS = 72
-"""Of a timeline."""
+"""The width of a timeline in columns."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """One order, and where things stayed."""
+    """One order, with its placement."""
 
     placement: Placement
     host_bytes: int
-    """Of the whole process."""
+    """The memory of the whole process."""
     found: Simulation
     tokens: int
-    """Of a step."""
+    """The tokens of one step."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +51,7 @@ class Played:
 
 
 def simulate(given: Mapping[str, Any]) -> None:
-    """Print how both orders go."""
+    """Print the simulated steps of both orders."""
     refuse_no_directory("--trace", given["trace"])
     case = engine_case(case_of(given))
     setting = case.setting(_count(case, given))
@@ -73,7 +73,7 @@ def simulate(given: Mapping[str, Any]) -> None:
 
 
 def _count(case: Case, given: Mapping[str, Any]) -> int:
-    """Micro-batches: those given, or the plan's."""
+    """Return the number of micro-batches: the given one, or the plan's."""
     if given["micro_batches"] is not None:
         return given["micro_batches"]
     try:
@@ -83,7 +83,10 @@ def _count(case: Case, given: Mapping[str, Any]) -> int:
 
 
 def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str, Any]) -> Placement:
-    """By the fractions given, by the plan for the vertical order, or what saves most per byte first, as it fits."""
+    """Return the placement of an order.
+
+    Given fractions count first, then the plan for the vertical order, else a greedy choice of what saves most per byte.
+    """
     stated = {kind: given[f"{kind}_on_host"] for kind in ON_HOST if given[f"{kind}_on_host"] is not None}
     if schedule is vertical and not stated:
         try:

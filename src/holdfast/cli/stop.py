@@ -1,8 +1,8 @@
-"""Stopping in order: the first SIGINT or SIGTERM asks, the second one leaves at once.
+"""Orderly stop: the first SIGINT or SIGTERM requests it, the second one leaves at once.
 
-A signal may arrive inside any statement, a print included, so the handler itself does nothing that takes a
-lock: it sets a flag, which the training loop reads between steps. Leaving at once is safe at any moment,
-because what was acknowledged is on the disk.
+A signal may arrive inside any statement, a print included, so the handler does nothing that takes a lock. It sets a
+flag, which the training loop reads between steps. Leaving at once is always safe, because every durable step is on the
+disk.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TERMINAL = 0
-"""Standard input, where the control keys come from."""
+"""Standard input, which the control keys come from."""
 
 
 class StopRequest:
-    """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so, and
-    ``last_words`` is what is said by who leaves at once. Of several processes one ``speaks``, and has the terminal."""
+    """A request to stop the run by a signal, which is handled while this context is entered.
+
+    ``show`` gets the text that announces the stop. ``last_words`` returns the text for leaving at once. Of several
+    processes only the one that ``speaks`` uses the terminal.
+    """
 
     def __init__(
         self, show: Callable[[str], None], last_words: Callable[[], str], speaks: bool = True
     ) -> None:
         self.requested = ""
-        """The name of the signal, or nothing."""
+        """The name of the signal; empty without one."""
         self._show, self._last_words, self._speaks = show, last_words, speaks
         self._previous: dict[int, Any] = {}
         self._terminal: list[Any] | None = None
@@ -55,7 +58,7 @@ class StopRequest:
 
 def leave_at_once(number: int, last_words: str | None) -> None:
     """End the process as the signal would have, but with the terminal's cursor visible."""
-    with suppress(OSError):  # nobody may be reading
+    with suppress(OSError):  # the reader may have left
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")
         if last_words is not None:
@@ -64,8 +67,11 @@ def leave_at_once(number: int, last_words: str | None) -> None:
 
 
 def quiet_keys() -> list[Any] | None:
-    """Keep key presses out of the picture: the terminal writes none of them into it, and Ctrl-C does not throw
-    away what was printed and not yet shown. Its settings before; None where there is no terminal of ours."""
+    """Keep key presses out of the picture, and return the terminal's previous settings.
+
+    The terminal echoes no keys, and Ctrl-C does not discard output that was not yet shown. None if this process has no
+    terminal.
+    """
     try:
         settings = termios.tcgetattr(TERMINAL)
     except termios.error:
@@ -85,6 +91,6 @@ def set_terminal(settings: list[Any]) -> bool:
         if os.tcgetpgrp(TERMINAL) != os.getpgrp():
             return False
     except OSError:
-        pass  # it controls no process
+        pass  # the terminal controls no process
     termios.tcsetattr(TERMINAL, termios.TCSANOW, settings)
     return True

@@ -1,5 +1,8 @@
-"""Together: ``holdfast train`` on several ranks, as torchrun starts them. They share out the micro-batches of a step,
-stop at the same step, and only the first of them speaks and keeps the record of the run."""
+"""``holdfast train`` on several ranks, as torchrun starts them.
+
+Ranks share the micro-batches of a step and stop at the same step. Only the first rank prints and keeps the record of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from .output import console
 T = TypeVar("T")
 
 DEADLINE_SECONDS = 300.0
-"""How long a rank waits for another one, as in ``offload``."""
+"""The seconds that a rank waits for another one, as in ``offload``."""
 
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """The ranks that torchrun has started this process among, one where it has not. Waits for all of them."""
+    """Yield the ranks that torchrun started, or a single one. Collective: every rank must call this."""
     if launched() == (0, 1):
         yield Ranks()
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_SECONDS))  # as the engine exchanges
+    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_SECONDS))  # as the engine does
     ranks = Ranks.here(DEADLINE_SECONDS, "begin to train")
     try:
         yield ranks
@@ -41,12 +44,12 @@ def together() -> Iterator[Ranks]:
 
 
 def console_of(ranks: Ranks) -> Console:
-    """Standard output of the first rank; of the others nowhere."""
+    """Return a console on standard output for the first rank, and one that prints nowhere for the others."""
     return console() if ranks.rank == 0 else Console(file=open(os.devnull, "w", encoding="utf-8"))
 
 
 def share_of(config: Config, ranks: Ranks) -> int:
-    """How many of a step's micro-batches are this rank's. Raises ``ConfigError`` if they cannot be shared out."""
+    """Return this rank's number of micro-batches in a step. Raises ``ConfigError`` if they do not divide evenly."""
     whole = config.train.micro_batches
     if whole % ranks.world_size:
         raise ConfigError(
@@ -57,7 +60,7 @@ def share_of(config: Config, ranks: Ranks) -> int:
 
 
 def refuse_encoding_here(what: str) -> None:
-    """``what`` should have been found done by rank 0."""
+    """Raise ``BadInput``, because rank 0 should have done ``what`` already."""
     raise BadInput(
         f"{what} was done by rank 0, whose copy is not what this rank has: all ranks need one file system for the run's"
         " directory and for the text"
@@ -65,7 +68,10 @@ def refuse_encoding_here(what: str) -> None:
 
 
 def first_alone(ranks: Ranks, what: Callable[[], T]) -> T:
-    """What ``what`` returns on the first rank, however long that takes. Called on all ranks, and so it raises."""
+    """Return the result of ``what`` on the first rank, however long it takes. Collective: every rank must call this.
+
+    An error on the first rank is raised on all.
+    """
     with ranks.agreeing():
         result = ranks.first_takes_its_time(what)
     return ranks.everyone(result)[0]  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""``holdfast train``: the main job, a language model trained on text with its state out of core.
+"""``holdfast train``: train a language model on text with its state out of core.
 
-The same command starts a run, continues it and, with more ``train.steps``, extends it: what is in the run
-directory decides. Losses are nats per token, which is a byte for the reference decoder. Under torchrun it trains on
-several ranks (``together.py``), and the same step is the same samples on any number of them.
+The same command starts a run, continues it and, with more ``train.steps``, extends it: the content of the run directory
+decides. Losses are nats per token; a token of the reference decoder is a byte. Under torchrun it trains on several
+ranks (``together.py``), and the same step uses the same samples on any number of ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from .stop import StopRequest
 from .together import console_of, first_alone, refuse_encoding_here, share_of, together
 
 VALIDATION_SAMPLES = 64
-"""Evenly spread over the held-out text, the same ones every time."""
+"""The number of validation samples, spread evenly over the held-out text and always the same."""
 
 SAME = "Start all ranks with the same settings and files"
 
 SAMPLE_TOKENS, TEMPERATURE = 240, 0.7
 
 SAMPLE_SECONDS = 20.0
-"""After which a sample ends: each token takes the whole model from the SSD."""
+"""The seconds after which a sample ends: each token reads the whole model from the SSD."""
 
 
 def train(config: Config, stated: Collection[str] = ()) -> None:
     """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped.
 
-    ``stated`` are the keys that may change what a run that goes on computes. Raises ``RunMismatch`` for others.
+    ``stated`` are the keys that may change the computations of a continued run. Raises ``RunMismatch`` for changes of
+    others.
     """
     with together() as ranks:
         _train(ranks, config, stated)
@@ -92,7 +93,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     def confirm(preflight: Preflight) -> None:
         announce(console, config, recipe.corpus, preflight, config.train.steps - done, ranks.world_size)
 
-    if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
+    if changed:  # the change was requested with --set, and run() prints it (record.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(
@@ -104,7 +105,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
 
 
 def with_dtype(config: Config) -> Config:
-    """With what "auto" is: as the run has it, or what is fast here."""
+    """Return ``config`` with the dtype for "auto": that of the run, or the fast one on this machine."""
     if config.train.dtype != "auto":
         return config
     dtype = kept_dtype(config) or choose_dtype(choose_device(config.offload.device))
@@ -112,7 +113,10 @@ def with_dtype(config: Config) -> Config:
 
 
 def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
-    """The first rank encodes the text, if it has to be, and the others find it."""
+    """Return the recipe. The first rank encodes the text if necessary, and the others find it.
+
+    Collective: every rank must call this.
+    """
     with ranks.agreeing():
         first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
     with ranks.agreeing():
@@ -122,7 +126,7 @@ def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
 
 
 class Job:
-    """One sitting of a run: from the step where the engine is to the last, or until somebody stops it."""
+    """One sitting of a run: from the engine's step to the last one, or until a stop."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class Job:
         )
 
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
-        """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
+        """Train to the end and report it. ``changed`` are the keys that differ from before."""
         started = time.perf_counter()
         speaks = self.ranks.rank == 0
         with StopRequest(self.panel.announce_stop, self.last_words, speaks=speaks) as stop:
@@ -169,13 +173,13 @@ class Job:
     def begin(self, changed: dict[str, tuple[Any, Any]]) -> None:
         first, values = self.engine.steps_done, to_values(self.config)
         self.events.emit("run", first_step=first, pid=os.getpid(), config=values, changed=changed)
-        if self.engine.resumed_from:  # 0 is where a folder's weights begin
+        if self.engine.resumed_from:  # step 0 is where a folder's weights begin
             self.say(f"Continuing after step {first:,}, the newest that is whole. {self.engine.said_lost}")
         if changed:
             self.say(f"Changed from here on: {describe(changed)}.")
 
     def take_steps(self, stop: StopRequest) -> None:
-        """Train to the last step, or until somebody wants to stop, and commit what was reached."""
+        """Train to the last step, or until a stop is requested, and commit the reached step."""
         with self.panel:
             while self.engine.steps_done < self.config.train.steps:
                 self.stopped_by = self.first_reason(stop.requested)
@@ -188,12 +192,15 @@ class Job:
                 self.panel.durable(self.engine.durable_step)
 
     def first_reason(self, why: str) -> str:
-        """What the first rank that has a reason to stop says, or nothing. Called on all ranks."""
+        """Return the first rank's reason to stop, or an empty text. Collective: every rank must call this."""
         return next(filter(None, self.ranks.everyone(why)), "")
 
     def validate(self) -> dict[str, Any] | None:
-        """The loss on held-out text now, as an event; None where no text is held out. Each rank takes its share of
-        the micro-batches, or all where they cannot be shared out evenly."""
+        """Return the current loss on held-out text as an event; None without held-out text.
+
+        Each rank computes its share of the micro-batches, or all if they do not divide evenly. Collective: every rank
+        must call this.
+        """
         samples = held_out_samples(self.recipe.corpus)
         if not samples:
             return None
@@ -233,7 +240,7 @@ class Job:
         say_how_to_go_on(self.console, self.config, extend_to=2 * done)
 
     def last_words(self) -> str:
-        """Of a run that is left at once."""
+        """Return the text that is printed when the run is left at once."""
         command = shlex.join(same_command())
         return f"Left at once; step {self.engine.durable_step:,} is durable. Continue with: {command}"
 
@@ -247,7 +254,7 @@ class Job:
 
 
 def newest_step(state: Path) -> int:
-    """The newest step that a run's state has, 0 if none; the engine finds out whether it is whole."""
+    """Return the newest step of a run's state, 0 if none. The engine finds out whether it is whole."""
     try:
         newest = LocalStore.read(state).head()
     except (NoCommit, Damaged):
@@ -256,8 +263,10 @@ def newest_step(state: Path) -> int:
 
 
 def is_whole(console: Console, state: Path) -> bool:
-    """Whether the newest step of a finished run verifies; what is wrong with it otherwise is said when the run
-    goes on from an older one."""
+    """Return whether the newest step of a finished run verifies.
+
+    Damage is reported when the run continues from an older step.
+    """
     with reading(console, "the newest step"):
         reader = LocalStore.read(state)
         newest = reader.head()
@@ -265,7 +274,7 @@ def is_whole(console: Console, state: Path) -> bool:
 
 
 def reading(console: Console, what: str) -> Status:
-    """Says that all of ``what`` is being read, which may take long, without a terminal too."""
+    """Show, also without a terminal, that all of ``what`` is being read, which may take long."""
     text = f"reading all of {what}"
     if not console.is_terminal:
         console.print(text)
@@ -277,7 +286,7 @@ def say(console: Console, text: str) -> None:
 
 
 def say_measuring(console: Console, text: str) -> None:
-    """That the machine is measured. What was planned is announced with all else."""
+    """Print that the machine is measured. Plans are printed by ``announce``."""
     if not text.startswith("plan: "):
         say(console, text)
 
@@ -288,7 +297,7 @@ def held_out_samples(corpus: Windowed) -> list[dict[str, Tensor]]:
 
 
 def first_validation(path: Path | None) -> dict[str, Any] | None:
-    """The validation before the run's first step, whichever sitting it was in."""
+    """Return the validation before the run's first step, of any sitting."""
     events = read_events(path) if path is not None and path.exists() else iter(())
     found = (event for event in events if event["event"] == "validation" and event["step"] == 0)
     return next(found, None)
@@ -297,7 +306,7 @@ def first_validation(path: Path | None) -> dict[str, Any] | None:
 def sampled_ids(
     engine: Engine, config: Config, prompt: list[int], is_over: Callable[[bool], bool]
 ) -> Iterator[int]:
-    """What the model writes after ``prompt``, a token at a time, until ``is_over``."""
+    """Yield the tokens that the model writes after ``prompt``, until ``is_over``."""
     tokens, ends = torch.tensor([prompt]), time.perf_counter() + SAMPLE_SECONDS
     seeds = random.Random(config.run.seed)
     for _ in range(SAMPLE_TOKENS):

@@ -1,4 +1,4 @@
-"""``watch``: a run that another process trains, live on a terminal, in lines elsewhere."""
+"""``watch``: show a run of another process, live on a terminal, in lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from .output import console, print_json
 from .report import log_of
 
 SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
-"""Between two looks, and between two lines where there is no terminal."""
+"""The seconds between two scans, and between two lines where there is no terminal."""
 
 LOOKS = 4
-"""After which the picture is drawn anew, though nothing was logged: how long it has been silent changes."""
+"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
 
 LEISURE = 20
-"""So many times as long as drawing takes nothing is drawn: of a long log it takes a while, and the run has better use
-for the core."""
+"""The pause after drawing, as a multiple of the drawing time.
+
+Drawing a long log takes a while, and the run has better use for the core.
+"""
 
 MOST_COLUMNS = 100
 
@@ -42,7 +44,7 @@ def watch(run: Path, *, once: bool, as_json: bool) -> None:
 
 
 def _follow(tail: Tail, panel: LivePanel) -> None:
-    """Look again and again."""
+    """Scan and show the run until Ctrl-C."""
     out = console()
     if out.is_terminal and not out.is_dumb_terminal:
         with Live(panel.picture(time.time()), console=out, auto_refresh=False) as live:
@@ -65,7 +67,7 @@ def _follow(tail: Tail, panel: LivePanel) -> None:
 
 
 def _take(tail: Tail, panel: LivePanel) -> bool:
-    """Whether there was anything new."""
+    """Add new events to the history; return whether there were any."""
     new = list(tail.new())
     for event in new:
         panel.history.add(event)

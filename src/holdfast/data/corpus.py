@@ -1,9 +1,9 @@
 """Corpus: any text as a sequence of fixed windows of bytes, read on demand and never held whole.
 
-The files, sorted by name, are one long string of bytes; a byte is a token, so there is no tokenizer and
-nothing to download. Window ``k`` is bytes ``k * context`` to ``(k + 1) * context`` inclusive: its last
-byte is only ever a target, so every byte is predicted once per epoch. Every n-th window is held out for
-validation, evenly over the text, because the tail of a sorted folder is rarely like the rest.
+The files, sorted by name, are one long string of bytes. A byte is a token, so there is no tokenizer and nothing to
+download. Window ``k`` is bytes ``k * context`` to ``(k + 1) * context`` inclusive: its last byte is only ever a
+target, so every byte is predicted once per epoch. Every n-th window is held out for validation, evenly over the text,
+because the tail of a sorted folder is rarely like the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..units import MiB, counted
 from .documents import is_packed
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-"""Folders below the standard library that are other people's code, or tests."""
+"""Folders below the standard library that hold other people's code, or tests."""
 
 HASHED_BYTES, PIECE_BYTES = 1024 * MiB, MiB
-"""Of a text, what its fingerprint is made of at most, and in which pieces. It is read at every start."""
+"""The most bytes of a text that its fingerprint reads, and the bytes of each piece. It is read at every start."""
 
 
 class Corpus:
@@ -75,13 +75,13 @@ class Corpus:
         return (self.num_bytes - 1) // self.context
 
     def window(self, index: int) -> dict[str, Tensor]:
-        """Window ``index`` of the whole text: ``tokens`` and, one byte later, ``targets``."""
+        """Return window ``index`` of the whole text: ``tokens`` and, one byte later, ``targets``."""
         raw = self.read(index * self.context, self.context + 1)
         values = torch.frombuffer(raw, dtype=torch.uint8).long()
         return {"tokens": values[:-1], "targets": values[1:]}
 
     def read(self, start: int, length: int) -> bytearray:
-        """Bytes ``start`` to ``start + length`` of the text, from however many files they lie in."""
+        """Return bytes ``start`` to ``start + length`` of the text, across files."""
         found = bytearray()
         number = bisect_right(self._ends, start)
         while len(found) < length:
@@ -94,7 +94,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Made when it is first asked for, since it reads the text."""
+        """The identity of the text, computed at the first request because it reads the text."""
         names = {"files": len(self.paths), "bytes": self.num_bytes, "xxh3": self._names}
         return names | {"content": self._content()}
 
@@ -105,7 +105,7 @@ class Corpus:
         return digest.hexdigest()
 
     def _content(self) -> str:
-        """Of all of the text, or of pieces that are spread evenly over it."""
+        """Return the digest of all of the text, or of pieces that are spread evenly over it."""
         digest, count = xxhash.xxh3_128(), -(-min(self.num_bytes, HASHED_BYTES) // PIECE_BYTES)
         for number in range(count):
             start, stop = (self.num_bytes * each // count for each in (number, number + 1))
@@ -114,7 +114,7 @@ class Corpus:
 
 
 class Windowed(Protocol):
-    """A text cut into samples."""
+    """A text that is divided into samples."""
 
     paths: list[Path]
     num_bytes: int
@@ -152,7 +152,7 @@ class Windows:
 
 
 def split(corpus: Windowed, validation_fraction: float) -> tuple[Windows, Windows]:
-    """Training and validation windows: of every ``round(1 / fraction)`` windows the last is held out."""
+    """Return training and validation windows: the last of every ``round(1 / fraction)`` windows is held out."""
     total = corpus.num_windows
     stride = min(round(1 / validation_fraction), total) if validation_fraction else total + 1
     held_out = total // stride
@@ -160,7 +160,10 @@ def split(corpus: Windowed, validation_fraction: float) -> tuple[Windows, Window
 
 
 def find_files(text: str) -> tuple[Path, list[Path]]:
-    """The files that ``text`` names, sorted, and the directory that their names are relative to."""
+    """Return the files that ``text`` names, sorted, and the directory that their names are relative to.
+
+    Raises ``BadInput`` if there are none.
+    """
     text = os.path.expanduser(text)
     if text == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -180,8 +183,10 @@ def find_files(text: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Regular files below ``root``, without hidden ones, what lies in ``skipped`` folders, and runs: a run that
-    trains on the folder it lies in must find the same text when it goes on."""
+    """Yield the regular files below ``root``, without hidden files, ``skipped`` folders and runs.
+
+    Runs are left out because a run that trains on its own folder must find the same text when it resumes.
+    """
     for folder, subfolders, names in os.walk(root):
         if "events.jsonl" in names or {"commits", "timelines"} <= set(subfolders):
             subfolders.clear()

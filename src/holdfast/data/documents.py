@@ -1,8 +1,8 @@
-"""Documents: what text files hold, read piece by piece, each error with its file, line and byte.
+"""Documents: the records of text files, read piece by piece, with errors that name file, line and byte.
 
-The name of a file says its form, in any case: ``.jsonl`` and ``.ndjson`` hold one JSON object a line, ``.json`` an
-array of objects or objects one after another, all others plain text; ``.gz`` or ``.zst`` at the end says that it is
-packed. Text is UTF-8, with or without a byte order mark. Raises ``BadInput`` for all else.
+The name of a file gives its form, in any case: ``.jsonl`` and ``.ndjson`` hold one JSON object a line, ``.json`` an
+array of objects or objects one after another, all others plain text. ``.gz`` or ``.zst`` at the end marks a
+compressed file. Text is UTF-8, with or without a byte order mark. Anything else raises ``BadInput``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
 }  # fmt: skip
-"""Byte order marks of what is not read; the longer ones first, since they begin with the others."""
+"""The byte order marks of encodings that are not read.
+
+The longer ones come first, since they begin with the shorter ones.
+"""
 
 KEYS = ("text", "prompt", "completion")
 
@@ -42,7 +45,7 @@ class Record(NamedTuple):
 
 
 def form_of(path: Path) -> str:
-    """Return what the name of ``path`` says that it holds."""
+    """Return the form of the content of ``path``, by its name."""
     name = path.name.lower()
     for ending in PACKED:
         name = name.removesuffix(ending)
@@ -65,14 +68,14 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def chunks(path: Path, characters: int) -> Iterator[str]:
-    """Yield the text of a file in chunks of about ``characters``, which end with a line unless that is longer."""
+    """Yield the text of a file in chunks of about ``characters``, which end with a line if possible."""
     with _Reader(path) as reader:
         while text := reader.read(characters):
             yield text if text.endswith("\n") else text + reader.readline(characters)
 
 
 class _Reader:
-    """Reads the text of a file, and knows where it is."""
+    """A reader of the text of a file that tracks its line and byte."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._line, self._offset, self._begun = path, 1, 0, False
@@ -86,7 +89,7 @@ class _Reader:
         self._file.close()
 
     def read(self, nbytes: int) -> str:
-        """Return the next text of about ``nbytes``; nothing at the end alone."""
+        """Return the next text of about ``nbytes``; an empty string only at the end."""
         return self._text(self._file.read, nbytes)
 
     def readline(self, nbytes: int = -1) -> str:
@@ -115,7 +118,10 @@ class _Reader:
             ) from error
 
     def _decoded(self, data: bytes) -> str:
-        """Decode ``data``, which follows what was read before; none is the end, where characters must be whole."""
+        """Decode ``data``, which follows the bytes read before.
+
+        Empty ``data`` is the end, where characters must be whole. Raises ``BadInput`` for anything but UTF-8 text.
+        """
         if self._offset == 0:
             self._refuse_other_marks(data)
         waiting = len(self._decoder.getstate()[0])
@@ -178,7 +184,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 class _Object(list[tuple[str, Any]]):
-    """A JSON object with all of its keys."""
+    """A JSON object with all of its keys, repeated ones included."""
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_Object)
@@ -187,7 +193,7 @@ _space = re.compile(r"[ \t\n\r]*")
 
 def _parsed(line: str, path: Path, number: int) -> Any:
     """Return the JSON value of one line."""
-    line = line.rstrip()  # an error at the end of the line is in this line
+    line = line.rstrip()  # a parser error at the end of the line then names this line
     start = len(line) - len(line.lstrip())
     value, end = _raw(line, start, path, number)
     if line[end:].strip():
@@ -265,7 +271,7 @@ def _record(value: Any, where: str) -> Record:
 
 
 def _refuse_halves(key: str, text: Any, where: str) -> None:
-    """Raise ``BadInput`` where ``text`` has half of a character, which no encoding of text holds."""
+    """Raise ``BadInput`` where ``text`` has half of a character, which no encoding can represent."""
     try:
         if isinstance(text, str):
             text.encode()

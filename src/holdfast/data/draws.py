@@ -1,8 +1,8 @@
-"""Draws: random numbers of a dataset that depend on the sample, and on nobody else's draws.
+"""Draws: random numbers of a dataset that depend only on the sample.
 
-The generators that a dataset's code reaches for are those of the process: ``random``, NumPy's global one, and torch's
-on the CPU. For as long as samples are read they are seeded anew for each, and afterwards they are where they were, so
-that reading in the trainer's process and in a worker's gives the same samples and leaves the trainer's streams alone.
+A dataset's code uses the generators of the process: ``random``, NumPy's global one, and torch's on the CPU. While
+samples are read, these are seeded anew for each, and afterwards restored. So reading in the trainer's process and in
+a worker's gives the same samples and leaves the trainer's streams alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 
 @contextmanager
 def streams_put_back() -> Iterator[None]:
-    """Whatever is seeded or drawn within, the process's generators are afterwards where they were."""
+    """Restore the process's generators after the block, whatever is seeded or drawn within it."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

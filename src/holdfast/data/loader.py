@@ -1,8 +1,9 @@
-"""Loaders that know where they are: a position is the number of samples consumed by all ranks together.
+"""Loaders whose position is the number of samples that all ranks together have consumed.
 
-Sample ``n`` of a run is a pure function of (seed, n), random augmentation included, so a position means the same under
-any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after all of
-them have changed. The stream has no end unless told otherwise, and a batch may straddle two epochs: none is dropped.
+Sample ``n`` of a run is a pure function of (seed, n), random augmentation included. So a position means the same
+under any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after
+all of these have changed. By default the stream has no end, and a batch may straddle two epochs: no sample is
+dropped.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ from .draws import seed_streams, streams_put_back
 from .order import sample_index
 
 OWN = ("batch_sampler", "collate_fn", "drop_last", "generator", "sampler", "shuffle")
-"""Options of torch's ``DataLoader`` that the loader has to decide."""
+"""The options of torch's ``DataLoader`` that the loader must set itself."""
 
 
 class MapDataset(Protocol):
-    """Anything with a length and items by index, as ``torch.utils.data.Dataset``."""
+    """Any object with a length and items by index, as ``torch.utils.data.Dataset``."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class SampleLoader:
-    """Batches of ``dataset`` in a seeded order; on each rank, its share of every global batch.
+    """Batches of ``dataset`` in a seeded order; on each rank, its part of every global batch.
 
-    Iterating continues at the position. Of each ``batch_size * world_size`` consecutive samples rank r
-    takes the r-th part. ``epochs`` ends the stream: the last batch may then be short, by the same number
-    on every rank, and up to ``world_size - 1`` samples that cannot be shared out are left. Rank and world size are
-    those of ``torch.distributed`` if it is initialised, else 0 of 1.
+    Iterating continues at the position. Of each ``batch_size * world_size`` consecutive samples rank r takes the r-th
+    part. ``epochs`` ends the stream: the last batch may then be short, by the same number on every rank, and up to
+    ``world_size - 1`` samples that cannot be divided evenly are left. Rank and world size are those of
+    ``torch.distributed`` if it is initialised, else 0 of 1.
 
     ``num_workers`` processes of torch's ``DataLoader`` read ahead; ``options`` are more of its options
     (``pin_memory``, ``prefetch_factor``, ``multiprocessing_context``). A batch counts when it is handed out, not when
     it is read. ``close`` ends the workers, and so do the stream's end and an error; the next batch starts them again.
 
     Random augmentation belongs to the sample: while the dataset reads sample ``index``, the generators of ``random``,
-    NumPy and torch's CPU are seeded with (``seed``, epoch, ``index``), so that a sample is the same whatever the batch
-    size and the number of workers, and another in the next epoch. ``collate`` draws from (``seed``, number of the
-    batch's first sample). Neither moves the generators of the training script. A generator that the dataset keeps
-    for itself is not seeded, nor is that of a device.
+    NumPy and torch's CPU are seeded with (``seed``, epoch, ``index``). So a sample is the same whatever the batch
+    size and the number of workers, and differs in the next epoch. ``collate`` draws from (``seed``, number of the
+    batch's first sample). Neither moves the generators of the training script. A generator that the dataset keeps for
+    itself is not seeded, nor is that of a device.
 
     >>> loader = SampleLoader(range(5), batch_size=2, epochs=1)
     >>> sorted(value.item() for batch in loader for value in batch)
@@ -57,10 +58,10 @@ class SampleLoader:
     """
 
     elastic = True
-    """A position means the same to any number of ranks."""
+    """Always true: a position means the same to any number of ranks."""
 
     endless = True
-    """Who resumes does not come to the end of an epoch again: a ``Checkpointer`` asks."""
+    """Always true: a resumed stream does not end with the epoch. Read by ``Checkpointer``."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class SampleLoader:
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
-        """Raises ``BadInput`` with nothing started."""
+        """Prepare the loader. Raises ``BadInput`` with nothing started."""
         rank, world_size = _place(rank, world_size)
         if batch_size < 1 or not 0 <= rank < world_size:
             raise BadInput(f"batch_size {batch_size}, rank {rank} of {world_size}: not a share of a batch")
@@ -101,7 +102,7 @@ class SampleLoader:
             if self._batches is None:
                 self._batches = iter(self._reader())
             batch = next(self._batches)
-        except BaseException:  # what was read ahead is not what comes next
+        except BaseException:  # the batches that were read ahead are no longer the next ones
             self.close()
             raise
         self.consumed += share * self.world_size
@@ -110,15 +111,18 @@ class SampleLoader:
         return batch
 
     def close(self) -> None:
-        """End the workers; what they have read ahead is forgotten. The position stays."""
+        """End the workers and discard the batches that they read ahead. The position stays."""
         batches, self._batches = self._batches, None
         if hasattr(
             batches, "_shutdown_workers"
-        ):  # or they live for as long as a traceback names the iterator
+        ):  # otherwise they live as long as a traceback names the iterator
             batches._shutdown_workers()
 
     def _reader(self) -> DataLoader:
-        """torch's loader from the position on. Its generator is its own: making an iterator draws a number."""
+        """Return torch's loader from the position on.
+
+        It has a generator of its own, because making an iterator draws a number.
+        """
         options: dict[str, Any] = dict(self._options)
         if self.num_workers:
             options["worker_init_fn"] = partial(_begun, options.get("worker_init_fn"))
@@ -132,14 +136,14 @@ class SampleLoader:
         )
 
     def _numbers(self, position: int) -> Iterator[list[int]]:
-        """Of this rank's samples from ``position`` on, batch by batch."""
+        """Yield the numbers of this rank's samples from ``position`` on, batch by batch."""
         while share := self._share(position):
             first = position + self.rank * share
             yield list(range(first, first + share))
             position += share * self.world_size
 
     def _share(self, position: int) -> int:
-        """Samples for each rank in the batch at ``position``."""
+        """Return the number of samples for each rank in the batch at ``position``."""
         if self.epochs is None:
             return self.batch_size
         left = self.epochs * len(self.dataset) - position
@@ -147,15 +151,15 @@ class SampleLoader:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this data from other data: the dataset's own ``fingerprint``, or its length."""
+        """The identity of the data: the dataset's own ``fingerprint``, or its length."""
         return getattr(self.dataset, "fingerprint", {"samples": len(self.dataset)})
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out; the same on every rank."""
+        """Return the position after the last batch that was handed out; the same on every rank."""
         return {"seed": self.seed, "consumed": self.consumed, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken, with its seed. Raises ``RunMismatch`` on other data."""
+        """Continue where ``state`` was taken, with its seed. Raises ``RunMismatch`` for other data."""
         if state.keys() != self.state_dict().keys():
             raise RunMismatch(
                 f"the run's loader was not holdfast.loader: it kept {', '.join(map(str, state))}. Give the one that it"
@@ -172,11 +176,11 @@ class SampleLoader:
 
 
 loader = SampleLoader
-"""``holdfast.loader``: over any map-style dataset, as one would write ``DataLoader``."""
+"""``holdfast.loader``, for any map-style dataset, used as one would use ``DataLoader``."""
 
 
 class _Samples(Dataset):
-    """What torch's loader reads from, in its workers or here: by numbers of samples, a whole batch at once."""
+    """The dataset for torch's loader, in its workers or here, indexed by a whole batch of sample numbers."""
 
     def __init__(self, dataset: MapDataset, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
@@ -199,8 +203,11 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begun(init: Callable[[int], object] | None, worker: int) -> None:
-    """What a worker does first. torch's end when they see that their parent is another process than it was when they
-    first looked, so one whose trainer had been killed by then would wait for ever."""
+    """Initialise a worker process.
+
+    Workers of torch end when they see another parent process than at their first look. A worker whose trainer was
+    killed before that look would wait for ever, so it exits here.
+    """
     started = (
         getattr(multiprocessing.current_process(), "_start_method", None)
         or multiprocessing.get_start_method()
@@ -213,7 +220,7 @@ def _begun(init: Callable[[int], object] | None, worker: int) -> None:
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """What is not given is torch.distributed's."""
+    """Return rank and world size, taken from torch.distributed where they are not given."""
     here, of = 0, 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         here, of = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -247,7 +254,7 @@ def _check_options(num_workers: int, options: dict[str, Any]) -> None:
 
 
 Stack = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
-"""Makes a micro-batch of samples."""
+"""A function that makes a micro-batch of samples."""
 
 
 def step_loader(
@@ -258,9 +265,9 @@ def step_loader(
     seed: int = 0,
     stack: Stack = default_collate,
 ) -> SampleLoader:
-    """Optimizer steps over the samples of a text: each item is a list of ``micro_batches`` dicts for the model.
+    """Return a loader of optimizer steps: each item is a list of ``micro_batches`` dicts for the model.
 
-    In each, tensors have ``micro_batch_size`` rows.
+    The tensors of each dict have ``micro_batch_size`` rows.
     """
     return SampleLoader(
         corpus.training,
@@ -273,5 +280,5 @@ def step_loader(
 def micro_batches_of(
     samples: Sequence[dict[str, Tensor]], size: int, stack: Stack = default_collate
 ) -> list[dict[str, Tensor]]:
-    """``samples`` stacked ``size`` at a time."""
+    """Return ``samples`` stacked ``size`` at a time."""
     return [stack(list(samples[start : start + size])) for start in range(0, len(samples), size)]

@@ -1,8 +1,8 @@
-"""Order: which sample comes when, as a pure function of (seed, number of the sample).
+"""Order: the order of samples, as a pure function of (seed, number of the sample).
 
-Samples are numbered globally from 0, over all ranks and epochs. Every epoch visits each sample once, in
-an order of its own. Nothing is stored: the permutation is a small block cipher on the sample's index, so
-that sample 10**12 costs what sample 0 costs, and a position is one integer.
+Samples are numbered globally from 0, over all ranks and epochs. Every epoch visits each sample once, in an order of
+its own. Nothing is stored: the permutation is a small block cipher on the sample's index, so sample 10**12 costs what
+sample 0 costs, and a position is one integer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROUNDS = 6
 
 
 def sample_index(number: int, *, size: int, seed: int) -> int:
-    """The index, in a dataset of ``size`` samples, of global sample ``number``.
+    """Return the index, in a dataset of ``size`` samples, of global sample ``number``.
 
     >>> sorted(sample_index(number, size=5, seed=1) for number in range(5))
     [0, 1, 2, 3, 4]
@@ -25,10 +25,10 @@ def sample_index(number: int, *, size: int, seed: int) -> int:
 
 
 def permute(position: int, size: int, *key: int) -> int:
-    """Where ``position`` goes in the permutation of ``range(size)`` named by ``key``.
+    """Return the place of ``position`` in the permutation of ``range(size)`` named by ``key``.
 
-    A Feistel network permutes the next larger 4**half values; what leaves the range is sent through
-    again until it comes back, which keeps the map one-to-one and takes four turns at most on average.
+    A Feistel network permutes the next larger 4**half values. A value outside the range goes through the network
+    again until it is inside, which keeps the map one-to-one and takes four turns at most on average.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     value = position

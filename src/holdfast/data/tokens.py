@@ -1,13 +1,13 @@
-"""Tokens: text or JSON lines as token ids, made once, kept in a file and read on demand.
+"""Tokens: text or JSON lines as token ids, encoded once, kept in a file and read on demand.
 
-Documents are encoded one after the other into one long row of ids, which is cut into windows of ``context``: window
-``k`` begins with the last id of the one before, so each id is predicted once per epoch by a model that shifts its
-labels. Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th
+Documents are encoded one after the other into one long row of ids, which is divided into windows of ``context``.
+Window ``k`` begins with the last id of the window before, so a model that shifts its labels predicts each id once per
+epoch. Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th
 window or sample is held out.
 
-Text has the tokens that it has as a whole: a completion is encoded together with its prompt, and a piece of a long
-document with what is around it. What is kept counts only if it was made of the same files by the same tokenizer and all
-of it is there; otherwise it is made again.
+Text gets the tokens that it has as a whole: a completion is encoded together with its prompt, and a piece of a long
+document with the text around it. Kept ids are used only if they are complete and were made of the same files by the
+same tokenizer; otherwise they are made again.
 """
 
 from __future__ import annotations
@@ -33,27 +33,33 @@ from .corpus import Windows, find_files, split
 from .documents import PLAIN, chunks, form_of, records
 
 IGNORED = -100
-"""The label of what is no target."""
+"""The label of an id that is not a target."""
 
 IDS, SAMPLES, ABOUT = "ids.u32", "samples.i64", "about.json"
 PIECE_CHARACTERS = 1 << 16
-"""About, of text that is encoded at once; a piece ends with a line."""
+"""The approximate characters that are encoded at once; a piece ends with a line."""
 PIECES_AT_ONCE = 64
 AROUND = 2048
-"""Characters before and after a piece that are encoded with it."""
+"""The characters before and after a piece that are encoded with it."""
 AGREEING = 8
-"""Tokens that two pieces must have in common where one ends and the other begins."""
+"""The number of tokens that two pieces must have in common at their joint."""
 ENCODING = 2
-"""What is kept says by which version of this module it was encoded. Version 1 encoded completions and pieces by
-themselves; what a run has kept of it stays in use, so that the run goes on with the samples that it began with."""
+"""The version of this module's encoding, stored with the ids.
+
+Version 1 encoded completions and pieces by themselves. Ids of that version that a run has kept stay in use, so that
+the run continues with the samples that it began with.
+"""
 
 Encoded = tuple[list[int], list[int]]
-"""Ids of a text, and for each the number of the text's characters up to its end."""
+"""The ids of a text, and for each the number of the text's characters up to its end."""
 
 
 class Encoder(Protocol):
-    """A tokenizer. ``begin`` and ``end`` are the ids around each document, ``pad`` fills rows up, ``digest`` tells it
-    from others."""
+    """A tokenizer.
+
+    ``begin`` and ``end`` are the ids around each document, ``pad`` fills rows up, ``digest`` identifies the
+    tokenizer.
+    """
 
     begin: list[int]
     end: list[int]
@@ -62,13 +68,16 @@ class Encoder(Protocol):
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
     def encode_with_ends(self, texts: list[str]) -> list[Encoded] | None:
-        """Return None if it cannot say where tokens end."""
+        """Return the ids and their ends, or None if the tokenizer does not know where tokens end."""
         ...
 
 
 class Piece(NamedTuple):
-    """Text to be encoded. ``opens`` and ``closes`` a document; of a pair, ``prompt`` comes before ``text``, of a part
-    of a document ``before`` and ``after`` are around it."""
+    """Text to be encoded, a document or a part of one.
+
+    ``opens`` and ``closes`` mark the ends of a document. The ``prompt`` of a pair comes before ``text``; ``before``
+    and ``after`` are the text around a part of a document.
+    """
 
     text: str
     opens: bool
@@ -80,8 +89,11 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Tokens:
-    """Encoded text. ``training`` and ``validation`` are map-style datasets of ``{"input_ids", "labels"}``, int64 of
-    ``context`` ids, or fewer where samples are pairs."""
+    """Encoded text.
+
+    ``training`` and ``validation`` are map-style datasets of ``{"input_ids", "labels"}``, int64 of ``context`` ids,
+    or fewer where samples are pairs.
+    """
 
     paths: list[Path]
     num_bytes: int
@@ -90,7 +102,7 @@ class Tokens:
     fingerprint: dict[str, Any]
     ids: np.ndarray
     samples: np.ndarray
-    """Of pairs: first id, ids of the prompt, ids in all; no rows where the text is cut into windows."""
+    """One row per pair: its first id, the ids of its prompt, its ids in all. No rows where the text is in windows."""
     pairs: bool
     pad: int
     training: Windows = field(init=False)
@@ -111,7 +123,7 @@ class Tokens:
         return len(self.samples) if self.pairs else max(0, len(self.ids) - 1) // (self.context - 1)
 
     def window(self, index: int) -> dict[str, Tensor]:
-        """Sample ``index`` of the whole text."""
+        """Return sample ``index`` of the whole text."""
         if not self.pairs:
             start, prompt, length = index * (self.context - 1), 0, self.context
         else:
@@ -122,7 +134,10 @@ class Tokens:
         return {"input_ids": ids, "labels": labels}
 
     def stack(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """A micro-batch: pairs are filled up on the right to the longest, which ``attention_mask`` leaves out."""
+        """Return a micro-batch.
+
+        Pairs are padded on the right to the longest; ``attention_mask`` leaves the padding out.
+        """
         if not self.pairs:
             return {key: torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels")}
         longest = max(len(sample["labels"]) for sample in samples)
@@ -146,8 +161,11 @@ def encoded(
     validation_fraction: float = 0.0,
     told: Callable[[], object] = lambda: None,
 ) -> Tokens:
-    """The text that ``text`` names (a file, a folder, a glob; see ``documents`` for the forms of files),
-    encoded and kept in ``folder``. ``told`` is called before anything is encoded. Raises ``BadInput``."""
+    """Encode the text that ``text`` names, keep it in ``folder``, and return it.
+
+    ``text`` is a file, a folder or a glob; see ``documents`` for the forms of files. ``told`` is called before
+    anything is encoded. Raises ``BadInput``.
+    """
     if context < 2:
         raise BadInput(f"model.context = {context}: a sample of less than 2 tokens predicts nothing")
     root, paths = find_files(text)
@@ -175,7 +193,7 @@ def _mapped(path: Path, dtype: Any, count: int) -> np.ndarray:
 
 
 def _kept(folder: Path, of: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What is said of what is kept in ``folder``, if it is whole and was made of one of these."""
+    """Return the description of the ids in ``folder`` if they are whole and were made of one of ``of``."""
     try:
         about = load_json(read_regular(folder / ABOUT))
         good = about["of"] in of and about["xxh3"] == _digest(folder)
@@ -194,11 +212,11 @@ def _digest(folder: Path) -> str:
 
 
 def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> dict[str, Any]:
-    """Write the ids, and what of them is a sample. Never more in memory than a few pieces."""
+    """Write the ids and the samples. Only a few pieces are in memory at once."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds, left_out, ids, samples, texts = set[bool](), 0, 0, 0, _Texts(encoder)
     try:
-        parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # what is there may be read by a run
+        parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # a run may be reading the present files
         with open(parts[0], "wb") as into, open(parts[1], "wb") as rows:
             every = chain.from_iterable(map(_pieces, paths))
             while pieces := list(islice(every, PIECES_AT_ONCE)):
@@ -244,9 +262,9 @@ class _Texts:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._ahead: list[tuple[int, int]] = []
-        """Of a document under way, the tokens after the last piece, and where they end in it."""
+        """The tokens after the last piece of a document under way, and their ends in it."""
         self._place = self._done = 0
-        """Characters of the document in the pieces before, and up to the end of the last token."""
+        """The characters of the document in the pieces before, and those up to the end of the last token."""
 
     def ids_of(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
         """Yield each piece with the number of its ids that are prompt, and its ids."""
@@ -266,10 +284,10 @@ class _Texts:
             yield piece, len(begin) + prompt, begin + own + (self._encoder.end if piece.closes else [])
 
     def _continued(self, piece: Piece, ids: list[int], ends: list[int]) -> list[int]:
-        """Return the ids of a piece that follow on those of the piece before.
+        """Return the ids of a piece that continue those of the piece before.
 
-        Where both have other tokens around the place between them, as many of the piece before are taken as lead to a
-        place where they have the same.
+        Where the two disagree on the tokens at their joint, tokens of the piece before are used up to a place where
+        both agree.
         """
         if piece.opens:
             self._ahead, self._place, self._done = [], 0, -1
@@ -291,7 +309,7 @@ class _Texts:
         return [token for token, _ in found]
 
     def _by_themselves(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
-        """The same where the encoder cannot say where tokens end."""
+        """Yield the same, each text encoded by itself, because the encoder cannot say where tokens end."""
         prompts = self._encoder.encode([piece.prompt or "" for piece in pieces])
         texts = self._encoder.encode([piece.text for piece in pieces])
         for piece, prompt, text in zip(pieces, prompts, texts, strict=True):

@@ -1,1 +1,1 @@
-"""Survives: every optimizer step recorded as it is consumed, and replayed as it was."""
+"""Durability of training in memory: every optimizer step is recorded as it is consumed, and replayed as it was."""

@@ -1,12 +1,17 @@
-"""Agreement: what all ranks have, found out in the background, so that training waits for nobody.
+"""Background agreement of all ranks on what is durable, so that training never waits for another rank.
 
-A thread in each rank tells the board how far its records are durable, and reads what the others told. A step is durable
-when it is on every rank. The first rank makes bases commits when every rank has its share. A rank that fails says so,
-and every other raises ``RankFailed`` with its name and its text.
+A thread in each rank writes to the board, a shared key-value store, how far its records are durable, and reads what the
+other ranks wrote. A step is durable when it is durable on every rank. The first rank publishes a snapshot when every
+rank has written its share. A rank that fails writes its error, and every other rank raises ``RankFailed`` with its name
+and text.
 
-Ranks *meet* at the end of a step where all must do something at once: make a base, or stop. Any of them calls, each
-says at which step it is, and asks at the end of every step from then on; the greatest step that any can still finish
-is where they meet. So nobody waits in a collective of the training for one that waits here.
+Ranks meet at a barrier at the end of a step where all must act together: make a snapshot, or stop.
+
+1. Any rank calls the barrier.
+2. Each rank writes the step that it is at, and from then on asks at the end of every step.
+3. The barrier is at the greatest step that any rank can still finish.
+
+So no rank waits in a collective of the training for a rank that waits here.
 """
 
 from __future__ import annotations
@@ -25,46 +30,55 @@ from . import awake
 from .alike import Alike
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
-"""Between two looks at the board, while something is expected and otherwise."""
+"""Seconds between two reads of the board: while something is expected, and otherwise."""
 
 PROBE_SECONDS = 1.0
-"""Between two looks of the first rank whether the others are there."""
+"""Seconds between two checks of the first rank whether the other processes exist."""
 
 HEARD_SECONDS = 5.0
-"""How long the first rank, which has failed or heard of it, waits at most for the others to hear of it, too."""
+"""The longest time that a failed first rank waits for the others to read the failure."""
 
 GRACE_SECONDS = 20.0
-"""How long a rank that is to stop waits for the others to say where they are."""
+"""The longest time that a stopping rank waits for the others to write where they are."""
 
 
 @dataclass
 class Standing:
-    """What is known of all ranks."""
+    """The state of all ranks, as one rank knows it."""
 
     durable_step: int
     """The newest step that is durable on every rank."""
     behind: int = 0
-    """The rank that is behind."""
+    """The rank that is furthest behind."""
     base_wanted: int = 0
-    """The number of the base that the first rank has begun last."""
+    """The number of the snapshot that the first rank began last."""
     published: int = 0
-    """The number of the base that was made a commit last."""
+    """The number of the snapshot that was published last."""
     given_up: int = 0
-    """The number of the base, not before that one, that was given up last."""
+    """The number of the snapshot that was given up last."""
     called: int = 0
-    """The number of the meeting that somebody has called last."""
+    """The number of the barrier that was called last by any rank."""
     settled: tuple[int, int, str] = (0, 0, "")
-    """Of the last meeting of which that is known: its number, the step at which it is, and what for."""
+    """The last barrier with a known place: its number, its step, and its purpose."""
     missing: tuple[tuple[int, str], ...] = ()
-    """The ranks of which the share of the base that is under way is not there, with the last sign of life of each."""
+    """The ranks that have not written their share of the current snapshot, each with its last heartbeat."""
 
 
 class Agreement:
-    """``how_far`` gives the step up to which this rank is durable. ``publish`` is called on the first rank, with where
-    the shares of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is
-    known now; ``is_there`` says on the first whether the process of another rank still writes the run, and ``survives``
-    how much of what a rank had is left when it has ended. All run on the thread of this object. ``sure`` is what a step
-    is that all ranks have."""
+    """The connection of one rank to the board, with the thread that serves it.
+
+    All callbacks run on that thread.
+
+    Args:
+        how_far: Returns the step up to which this rank is durable.
+        steps_done: Returns the steps that this rank has done.
+        publish: Called on the first rank with the shares of a snapshot, by rank.
+        follow: Called on the other ranks once ``publish`` has returned on the first.
+        hear: Called on all ranks with the newest ``Standing``.
+        sure: The word for a step that all ranks have, for messages.
+        is_there: Returns on the first rank whether the process of another rank still writes the run.
+        survives: Returns how many steps of a rank remain after its process has ended.
+    """
 
     def __init__(
         self,
@@ -81,7 +95,7 @@ class Agreement:
         alike: Alike | None = None,
         deadline_seconds: float,
     ) -> None:
-        """Called on all ranks, and waits for them."""
+        """Start the thread. Collective: every rank must call this, and waits for the others."""
         self._ranks, self._how_far, self._steps_done = ranks, how_far, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
@@ -115,7 +129,7 @@ class Agreement:
         self._lock = threading.Condition()
         self.standing = Standing(start)
         self.stopping = False
-        """Whether all ranks are about to stop."""
+        """True once all ranks are about to stop."""
         self._met = self._answered = 0
         self.failure: BaseException | None = None
         self._leading, self._newest_base = threading.Lock(), 0
@@ -125,65 +139,74 @@ class Agreement:
         self._thread.start()
 
     def tell(self, name: str, value: str) -> None:
-        """Put ``value`` on the board, soon."""
+        """Write ``value`` to the board under ``name``, soon."""
         with self._lock:
             self._say[name] = value
             self._lock.notify_all()
 
     def look_soon(self) -> None:
-        """This rank has got on."""
+        """Wake the thread, because this rank has made progress."""
         with self._lock:
             self._lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one goes on no more."""
+        """Report to all ranks that this one has failed."""
         self.tell("failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}")
 
     def begin_base(self) -> int:
-        """On the first rank: the others begin a base too. Returns its number."""
+        """Make the other ranks begin a snapshot as well, and return its number. Called on the first rank."""
         with self._leading:
             self._newest_base += 1
             self.tell("base", str(self._newest_base))
             return self._newest_base
 
     def end_bases(self) -> None:
-        """On the first rank: when this returns none that was begun before becomes a commit any more."""
+        """Prevent the publication of every snapshot begun so far. Called on the first rank.
+
+        None of them becomes a commit after this has returned.
+        """
         with self._leading:
             self._newest_base += 1
 
     def share(self, number: int, step: int, ref: dict[str, Any]) -> None:
-        """This rank's part of base ``number``, of ``step`` and the steps before it, is durable: its file is ``ref``."""
+        """Report that this rank's share of snapshot ``number`` is durable, in the file ``ref``.
+
+        Args:
+            step: The share covers this step and those before it.
+        """
         self.tell(f"share/{self._ranks.rank}", json.dumps([number, step, ref]))
 
     def beat(self, sign: str) -> None:
-        """This rank's part of the base that is under way goes on being written."""
+        """Send a heartbeat: this rank is still writing its share of the current snapshot."""
         self.tell(f"beat/{self._ranks.rank}", sign)
 
     def leave(self) -> None:
-        """What writes for this rank ends in order: it is not to be missed."""
+        """Report that this rank's writer ends in order, so that its absence is no failure."""
         self.tell(f"leaving/{self._ranks.rank}", "yes")
 
     def share_nothing(self, number: int) -> None:
-        """Base ``number`` cannot be had from this rank, so from none."""
+        """Report that this rank cannot write snapshot ``number``, so that all give it up."""
         self.tell(f"share/{self._ranks.rank}", json.dumps([number, -1, None]))
 
     def check(self) -> None:
-        """Raise what went wrong anywhere."""
+        """Raise the error of any rank, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def wait(self, step: int) -> None:
-        """Return when ``step`` is durable on every rank. Raises ``RankFailed``, naming who is behind, after the
-        deadline, and as ``check``."""
+        """Return when ``step`` is durable on every rank.
+
+        Raises ``RankFailed`` naming the slowest rank after the deadline, and the errors that ``check`` raises.
+        """
         self._until(lambda: self.standing.durable_step >= step, f"step {step} to be durable")
 
     @property
     def called(self) -> bool:
-        """Whether all are to meet: this rank may finish the step it is in, and asks before the next."""
+        """Return whether a barrier is called: this rank may finish its step, and asks before the next."""
         return self.standing.called > self._met
 
     def call(self, stop: bool = False) -> None:
-        """Call all ranks to make a base at once, or to stop."""
+        """Call all ranks to the barrier, to make a snapshot or to stop."""
         with self._lock:
             if stop:
                 self.stopping = True
@@ -192,8 +215,11 @@ class Agreement:
             self.tell("called", str(self.standing.called))
 
     def meet(self) -> str:
-        """Asked at the end of a step, once ``called``: what all ranks do now, "stop" or "base"; empty if that is after
-        a later step. Raises ``RankFailed`` if that does not become known; who is to stop does so by itself then."""
+        """Return what all ranks do now, "stop" or "base"; empty if the barrier is at a later step.
+
+        Call it at the end of each step once ``called`` is true. Raises ``RankFailed`` if the place of the barrier does
+        not become known; a stopping rank then stops by itself.
+        """
         number, step = self.standing.called, self._steps_done()
         with self._lock:
             self._answered = number
@@ -214,7 +240,7 @@ class Agreement:
         return what
 
     def close(self, orderly: bool) -> None:
-        """End the thread. ``orderly``: the first rank, which serves the board, waits for the others."""
+        """End the thread. With ``orderly`` the first rank, which serves the board, waits for the others."""
         if orderly and self.failure is None:
             self.tell(f"closed/{self._ranks.rank}", "yes")
             with suppress(RankFailed):
@@ -229,8 +255,10 @@ class Agreement:
             self._board = None
 
     def _outlast(self) -> None:
-        """Keep the board, which goes with this rank, until the others have seen why: those whose locks are seen say so,
-        and others have the time of two looks."""
+        """Keep the board, which ends with this rank, until the other ranks have read the failure.
+
+        Ranks whose locks are visible confirm it; other ranks get the time of two reads.
+        """
         keys = [f"heard/{rank}" for rank in range(1, self._ranks.world_size)]
         began = time.monotonic()
         while time.monotonic() < began + HEARD_SECONDS:
@@ -244,7 +272,7 @@ class Agreement:
             time.sleep(BUSY_SECONDS)
 
     def _tell_lost(self) -> None:
-        """Raise why another rank did not come, if that is heard of soon."""
+        """Raise the reason why another rank did not come, if it becomes known soon."""
         end = time.monotonic() + 2 * PROBE_SECONDS
         with self._lock:
             while self.failure is None and time.monotonic() < end:
@@ -291,7 +319,7 @@ class Agreement:
                 with suppress(RuntimeError):
                     self._board.set(
                         f"own/{self._ranks.rank}", str(self._how_far())
-                    )  # less, maybe, than was told
+                    )  # maybe less than was reported
                     self._board.set(
                         "failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
                     )
@@ -299,12 +327,12 @@ class Agreement:
                 self._lock.notify_all()
 
     def _look(self) -> bool:
-        """Tell what is new here, read what is new elsewhere. Whether more is expected soon."""
+        """Write what is new here, read what is new elsewhere, and return whether more is expected soon."""
         lost = self._lost()
         with self._lock:
             say, self._say = self._say, {}
-        own = self._how_far()  # now: what has failed by what is to be said counts no more
-        say = {f"own/{self._ranks.rank}": str(own), **say}  # before a failure that it comes of
+        own = self._how_far()  # read now: a failure may have invalidated what is about to be written
+        say = {f"own/{self._ranks.rank}": str(own), **say}  # written before the failure that results from it
         for name, value in say.items():
             if self._said.get(name) != value:
                 self._board.set(name, value)
@@ -315,7 +343,7 @@ class Agreement:
             self._lead(found)
             self._alike.lead(found, self._board)
             self._report(lost, found)
-        if found["failed"]:  # maybe of the first rank, which does not find it any more
+        if found["failed"]:  # maybe by the first rank, which then no longer computes this
             own_keys = [f"own/{rank}" for rank in range(self._ranks.world_size)]
             steps = list(map(int, self._board.multi_get(own_keys)))
             found["durable"] = f"{min(steps)} {steps.index(min(steps))}"
@@ -324,7 +352,7 @@ class Agreement:
         return own < self._steps_done() or self.standing.durable_step < own or self.called
 
     def _lead(self, found: dict[str, str]) -> None:
-        """What the first rank does for all: find the step that is durable everywhere, publish, settle where to stop."""
+        """Do the first rank's duties: find the step durable everywhere, publish snapshots, place the barrier."""
 
         def of_all(name: str) -> list[Any]:
             return [json.loads(found[f"{name}/{r}"] or "null") for r in range(self._ranks.world_size)]
@@ -357,9 +385,11 @@ class Agreement:
         self._all_closed = all(found[f"closed/{r}"] for r in range(self._ranks.world_size))
 
     def _lost(self) -> list[int]:
-        """On the first rank: those of which the process is there no more, nor was at the look before. Asked before the
-        board is, on which they may have said that they are done, or why they failed. Where locks of another host are
-        not seen, nobody is missed."""
+        """Return the ranks whose process was missing in this check and in the one before. Called on the first rank.
+
+        The check runs before the board is read, where a rank may have written that it is done, or why it failed. Ranks
+        whose locks are not visible, on another host, are never reported.
+        """
         now = time.monotonic()
         if self._ranks.rank or now < self._probe_at:
             return []
@@ -370,7 +400,7 @@ class Agreement:
         return sorted(self._missed & before)
 
     def _report(self, lost: list[int], found: dict[str, str]) -> None:
-        """Tell all of a rank that is not there and has said nothing."""
+        """Report to all ranks a rank that is gone and has written nothing."""
         silent = [rank for rank in lost if not found[f"closed/{rank}"] and not found[f"leaving/{rank}"]]
         if silent and not found["failed"]:
             for rank in silent:

@@ -1,9 +1,12 @@
-"""Alike: whether ranks that hold the same region of a parameter hold the same bits, compared when bases are made.
+"""Comparison of replicated state: ranks that hold the same region of a parameter must hold the same bits.
 
-One of them stores the region, so of a copy that differs nothing would be seen until it is resumed from. For a
-base that all make at once the copies are compared before it. Beside training the first rank says on the board at which
-step a comparison begins, early enough for all to hear of it; from then on each digests, at the end of every step, some
-of what several hold, in one order that all know. One digest of all is told, and the others where these differ.
+Only one of them stores the region, so a copy that differs would stay unseen until a resume. For a snapshot that all
+ranks make at once, the copies are compared before it. Beside training the comparison runs in steps:
+
+1. The first rank writes to the board at which step the comparison begins, early enough for all ranks to read it.
+2. From that step on each rank digests, at the end of every step, some of the replicated state, in an order known to
+   all.
+3. Each rank writes one digest of everything, and the individual digests where the ranks differ.
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ from ..units import MiB, packed, shown
 from .drift import digests
 
 BYTES_PER_STEP = 16 * MiB
-"""Of parameters, digested with their optimizer state at the end of one step."""
+"""Bytes of parameters that are digested, with their optimizer state, at the end of one step."""
 LEAD_SECONDS = 1.0
-"""From saying when a comparison begins to its beginning: many times what it takes to be heard."""
+"""Seconds from announcing a comparison to its beginning: many times the delay of the board."""
 Told = dict[str, str]
-"""Digests, by what they are of."""
+"""Digests by what was digested."""
 
 
 class Verdict(NamedTuple):
-    """Of the comparison ``number``: ``different`` says who holds what otherwise than the rank that stores it."""
+    """The result of comparison ``number``.
+
+    ``different`` names the ranks that differ from the rank that stores the region, and in which tensors.
+    """
 
     number: int = 0
     step: int = 0
@@ -40,12 +46,15 @@ class Verdict(NamedTuple):
 
 
 class Alike:
-    """Of one rank. ``tell`` puts something on the board, ``emit`` writes an event. ``go_on`` and ``compare`` are called
-    by the training thread, ``lead`` and ``note`` by that of the agreement."""
+    """The comparison of replicated state, as one rank takes part in it.
+
+    ``tell`` writes to the board, ``emit`` writes an event. The training thread calls ``go_on`` and ``compare``; the
+    thread of the agreement calls ``lead`` and ``note``.
+    """
 
     common: ClassVar = {"compare": "[0, 0]", "verdict": json.dumps(Verdict())}
     NOTHING = "[0, null]"
-    """What each rank has told of on the board when nothing has been compared."""
+    """The entry of each rank on the board before any comparison."""
 
     def __init__(self, ranks: Ranks, emit: Callable[..., None]) -> None:
         self._ranks, self._emit = ranks, emit
@@ -58,19 +67,19 @@ class Alike:
         self._seconds, self._stepped_at = 0.0, time.monotonic()
 
     def marked(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """``progress`` of a base, which says so if copies were found to differ, and have not been found alike since."""
+        """Return ``progress`` of a snapshot, marked if copies differed and have not been found equal since."""
         step, different = self._verdict[1:]
         return {**progress, "copies": {"step": step, "different": different}} if different else progress
 
     def begin(self, state: LiveState, step: int) -> None:
-        """Have all compare soon after ``step``, unless that is under way. The first rank says when."""
+        """Start a comparison soon after ``step``, unless one is under way. The first rank chooses the step."""
         under_way = self._left or self._number < self._wanted[0]
         if self._ranks.rank == 0 and state.copies and not under_way:
             lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
             self.tell("compare", json.dumps([self._number + 1, step + lead]))
 
     def go_on(self, state: LiveState, step: int) -> None:
-        """At the end of ``step``: digest the next of what is to be compared."""
+        """Digest the next batch of the current comparison. Called at the end of ``step``."""
         now = time.monotonic()
         self._seconds, self._stepped_at = now - self._stepped_at, now
         self._warn()
@@ -78,9 +87,9 @@ class Alike:
         if number > self._number:
             self._number, self._state, self._found = number, state, {}
             self._left = _batches(state.copies) if step <= at else []
-            if not self._left:  # it was heard of too late
+            if not self._left:  # the announcement was read too late
                 self._tell(None)
-        if self._left and self._state is not state:  # which has changed its form
+        if self._left and self._state is not state:  # the state has changed its form
             self._left = []
             self._tell(None)
         elif self._left and step >= at:
@@ -89,7 +98,10 @@ class Alike:
                 self._tell(self._found)
 
     def compare(self, state: LiveState, step: int) -> None:
-        """Compare all at once, at ``step``, at which all ranks are. Called on all."""
+        """Compare all copies at once, at a ``step`` that all ranks have reached.
+
+        Collective: every rank must call this.
+        """
         if not state.copies:
             return
         found = self._digests(state, range(len(state.copies)))
@@ -98,7 +110,7 @@ class Alike:
         self._warn()
 
     def lead(self, found: dict[str, str], board: Any) -> None:
-        """On the first rank: judge, when all have told."""
+        """Judge the comparison once all ranks have reported. Called on the first rank."""
         ranks = range(self._ranks.world_size)
         told = [json.loads(found[f"alike/{rank}"]) for rank in ranks]
         number, step = json.loads(found["compare"])
@@ -119,7 +131,7 @@ class Alike:
         board.set("verdict", json.dumps(verdict))
 
     def note(self, found: dict[str, str]) -> None:
-        """What is on the board."""
+        """Read the announcement and the verdict from the board."""
         number, at = json.loads(found["compare"])
         self._wanted = max(self._wanted, (number, at))
         verdict = Verdict(*json.loads(found["verdict"]))
@@ -135,7 +147,7 @@ class Alike:
         self.tell(f"alike/{self._ranks.rank}", json.dumps([self._number, told]))
 
     def _digests(self, state: LiveState, places: Sequence[int]) -> Told:
-        """By place in ``state.copies``, of those that this rank holds."""
+        """Return the digests of those ``places`` in ``state.copies`` that this rank holds."""
         mine = [place for place in places if self._ranks.rank in state.copies[place].ranks]
         return {
             str(place): xxhash.xxh3_64_hexdigest(
@@ -145,7 +157,7 @@ class Alike:
         }
 
     def _take(self, verdict: Verdict) -> None:
-        if verdict.step < self._verdict.step:  # of before the last that all made at once
+        if verdict.step < self._verdict.step:  # older than the last comparison at once
             return
         self._verdict = verdict
         self._warned = min(self._warned, verdict.step - 1) if verdict.different else verdict.step
@@ -155,7 +167,7 @@ class Alike:
         self._emit("copies", step=step, compared=True, different=different or None)
 
     def _warn(self) -> None:
-        """On the training thread."""
+        """Warn of a difference, once. Called by the training thread."""
         _, step, different = self._verdict
         if different and self._warned < step:
             self._warned = step
@@ -168,12 +180,12 @@ class Alike:
 
 
 def _batches(copies: Sequence[Copied]) -> list[list[int]]:
-    """Places in ``copies``, as many together as are digested at the end of one step."""
+    """Return the places in ``copies`` in batches that are digested at the end of one step each."""
     return list(packed(range(len(copies)), lambda place: copies[place].nbytes, BYTES_PER_STEP)) or [[]]
 
 
 def _joined(found: Told, copies: Sequence[Copied]) -> Told:
-    """One digest for each set of ranks that hold something together."""
+    """Return one digest for each set of ranks that hold something together."""
     joined: dict[str, Any] = {}
     for place, digest in sorted(found.items()):
         group = ",".join(map(str, sorted(copies[int(place)].ranks)))
@@ -182,7 +194,7 @@ def _joined(found: Told, copies: Sequence[Copied]) -> Told:
 
 
 def _judged(found: Sequence[Told], copies: Sequence[Copied]) -> str:
-    """Which ranks hold what otherwise than the rank that stores it, for a person."""
+    """Describe for a person which ranks differ from the rank that stores the region."""
     other: dict[tuple[int, int], list[str]] = {}
     for place, copied in enumerate(copies):
         owner = copied.ranks[0]

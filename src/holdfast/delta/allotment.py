@@ -1,9 +1,11 @@
-"""Allotment: what one of several ranks may take of the disk, such that together they keep within the storage cap.
+"""The share of the storage cap that one of several ranks may use.
 
-Each rank counts its own files and its own journal; the first one also all that belongs to nobody. What the ranks may
-take adds up to the cap, so nobody asks anybody before it writes. A rank that has little left calls all ranks to a base
-of one step, after which older records go. Whenever all make a base at once it is divided anew, by what each holds, and
-older bases go as far as they have to. Sizes are bytes.
+Each rank counts its own files and its own log; the first rank also counts files that belong to no rank. The shares add
+up to the cap, so no rank has to ask another before it writes. A rank with little space left calls all ranks to a
+snapshot of one step, after which older records are dropped.
+
+Whenever all ranks make a snapshot at once, the cap is divided again by the bytes that each holds. Older snapshots are
+then dropped as far as necessary. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from ..units import PAGE, GiB, format_bytes
 from .recorder import Recorder
 
 LEAST_STORAGE = GiB
-"""The default cap where the state is small, and headers are most of a record."""
+"""The default cap for a small state, where headers are most of a record."""
 
 RECORDS_AHEAD = 5
-"""A rank that has no room for so many more calls the others: the base that makes room comes a step or two later, and
-sometimes takes a second one."""
+"""A rank with room for fewer records than this calls the others to a snapshot.
+
+That snapshot comes a step or two later, and sometimes a second one is needed.
+"""
 
 BESIDE_STATE = 64 * 1024
-"""What a rank has to store whatever it holds: headers, filler, the index."""
+"""The bytes that a rank stores whatever it holds: headers, filler, the index."""
 
 
 class Part(NamedTuple):
-    """Of one rank."""
+    """The storage of one rank, in bytes."""
 
     used: int
     holds: int
@@ -40,17 +44,22 @@ class Part(NamedTuple):
 
 
 def left_bytes(store: LocalStore, recorder: Recorder) -> int:
-    """What may still be written. While the recorder's thread gets on, no more than that."""
+    """Return the bytes that may still be written. The true number can be smaller while the recorder's thread works."""
     assert store.cap_bytes is not None
-    # before the rest: what is written meanwhile counts twice, and not never
+    # read first: what is written meanwhile must count twice rather than never
     pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
     free = recorder.segment_free_bytes
     return store.cap_bytes - (store.used_bytes - free + pending)
 
 
 class Allotment:
-    """Of this rank. ``told`` is the cap of the whole run, None for the default; ``holds`` says how many bytes of state
-    the rank stores; ``call`` calls all ranks to a base of one step."""
+    """The storage share of this rank.
+
+    Args:
+        told: The cap of the whole run, in bytes; None for the default.
+        holds: Returns how many bytes of state the rank stores.
+        call: Calls all ranks to a snapshot of one step.
+    """
 
     def __init__(
         self,
@@ -64,17 +73,21 @@ class Allotment:
         self._ranks, self._store, self._recorder = ranks, store, recorder
         self._told, self._holds, self._call = told, holds, call
         self._record_bytes = self._full_bytes = 0
-        store.retires_for_room = False  # only where all do so together
+        store.retires_for_room = False  # all ranks have to do so together
 
     def default(self, full_bytes: int) -> None:
-        """A base of this rank takes ``full_bytes``."""
+        """Set the default cap. ``full_bytes`` is the size of this rank's share of a snapshot."""
         self._full_bytes = full_bytes
         if self._told is None:
             least = LEAST_STORAGE // self._ranks.world_size
             self._store.cap_bytes = max(STORAGE_FULLS * full_bytes, least) + self._store.for_good_bytes
 
     def divide(self) -> None:
-        """Find what each may take. Called on all, where nothing waits to be written and no base is under way."""
+        """Compute the share of each rank.
+
+        Collective: every rank must call this, with nothing waiting to be written and no snapshot under way. Raises
+        ``DoesNotFit`` if the cap is too small.
+        """
         store = self._store
         while True:
             used, holds = self._recorder.do(store.measure), self._holds() + BESIDE_STATE
@@ -90,16 +103,16 @@ class Allotment:
             self._refuse(sum(part.used for part in parts))
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a record of ``nbytes`` may be written. The others are called where few more may."""
+        """Return whether a record of ``nbytes`` may be written. Calls the other ranks when space is low."""
         self._record_bytes = nbytes
         if self._is_low():
-            self._recorder.do(self._store.measure)  # the first rank may have removed some
+            self._recorder.do(self._store.measure)  # the first rank may have removed segments
             if self._is_low():
                 self._call()
         return self._left >= nbytes
 
     def is_low_anywhere(self) -> bool:
-        """Called on all."""
+        """Return whether any rank is low on space. Collective: every rank must call this."""
         return any(self._ranks.everyone(self._is_low()))
 
     def _is_low(self) -> bool:
@@ -107,18 +120,21 @@ class Allotment:
 
     @property
     def _left(self) -> int:
-        """Besides what may be left over at the ends of segments."""
+        """The bytes left, less what the ends of segments may waste."""
         if self._store.cap_bytes is None:
             return sys.maxsize
         return left_bytes(self._store, self._recorder) - 2 * self._recorder.group * self._record_bytes
 
     @property
     def _ahead(self) -> int:
-        """What there has to be room for, lest the others are called: records, and files where more bases are kept."""
+        """The bytes below which the others are called: some records, and files if more snapshots are retained."""
         return RECORDS_AHEAD * (self._record_bytes or PAGE) + self._full_bytes * self._store.may_grow
 
     def _drop_one(self) -> bool:
-        """Retire the oldest base that may go; whether there was one. Called on all."""
+        """Retire the oldest snapshot that may go, and return whether there was one.
+
+        Collective: every rank must call this.
+        """
         gone = self._ranks.first_does(self._store.drop_oldest)
         if self._ranks.rank:
             self._store.follow()

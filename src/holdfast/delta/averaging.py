@@ -1,11 +1,11 @@
-"""Averaging: ranks of ``DistributedDataParallel`` average their gradients as ever, and each bucket is copied as soon as
-it has been averaged, while backward goes on with the rest.
+"""Early copies of averaged gradients under ``DistributedDataParallel``, while backward is still running.
 
-torch tells of a bucket only by a communication hook. What it averages the hook does itself, in the same operations:
-each rank multiplies by one over their number, and the sums are formed by one all-reduce of each bucket.
+Each bucket is copied as soon as it has been averaged. torch announces a bucket only to a communication hook, and leaves
+the averaging to the hook. The hook here uses the same operations as DDP without a hook, so the bits are the same: each
+rank multiplies by one over the number of ranks, and one all-reduce of each bucket sums.
 """
 
-# Annotations are evaluated here: torch looks at those of a hook.
+# No postponed annotations in this file: torch inspects those of a hook.
 
 import threading
 from collections.abc import Callable
@@ -18,36 +18,39 @@ from torch import nn
 
 
 class Listener(Protocol):
-    """Who takes gradients."""
+    """A receiver of averaged gradients."""
 
     def place_of(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Where a copy of the parameter's averaged gradient is to go; None if it is not wanted now."""
+        """Return the tensor to copy the parameter's averaged gradient into; None if it is not wanted now."""
         ...
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """The copy is there, and is what ``parameter.grad`` holds."""
+        """Note that the copy is complete and equals ``parameter.grad``."""
         ...
 
 
 @dataclass
 class AveragingState:
-    """What the hook keeps: ``model.register_comm_hook(AveragingState(group), averaging_hook)``."""
+    """The state of the hook: ``model.register_comm_hook(AveragingState(group), averaging_hook)``."""
 
     group: dist.ProcessGroup | None = None
     listener: Listener | None = None
-    """None where gradients are averaged as without the hook, which cannot be taken off a model again."""
+    """None where the hook only averages; a hook cannot be removed from a model."""
     _backward: "_Backward | None" = None
     _lock: Any = field(default_factory=threading.RLock)
-    """One that the script's handler of a signal may take again, to close what copies."""
+    """A reentrant lock, since the script's signal handler may close the checkpointer in the middle of a copy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Who copies or pickles the model has one without a listener."""
+        """Give a copy or a pickle of the model a hook without a listener."""
         return AveragingState, ()
 
     def handed(self, bucket: dist.GradBucket) -> Callable[[], None] | None:
-        """What is to be done when ``bucket`` has been averaged. Runs inside backward."""
+        """Return the function that copies ``bucket`` once it has been averaged; None if nothing is copied.
+
+        Called inside backward.
+        """
         number = torch._C._current_graph_task_id()
-        if self.listener is None or number < 0:  # Join plays a backward pass of a rank that has none
+        if self.listener is None or number < 0:  # Join simulates the backward pass of a rank that has none
             return None
         backward = self._backward
         if backward is None or backward.number != number:
@@ -59,19 +62,19 @@ class AveragingState:
 
         def copy() -> None:
             with self._lock:
-                if self._backward is backward:  # else it failed, and its memory is another step's
+                if self._backward is backward:  # otherwise it failed, and its memory is another step's
                     backward.copy(places)
 
         return copy
 
     def over(self) -> None:
-        """No copy is begun or under way from here on that belongs to a backward pass before."""
+        """End all copies of earlier backward passes: none is begun or running after this returns."""
         with self._lock:
             self._backward = None
 
 
 class _Backward:
-    """One backward pass, and the gradients that were handed over in it."""
+    """One backward pass, and the gradients that it handed over."""
 
     def __init__(self, number: int, listener: Listener) -> None:
         self.number, self._listener = number, listener
@@ -81,10 +84,13 @@ class _Backward:
         self._gave_up = False
 
     def places(self, bucket: dist.GradBucket) -> "list[_Place]":
-        """Where the bucket's gradients are to be copied. None of those that do not lie in rows: a bucket has them as
-        the parameter lies, and gives them as if it lay in rows."""
+        """Return where the bucket's gradients are to be copied.
+
+        Gradients of parameters that are not contiguous are left out: a bucket keeps the parameter's memory order, and
+        returns them as if it were contiguous.
+        """
         found: list[_Place] = []
-        # What raises here is told at the optimizer's step, when no rank waits for a bucket of this one any more.
+        # An error here is raised at the optimizer's step instead, when no rank waits for a bucket of this one any more.
         try:
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=False):
                 if self._gave_up or not parameter.is_contiguous():
@@ -104,8 +110,11 @@ class _Backward:
             self._copied += places
 
     def watch(self) -> None:
-        """torch writes the averages to the gradients in a callback at the end, which it queues with the last bucket.
-        What is queued now runs before that, and what that queues runs behind it."""
+        """Queue the check that runs around torch's own callback at the end of backward.
+
+        torch writes the averages to the gradients in a callback that it queues with the last bucket. A callback queued
+        now runs before that one, and a callback queued by it runs after.
+        """
         _at_the_end(self._before_written)
 
     def _before_written(self) -> None:
@@ -113,8 +122,11 @@ class _Backward:
         _at_the_end(self._written)
 
     def _written(self) -> None:
-        """Gradients of parameters that no rank used are left as they were: the copy is of something else. A bucket that
-        is handed over in one of several nested passes may not have been averaged yet when that ends."""
+        """Report the copies that equal their gradients.
+
+        torch leaves the gradients of parameters that no rank used as they were, so the copy holds something else. A
+        bucket handed over in one of several nested passes may not be averaged yet when that pass ends.
+        """
         for parameter, average, _ in self._copied:
             grad = parameter.grad
             if grad is None or id(parameter) not in self._versions:
@@ -135,12 +147,12 @@ def _version_of(parameter: torch.Tensor) -> int | None:
 
 
 def _at_the_end(callback: Callable[[], None]) -> None:
-    """Of the backward pass that is under way, behind what was queued before."""
+    """Queue ``callback`` for the end of the current backward pass, behind those queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def averaging_hook(state: AveragingState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over ranks of the bucket's gradients, bit for bit as without a hook."""
+    """Return the mean over ranks of the bucket's gradients, bit for bit as without a hook."""
     future = averaged(state.group, bucket)
     copy = state.handed(bucket)
     if copy is None:
@@ -155,7 +167,7 @@ def averaging_hook(state: AveragingState, bucket: dist.GradBucket) -> torch.futu
 
 
 def averaged(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What ``DistributedDataParallel`` makes of a bucket where it has no hook; torch's own hook divides instead."""
+    """Average a bucket as ``DistributedDataParallel`` does without a hook; torch's own hook divides instead."""
     group = group or dist.group.WORLD
     assert group is not None
     work = dist.all_reduce(bucket.buffer().mul_(1 / group.size()), group=group, async_op=True)
@@ -164,11 +176,12 @@ def averaged(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.
 
 
 def averaging(model: nn.Module) -> AveragingState | None:
-    """The hook on ``model``, put there if there was none; None where gradients are averaged otherwise: not by
-    ``DistributedDataParallel``, by a hook of the script's, or where a hook could change bits.
+    """Return the state of the hook on ``model``; register the hook if there is none.
 
-    Where gradients are views of buckets, or are put into them together, torch divides by the number of ranks instead of
-    multiplying, which is the same where that is a power of two.
+    Returns None where gradients are averaged otherwise: not by ``DistributedDataParallel``, by a hook of the script, or
+    where a hook could change bits. The last happens where gradients are views of buckets, or are copied into buckets
+    together: torch then divides by the number of ranks instead of multiplying, which is the same only for a power of
+    two.
     """
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None

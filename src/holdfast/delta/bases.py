@@ -1,12 +1,12 @@
-"""Bases: commits of the whole state, made beside training, a bounded number of bytes in each step.
+"""Snapshots: commits of the whole state, made beside training, a bounded number of bytes in each step.
 
-The state is divided into units: some parameters with what belongs to them, or some rows of a large one. Each is copied
-at the end of some step, the next ones at the ends of later steps, and written to a generation file of its own. The
-commit is of the step at which the last one was copied; it names for each unit the step that the unit is of, and the
-records from there on bring it to the commit's step. Sizes are bytes.
+The state is divided into chunks (``Unit``): some parameters with what belongs to them, or some rows of a large one.
+Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of the step at
+which the last chunk was copied. It names the step of each chunk, and the log records from there on bring the chunk to
+the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
 
-Units on a device go into one of two pinned buffers, and the thread that writes waits for their copies, not the one that
-trains.
+Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
+training thread.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class _Staged:
 
 
 class Landing:
-    """Two pinned buffers, each of ``unit_bytes``, that units on ``devices`` are copied into. The thread that trains
-    takes them; they are given back when what was in them is on the disk."""
+    """Two pinned buffers, each of ``unit_bytes``, for copies of chunks on ``devices``.
+
+    The training thread takes them. They are given back when their content is on the disk.
+    """
 
     def __init__(self, devices: Sequence[torch.device], unit_bytes: int) -> None:
         self.departures, self.unit_bytes = Departures(devices), unit_bytes
@@ -57,7 +59,7 @@ class Landing:
         self.is_made = False
 
     def make(self) -> None:
-        """Make two, if they can be pinned. Called by the thread that writes: it takes a while."""
+        """Allocate two buffers, if they can be pinned. Called by the writing thread, because pinning takes a while."""
         for _ in range(2):
             buffer = Buffer(round_up(self.unit_bytes), "base")
             np.frombuffer(buffer.view, np.uint8)[::PAGE] = 0  # fault every page in
@@ -68,12 +70,12 @@ class Landing:
         self.is_made = True
 
     def take(self, nbytes: int) -> Buffer | None:
-        """A buffer for a unit; None if none is free, or they are too small."""
+        """Return a buffer for a chunk; None if none is free, or if they are too small."""
         with self._lock:
             return self._free.pop() if self._free and nbytes <= self.unit_bytes else None
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether there is, or will be, a buffer for such a unit."""
+        """Return whether a buffer for such a chunk exists, free or not."""
         return self.is_made and nbytes <= self.unit_bytes
 
     def give(self, buffer: Buffer) -> None:
@@ -81,7 +83,7 @@ class Landing:
             self._free.append(buffer)
 
     def free(self) -> None:
-        """Unpin all that are not in use, and hand their memory back."""
+        """Unpin and free all buffers that are not in use."""
         with self._lock:
             for buffer in self._free:
                 assert buffer.unpin is not None
@@ -91,8 +93,11 @@ class Landing:
 
 
 class BaseMaker:
-    """Makes one base at a time, or ``prefix``'s part of one. The training thread divides and copies; what touches the
-    disk is done by the recorder's thread, so that a disk that hangs is seen by its deadline."""
+    """Writer of one snapshot at a time, or of this rank's share of one (``prefix``).
+
+    The training thread divides and copies. The recorder's thread does all that touches the disk, so that a hanging disk
+    is noticed by that thread's deadline.
+    """
 
     def __init__(
         self,
@@ -102,7 +107,9 @@ class BaseMaker:
         prefix: str = "",
         sized: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """``sized`` is told how large a base is when that has changed, before anything is made for it."""
+        """Prepare a writer. ``sized`` is called with the size of a snapshot when that has changed, before any file is
+        made.
+        """
         self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
         self._sized = sized
         self._units: list[Unit] = []
@@ -112,16 +119,16 @@ class BaseMaker:
         self._staged: list[_Staged] = []
         self._counting = threading.Lock()
         self.memory_bytes = 0
-        """What copies of units take at present."""
+        """The bytes that copies of chunks take at present."""
         self.written_bytes = 0
         self.write_seconds = 0.0
-        """For which there was something to write, about."""
+        """The approximate seconds in which there was something to write."""
         self._last_write = 0.0
         self._landing: Landing | None = None
-        """Where the state is on a device."""
+        """None unless the state is on a device."""
 
     def watch(self, state: LiveState) -> None:
-        """From here on bases are of ``state``, which is divided anew. None is under way."""
+        """Make the following snapshots of ``state``, and divide it again. Called while none is under way."""
         self._state, self._atoms = state, {}
 
     @property
@@ -134,26 +141,26 @@ class BaseMaker:
 
     @property
     def next_bytes(self) -> int:
-        """What a copy of the next unit takes."""
+        """The bytes that a copy of the next chunk takes."""
         return self._left[0].layout.file_bytes
 
     @property
     def left_bytes(self) -> int:
-        """What copies of the units that are left will take."""
+        """The bytes that copies of the remaining chunks will take."""
         return sum(unit.layout.file_bytes for unit in self._left)
 
     @property
     def late_bytes(self) -> int:
-        """Of them, what has to be copied at the end of one step, after all others."""
+        """The remaining bytes that must be copied at the end of one step, after all others."""
         return sum(unit.layout.file_bytes for unit in self._left if unit.late)
 
     @property
     def full_bytes(self) -> int:
-        """Of a base as it was divided last."""
+        """The bytes of a snapshot, as the state was divided last."""
         return sum(unit.layout.file_bytes for unit in self._units)
 
     def begin(self) -> None:
-        """Divide the state as it is now; nothing is copied yet. Files are made where it has changed its form."""
+        """Divide the state into chunks, without copying any. Makes files if the form of the state has changed."""
         owned = owned_by(self._state)
         atoms = atoms_of(owned)
         if atoms != self._atoms or not self._units:
@@ -165,8 +172,11 @@ class BaseMaker:
         self._left, self._staged = list(self._units), []
 
     def stage(self, step: int, most_bytes: int) -> bool:
-        """Copy units as they are at the end of ``step``, ``most_bytes`` of them; late ones only if all that is left is
-        copied. False, with nothing copied, where the state has changed its form and the base is begun again."""
+        """Copy chunks as they are at the end of ``step``, at most ``most_bytes`` of them.
+
+        Late chunks are copied only if all that is left is copied. Returns False, with nothing copied, where the state
+        has changed its form and the snapshot was begun again.
+        """
         owned = self._owned_now()
         if owned is None:
             return False
@@ -187,8 +197,11 @@ class BaseMaker:
     def _copied(
         self, unit: Unit, tensors: dict[str, torch.Tensor], now: bool
     ) -> tuple[Buffer, Sequence[Any]] | None:
-        """Copy what is in ``unit``. Returns the buffer, and the events of copies that are under way into it; None where
-        a later step will find a pinned buffer free, unless it has to be ``now``: then training waits for the copies."""
+        """Copy the tensors of ``unit``, and return the buffer with the events of copies under way into it.
+
+        Returns None where a later step will find a pinned buffer free. With ``now`` training waits for the copies
+        instead.
+        """
         nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
         largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
         if devices and largest and self._landing is None:
@@ -208,14 +221,16 @@ class BaseMaker:
         return buffer, ()
 
     def let_go(self) -> None:
-        """Free memory that is kept from one base to the next. Nothing is under way."""
+        """Free the memory that is kept between snapshots. Called while nothing is under way."""
         if self._landing is not None:
             self._landing.free()
             self._landing = None
 
     def write_next(self, step: int) -> None:
-        """Write the next unit as it is now, at the end of ``step``, without a copy: training waits for it. Raises what
-        the write failed with, and ``WriterHung``."""
+        """Write the next chunk as it is at the end of ``step``, without a copy; training waits for it.
+
+        Raises the error of a failed write, and ``WriterHung``.
+        """
         owned = self._owned_now()
         if owned is None:
             return
@@ -226,29 +241,34 @@ class BaseMaker:
         self._recorder.do(partial(self._write_through, staged, tensors))
 
     def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
-        """Make the base a commit of the step at which the last unit was copied, of which ``progress`` is, once all are
-        written; one of this step gives way if there is to be one ``again``. Durable when this returns. On the
-        recorder's thread."""
+        """Publish the snapshot as a commit once all its chunks are written. It is durable when this returns.
+
+        The commit is of the step at which the last chunk was copied. Called by the recorder's thread.
+
+        Args:
+            progress: The progress of that step.
+            again: Replace an existing commit of the same step.
+        """
         manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress), again)
         self._store.prune_journal()
         self._store.measure()
         return manifest
 
     def share(self, progress: dict[str, Any]) -> Share:
-        """Instead of ``publish``, this rank's part of a commit of all ranks. Durable when this returns."""
+        """Write this rank's share of a commit of all ranks, instead of ``publish``. It is durable when this returns."""
         share = self._store.share(self._staged[-1].step, *self._all_written(progress))
         failpoints.reach("after_share_written")
         return share
 
     def published(self) -> None:
-        """The first rank has made the base, whose part was shared, a commit."""
+        """Release the files of the shared snapshot, which the first rank has published."""
         for staged in self._staged:
             assert staged.unit.files is not None
             staged.unit.files.release(staged.generation)
         self.end()
 
     def end(self) -> None:
-        """The base that was published is not under way any more."""
+        """Note that the published snapshot is not under way any more."""
         self._staged = []
 
     def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
@@ -266,13 +286,13 @@ class BaseMaker:
         )
 
     def give_up(self) -> None:
-        """Forget a base that was begun; its files can be used again when what is under way has ended."""
+        """Abandon the snapshot under way. Its files are free again when running writes have ended."""
         staged, self._left, self._staged = self._staged, [], []
         if staged:
             self._recorder.put(Task(partial(self._release, staged), at_once=True))
 
     def _owned_now(self) -> dict[str, Held] | None:
-        """None where a state was made, or grew, since the base was begun: it is begun again."""
+        """Return the tensors to store; None if optimizer state appeared or grew, and the snapshot was begun again."""
         owned = owned_by(self._state)
         if atoms_of(owned) == self._atoms:
             return owned
@@ -288,11 +308,13 @@ class BaseMaker:
         with self._counting:
             self.memory_bytes += nbytes
 
-    # On the recorder's thread
+    # Called by the recorder's thread from here on.
 
     def _make(self, before: list[Unit], units: list[Unit], index: dict[str, Any]) -> None:
-        """Files for ``units`` instead of those ``before``. A unit's name says its form, since a file is of one size for
-        ever."""
+        """Make files for ``units``, and drop those of ``before``.
+
+        The name of a chunk encodes its form, since the size of a file never changes. Raises ``DoesNotFit``.
+        """
         for unit in before:
             if unit.files is not None:
                 self._store.drop_unit(unit.files)
@@ -316,7 +338,7 @@ class BaseMaker:
         self._index = index
 
     def _write(self, staged: _Staged, buffer: Buffer, marks: Sequence[Any]) -> None:
-        """Begin to write a copy when it is there; it goes when it is written."""
+        """Wait for a copy and begin to write it. The buffer is freed or given back once it is written."""
         files, nbytes = staged.unit.files, staged.unit.layout.file_bytes
         assert files is not None
         for mark in marks:
@@ -365,6 +387,6 @@ class BaseMaker:
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Another thread reads ``tensors``: what was begun on their devices has ended."""
+    """Wait for running work on the devices of ``tensors``, before another thread reads them."""
     for device in devices_of(tensors):
         synchronize(device)

@@ -1,7 +1,7 @@
-"""Channel: messages between two processes over a stream socket, whole or not at all.
+"""Messages between two processes over a stream socket, each delivered whole or not at all.
 
-A message is JSON and bytes behind it, led by their lengths. What a dead process had sent can still be read; a message
-that its death cut off is not one. Sizes are bytes.
+A message is JSON followed by bytes, preceded by both lengths. Messages that a dead process had sent can still be read;
+a message that its death cut off is dropped. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _PIECE = 1 << 20
 class Message(NamedTuple):
     about: dict[str, Any]
     data: memoryview
-    """Writable; of this message alone."""
+    """Writable memory that belongs to this message alone."""
 
 
 class Gone(Exception):
-    """The other end is closed, and all that it sent has been read."""
+    """The other end is closed, and everything that it sent has been read."""
 
 
 class Inbox:
-    """Messages as they come: read by a thread at once, so that who sends does not wait for who uses them."""
+    """A queue of received messages, filled by a thread at once, so that the sender never waits for the consumer."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -38,7 +38,9 @@ class Inbox:
         threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
 
     def next(self, timeout: float) -> Message | None:
-        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``, whenever it is asked."""
+        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone`` on every call after
+        the end.
+        """
         try:
             message = self._messages.get(timeout=timeout)
         except queue.Empty:
@@ -50,7 +52,7 @@ class Inbox:
 
     @property
     def has_more(self) -> bool:
-        """Whether something that was sent has not become a message yet. Looked at before ``next`` is called last."""
+        """Return whether sent data has not become a message yet. Read it before the last call of ``next``."""
         return self._channel.has_unread
 
     def _read(self) -> None:
@@ -61,27 +63,29 @@ class Inbox:
 
 
 class Channel:
-    """One end. One thread sends, one receives."""
+    """One end of a connection. One thread sends, one thread receives."""
 
     def __init__(self, sock: socket.socket, deadline_seconds: float | None = None) -> None:
-        """A part of a ``send`` that takes longer than ``deadline_seconds`` in all raises ``TimeoutError``."""
+        """Wrap ``sock``. A part of a ``send`` that takes longer than ``deadline_seconds`` in all raises
+        ``TimeoutError``.
+        """
         self._socket, self._received, self._idle = sock, bytearray(), False
         sock.settimeout(deadline_seconds)
 
     def send(self, about: dict[str, Any], data: memoryview | bytes = b"") -> None:
-        """Raises ``OSError`` if the other end is gone."""
+        """Send one message. Raises ``OSError`` if the other end is gone."""
         text = json.dumps(about).encode()
         self._socket.sendall(_LENGTHS.pack(len(text), len(data)) + text)
         if len(data):
             self._socket.sendall(data)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
+        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone``."""
         while (message := self._parsed()) is None:
             self._idle = True
             if not select.select([self._socket], [], [], timeout)[0]:
                 return None
-            self._idle = False  # before anything is taken, so that it is either there or in these hands
+            self._idle = False  # set first: data is always either unread or in this thread's hands
             try:
                 piece = self._socket.recv(_PIECE, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -95,11 +99,11 @@ class Channel:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is something to read, or the thread that receives is at it."""
+        """Return whether there is data to read, or the receiving thread is reading it."""
         return bool(select.select([self._socket], [], [], 0)[0]) or not self._idle
 
     def close(self) -> None:
-        """Also wakes a thread that receives."""
+        """Close the socket, and wake a thread that receives."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

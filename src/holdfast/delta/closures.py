@@ -1,7 +1,8 @@
-"""Closures: what a host hands to ``optimizer.step`` to compute loss and gradients in it.
+"""Closures that training frameworks pass to ``optimizer.step`` to compute loss and gradients in it.
 
-A record holds the gradients of one computation. So a step whose closure is called once, before anything is updated, can
-be recorded: gradients are computed in front of it, and the optimizer is given a closure that only returns the loss.
+A log record holds the gradients of one computation. So a step can be recorded if its closure is called once, before
+anything is updated: the gradients are computed before the step, and the optimizer gets a closure that only returns the
+loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WAY_OUT = (
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``BadInput`` for an optimizer whose ``step`` takes nothing but a closure, as that of LBFGS."""
+    """Raise ``BadInput`` for an optimizer whose ``step`` requires a closure, such as LBFGS."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     if parameter is None or parameter.default is not inspect.Parameter.empty:
         return
@@ -36,7 +37,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Computed:
-    """The closure of one step of ``optimizer``, after ``closure`` was called in front of it."""
+    """A closure of one step of ``optimizer`` that returns the loss which ``closure`` computed before the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
         self._optimizer, self._called = optimizer, False
@@ -45,7 +46,7 @@ class Computed:
         self._versions = self._versions_now()
 
     def __call__(self) -> Any:
-        """Return the loss. Raises ``BadInput`` where the gradients in front of the step are not those asked for."""
+        """Return the loss. Raises ``BadInput`` where the gradients are not those that the closure had computed."""
         if self._called or self._versions != self._versions_now():
             kind = type(self._optimizer).__name__
             raise BadInput(
@@ -56,7 +57,7 @@ class Computed:
         return self.loss
 
     def about(self) -> Any:
-        """Return as JSON what a replay needs: nothing for torch's own optimizers, which do not look at the loss."""
+        """Return as JSON what a replay needs: nothing for torch's own optimizers, which ignore the loss."""
         if type(self._optimizer).__module__.startswith("torch.optim."):
             return None
         if not isinstance(self.loss, torch.Tensor) or self.loss.dtype not in TO_NAME:
@@ -68,6 +69,6 @@ class Computed:
 
 
 def closure_again(about: dict[str, Any]) -> Callable[[], Any]:
-    """Return a closure for a replay of a step whose own one was ``about``."""
+    """Return a closure for the replay of a step. ``about`` describes the step's own closure."""
     loss = decode(about["loss"])
     return lambda: loss

@@ -1,7 +1,8 @@
-"""Codecs: how the gradients that an optimizer step consumes become a part of a record, and back.
+"""Codecs: the conversion of the gradients that an optimizer step consumes into a part of a log record, and back.
 
-``Exact`` copies them. Others *change what training consumes* (``delta.lossy``): a record then holds just that, so
-replay is as exact as ever. Each record says what it holds, so a run may be resumed with another codec. Sizes are bytes.
+``Exact`` copies gradients. Other codecs *change what training consumes* (``delta.lossy``). A record holds exactly what
+training consumed, so replay is exact with every codec. Each record names its codec, so a run may be resumed with
+another one. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from ..state.cuts import local_of
 from ..state.dtypes import TO_NAME
 from ..state.live import LiveState
 from ..store.layout import METADATA, Layout
-from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of
 from .sparse import Arrays, Spread, Take, spread, spread_into
@@ -30,47 +30,55 @@ Trained = Sequence[tuple[str, torch.Tensor]]
 
 
 class Codec:
-    """What a ``Checkpointer`` asks of a codec. One object serves any number of runs."""
+    """The interface of a codec, as ``Checkpointer`` uses it. One object serves any number of runs."""
 
     @property
     def error_feedback(self) -> bool:
-        """Whether what a gradient loses is kept, as a residual, for the next one."""
+        """Return whether the loss of each gradient is kept, as a residual, for the next one."""
         return False
 
     @property
     def changes_training(self) -> bool:
-        """Whether optimizers consume other gradients than without the codec."""
+        """Return whether optimizers consume other gradients than without the codec."""
         return False
 
     def layouts(self, state: LiveState) -> list[Layout]:
-        """For each optimizer, the most that its part of a record takes."""
+        """Return for each optimizer a layout with the most bytes that its part of a record takes."""
         raise NotImplementedError
 
     def consume(self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool) -> Any:
-        """Make the gradients what the optimizer is to consume, unless it will skip this step; return what ``write``
-        needs of them."""
+        """Turn the gradients into those that the optimizer consumes, and return what ``write`` needs of them.
+
+        Gradients stay as they are if the optimizer will skip this step (``skipped``).
+        """
         raise NotImplementedError
 
     def write(self, slot: Slot, index: int, consumed: Any) -> memoryview | None:
-        """Put what ``consume`` gave into the slot's part ``index``: what is to be written of it; None if it has no
-        room."""
+        """Write the result of ``consume`` into part ``index`` of the staging buffer ``slot``.
+
+        Returns the memory to be written; None if it does not fit.
+        """
         raise NotImplementedError
 
     def about(self) -> dict[str, Any]:
-        """What parts hold, as JSON."""
+        """Return as JSON what the parts of a record hold."""
         raise NotImplementedError
 
     def pack(self, about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-        """The parts of a record as they are to be written, in the memory of ``parts``. Called by the recorder's
-        thread."""
+        """Return the parts of a record as they are to be written, in the memory of ``parts``.
+
+        Called by the recorder's thread.
+        """
         return parts
 
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """Gradients as they are. ``compress`` makes records smaller, bit for bit, on the thread that writes them: bytes of
-    one significance together, then zstd. In fp32 that is about a fifth, in bf16 a third. Needs the package
-    ``zstandard``."""
+    """A codec that records gradients bit for bit.
+
+    ``compress`` makes records smaller without loss, on the thread that writes them: it groups bytes of one significance
+    and applies zstd. That saves about a fifth in fp32 and a third in bf16. It needs the package ``zstandard``.
+    """
 
     compress: bool = False
 
@@ -96,7 +104,7 @@ class Exact(Codec):
         part = slot.parts[index]
         if consumed:
             slot.put([slot.tensors[index][name] for name in consumed], list(consumed.values()))
-        if self.compress:  # squeezing was done in place
+        if self.compress:  # compression overwrote the header in place
             part[: len(slot.layouts[index].header)] = slot.layouts[index].header
         return part
 
@@ -114,7 +122,10 @@ class Exact(Codec):
 
 
 def trained_of(state: LiveState, everywhere: bool = False) -> list[list[CapturedParameter]]:
-    """For each optimizer, its parameters stored here, or on any rank, that require grad, in the model's order."""
+    """Return for each optimizer its parameters that require grad, in the model's order.
+
+    Only parameters stored on this rank, or with ``everywhere`` those of all ranks.
+    """
     found = []
     for optimizer in state.optimizers:
         known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -124,7 +135,7 @@ def trained_of(state: LiveState, everywhere: bool = False) -> list[list[Captured
 
 
 def _width(part: memoryview) -> int:
-    """Bytes of an element, where most of the part's are alike."""
+    """Return the bytes of one element, for the most frequent width in the part."""
     nbytes: dict[int, int] = {}
     for entry in Layout.parse(part).entries:
         width = entry.nbytes // max(torch.Size(entry.shape).numel(), 1)
@@ -133,14 +144,21 @@ def _width(part: memoryview) -> int:
 
 
 Spreads = dict[tuple[Any, ...], Spread]
-"""What is used again for the gradients of the next record: of one optimizer, from one rank."""
+"""Buffers that are reused for the gradients of the next record of one optimizer and one rank."""
 
 
 def decode(
     update: Mapping[str, Any], part: memoryview, parameters: Mapping[str, torch.Tensor], spreads: Spreads
 ) -> dict[str, torch.Tensor]:
-    """The gradients that a record's ``update`` consumed, by name, good until ``part`` or ``spreads`` is used again;
-    ``parameters`` are those of its optimizer that its rank stores."""
+    """Return the gradients that ``update`` of a record consumed, by name. Valid until ``part`` or ``spreads`` is
+    reused.
+
+    Args:
+        update: The description of the update, from the record.
+        part: The part of the record that holds its gradients.
+        parameters: The parameters of the optimizer that the record's rank stores.
+        spreads: Buffers reused from one record to the next.
+    """
     held, without = update.get("codec", {"kind": "exact"}), set(update["without"])
     if held["kind"] == "squeezed":
         part = unsqueeze(part, held["frames"])
@@ -178,22 +196,42 @@ def _spread(
 
 
 def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The flat gradient of one parameter: what training consumes and what replay does are both made here."""
+    """Return the flat gradient of one parameter. Training and replay both call this, so the bits are the same.
+
+    Raises ``RunMismatch`` for an unknown codec.
+    """
     if held["kind"] == "sparse":
         return spread(take, elements, dtype, held["block"])
     if held["kind"] == "int8":
         return scaled(take, elements, dtype, held["block"])
     if held["kind"] == "lowrank":
-        return multiplied(take, elements, dtype)
+        return multiply_low_rank(take, elements, dtype)
     raise RunMismatch(
         f"a record holds gradients as {held['kind']!r}, which this version does not know. Resume with the version that"
         " wrote the run."
     )
 
 
+def multiply_low_rank(take: Take, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the flat gradient that PowerSGD, of an earlier version, stored as two narrow matrices, or as it was.
+
+    Only one ``bmm`` of the whole matrix, of operands that were copied, gives the bits that training consumed.
+    """
+    rows, rank = take("form", torch.int32, 2).tolist()
+    if not rank:
+        return take("grad", dtype, elements)
+    left = take("left", dtype, rows * rank).clone().view(1, rows, rank)
+    right = take("right", dtype, elements // rows * rank).clone().view(1, elements // rows, rank)
+    product = torch.bmm(left, right.transpose(1, 2)).view(-1)
+    [factor] = take("factor", torch.float64, 1).tolist()
+    return product if factor == 1 else product.mul_(factor)
+
+
 def expand_into(held: Mapping[str, Any], take: Take, given: torch.Tensor) -> torch.Tensor | None:
-    """Make the flat ``given`` what ``expand`` gives. Returns the places of all that is not zero; None where that may be
-    anywhere."""
+    """Write what ``expand`` would return into the flat tensor ``given``.
+
+    Returns the indices of all elements that are not zero; None where these may be anywhere.
+    """
     if held["kind"] == "sparse":
         return spread_into(given, take, held["block"])
     given.copy_(expand(held, take, given.numel(), given.dtype))
@@ -201,7 +239,7 @@ def expand_into(held: Mapping[str, Any], take: Take, given: torch.Tensor) -> tor
 
 
 class ArrayReader:
-    """Gives the arrays of one parameter after the other."""
+    """Reader of the arrays of one part, one parameter after the other."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays, self._taken = arrays, dict.fromkeys(arrays, 0)
@@ -218,7 +256,7 @@ class ArrayReader:
         return found
 
     def on(self, device: torch.device) -> Take:
-        """``take``, with what it gives moved to ``device``, where training expanded it."""
+        """Return ``take`` such that its tensors are on ``device``, where training expanded them."""
         return lambda name, dtype, count: self.take(name, dtype, count).to(device)
 
     def check_end(self) -> None:
@@ -227,7 +265,7 @@ class ArrayReader:
 
 
 def array_key(name: str, dtype: torch.dtype) -> str:
-    """What the array is called in a part: values of several dtypes are apart."""
+    """Return the key of an array in a part, which has one array per dtype."""
     return f"{name}/{TO_NAME[dtype]}"
 
 

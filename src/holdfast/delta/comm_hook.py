@@ -1,11 +1,11 @@
-"""Comm hook: ranks of ``DistributedDataParallel`` exchange the largest elements of their gradients.
+"""Communication hook: ranks of ``DistributedDataParallel`` exchange the largest elements of their gradients.
 
-Each rank adds its residual, selects by itself and sends what it selected; all ranks add that up in the order of ranks,
-from zeros, and divide by the number of ranks: a mean, as without the hook. So all of them hold the same bits, which are
-zero where no rank selected, and which ``lossy.Sparse`` records as the optimizer sees them.
+Each rank adds its residual, selects its largest elements and sends them. All ranks add what was sent in the order of
+ranks, starting from zeros, and divide by the number of ranks: a mean, as without the hook. So all ranks hold the same
+bits, which are zero where no rank selected. ``lossy.Sparse`` records them as the optimizer consumes them.
 """
 
-# Annotations are evaluated here: torch looks at those of a hook.
+# No postponed annotations in this file: torch inspects those of a hook.
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,30 +21,35 @@ from .lossy import TopK
 from .sparse import Arrays, spread
 
 SENT = ("indices", "values")
-"""The arrays that ranks exchange; counts are alike on all."""
+"""The arrays that ranks exchange. Their counts are equal on all ranks."""
 
 Forms = dict[str, tuple[int, torch.dtype]]
-"""By array, its bytes and its dtype."""
+"""The bytes and the dtype of each array."""
 
 
 @dataclass
 class HookState:
-    """What the hook keeps: ``model.register_comm_hook(HookState(TopK(0.01)), topk_hook)``. ``scaler`` is the
-    ``GradScaler`` that the loop uses, if there is one. ``residuals`` are this rank's alone, by parameter, unscaled."""
+    """The state of the hook: ``model.register_comm_hook(HookState(TopK(0.01)), topk_hook)``.
+
+    ``scaler`` is the ``GradScaler`` of the loop, if there is one. ``residuals`` are this rank's alone, by parameter,
+    unscaled.
+    """
 
     codec: TopK
     group: dist.ProcessGroup | None = None
     scaler: torch.amp.GradScaler | None = None
     residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     scale: float = 1.0
-    """Of the gradients that are exchanged now."""
+    """The loss scale of the gradients that are exchanged now."""
     active: bool = True
-    """Otherwise gradients are averaged as without the hook, which cannot be taken off a model again."""
+    """False where gradients are averaged as without the hook; a hook cannot be removed from a model."""
     _before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def settle(self) -> None:
-        """Put residuals back if the scaler has skipped the step since. Called after ``scaler.update``, before they are
-        looked at; the next backward does it otherwise."""
+        """Restore the residuals if the scaler has skipped the step.
+
+        Call it after ``scaler.update`` and before residuals are read; otherwise the next backward calls it.
+        """
         scale = self.scaler.get_scale() if self.scaler is not None else 1.0
         if scale < self.scale:
             self.residuals.update(self._before)
@@ -52,7 +57,7 @@ class HookState:
         self.scale = scale
 
     def residual_of(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The parameter's residual, which is about to change."""
+        """Return the parameter's residual, which the caller is about to change, and keep a copy for a skipped step."""
         residual = self.residuals.get(parameter)
         if residual is None:
             residual = self.residuals[parameter] = torch.zeros_like(
@@ -64,10 +69,10 @@ class HookState:
 
 
 def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over ranks of what each selected of the bucket's gradients, in their dtype; the sum is in fp32.
+    """Return the mean over ranks of the selected elements of the bucket's gradients, in their dtype.
 
-    A parameter whose gradient is zero everywhere on a rank, as one that it did not use, is left out there, with its
-    residual as it was. A gradient that is not finite on one rank is so on all.
+    The sum is in fp32. A parameter whose gradient is all zero on a rank, such as an unused one, is left out there and
+    keeps its residual. A gradient that is not finite on one rank is not finite on all.
     """
     group = state.group or dist.group.WORLD
     assert group is not None
@@ -80,7 +85,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
         arrays = [_select(state, parameter, grad) for parameter, grad in pairs]
         sent = torch.cat([_bytes(found[name]) for found in arrays for name in SENT])
     forms = [{name: (found[name].nbytes, found[name].dtype) for name in SENT} for found in arrays]
-    del arrays  # memory of this stream; what follows is on another one
+    del arrays  # memory of this stream; the code below runs on another one
     received = [torch.empty_like(sent) for _ in range(group.size())]
     work = dist.all_gather(received, sent, group=group, async_op=True)
     assert work is not None
@@ -97,7 +102,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Arrays:
-    """What this rank sends of ``grad``; the rest becomes the residual."""
+    """Return what this rank sends of ``grad``, and keep the rest as residual."""
     codec, flat = state.codec, grad.reshape(-1).to(_wide(grad)) / state.scale
     if not codec.error_feedback:
         return codec.compress(flat, grad.dtype)
@@ -114,7 +119,7 @@ def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Ar
 def _add(
     codec: TopK, forms: list[Forms], sent: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Add what one rank sent, whose arrays have the ``forms``."""
+    """Add to ``sums`` what one rank ``sent``. ``forms`` describes the arrays in it."""
     start = 0
     for own, total in zip(forms, sums, strict=True):
         arrays = {"counts": codec.counts(total.numel(), total.device)}
@@ -139,8 +144,11 @@ def _wide(grad: torch.Tensor) -> torch.dtype:
 def hooked(
     model: nn.Module, codec: TopK, scaler: Any, residuals: dict[torch.Tensor, torch.Tensor]
 ) -> HookState | None:
-    """The hook on ``model``, put there if there was none; None if ``model`` is not ``DistributedDataParallel``, so that
-    gradients are averaged by others and made sparse behind them."""
+    """Return the state of the hook on ``model``; register the hook if there is none.
+
+    Returns None if ``model`` is not ``DistributedDataParallel``: its gradients are averaged elsewhere and selected
+    afterwards. Raises ``BadInput`` if the model has another hook.
+    """
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
     there = [given for _, given in model._comm_hooks]

@@ -1,6 +1,6 @@
-"""Compaction: a newer base from an older one and its records, by replay, so that a recovery replays less.
+"""Compaction: a newer snapshot made from an older one and its log records by replay, so that recovery replays less.
 
-The order: the new base is durable and verified before anything older goes.
+Invariant: the new snapshot is durable and verified before anything older is removed.
 """
 
 from __future__ import annotations
@@ -31,25 +31,33 @@ EVERYTHING = Keep(last=2**62)
 
 @dataclass(frozen=True)
 class Compacted:
-    """``base`` was made from that of ``from_step``."""
+    """The result of a compaction: ``base`` was made from the snapshot of ``from_step``."""
 
     base: Manifest
     from_step: int
     dropped: bool
-    """Whether the one that it was made from is gone, with what led from it to ``base``."""
+    """True if the old snapshot is gone, with the log records that led from it to ``base``."""
     left: tuple[tuple[int, int], ...] = ()
-    """Steps after ``base``, from and to, that it stays for: only a line that a later resume left has them, and forks
-    before ``base``."""
+    """Ranges of steps after ``base`` for which the old snapshot stays.
+
+    Only an abandoned timeline that forks before ``base`` has such steps.
+    """
     unread: tuple[str, ...] = ()
-    """What cannot be read and may need it, so that it stays as well."""
+    """Commits or records that cannot be read and may need the old snapshot, so that it stays, too."""
 
 
 def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
-    """Make a base of step ``to``, and drop the one before it with the steps up to ``to``, unless a later step needs
-    it; of the newest step, with nothing dropped, if it is None.
+    """Make a snapshot of step ``to`` by replay, and drop the snapshot before it with its steps.
 
-    Raises, with nothing removed, ``RunLocked`` for a run that is being written, ``BadInput`` for one that cannot be
-    replayed without its script, ``NoCommit`` if there is nothing to compact, and ``Damaged`` if a base is not whole.
+    The old snapshot stays if a later step needs it. With ``to=None`` the new one is of the newest step, and nothing is
+    dropped.
+
+    Raises, with nothing removed:
+
+    - ``RunLocked`` for a run that is being written.
+    - ``BadInput`` for a run that cannot be replayed without its script.
+    - ``NoCommit`` if there is nothing to compact.
+    - ``Damaged`` if a snapshot is not whole.
     """
     with LocalStore.open(root, keep=EVERYTHING) as store:
         old = _base_before(store, to)
@@ -105,7 +113,7 @@ def _refuse_damaged(store: LocalStore, base: Manifest) -> None:
 
 
 def _alone(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
-    """The base of one process, replayed in ``state``. Durable when this returns."""
+    """Make the snapshot of one process, replayed in ``state``. It is durable on return."""
     store, target, [stream] = line.store, line.step, line.chains
     found = recover(store, state, NoScript(), ranks=Ranks(), target=target, watch=watch)
     _refuse_earlier(line, target, found.point.step, found.odd)
@@ -115,8 +123,10 @@ def _alone(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
 
 
 def _shared(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
-    """The base of several ranks, each part replayed in its writer's cut, so that its records can follow. Durable when
-    this returns."""
+    """Make the snapshot of several ranks. It is durable on return.
+
+    Each share is replayed in its writer's sharding, so that its log records can follow.
+    """
     store, target, shares = line.store, line.step, {}
     line.watch = watch or line.watch
     line.watch.begins(line.base, list(line.chains.values()))
@@ -146,7 +156,7 @@ def _refuse_earlier(line: Line, target: int, step: int, odd: list[str]) -> None:
 def _written(
     store: LocalStore, state: LiveState, point: Point, prefix: str = ""
 ) -> tuple[Written, dict[str, Any]]:
-    """The files of what ``state`` holds, durable, and the index that says what is in them."""
+    """Write the content of ``state`` to files, and return these, durable, with the index of their content."""
     owned = owned_by(state)
     units, index = divided(owned, state, prefix)
     files: Written = {}
@@ -157,6 +167,6 @@ def _written(
 
 
 def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
-    """Of the writer of ``stream`` after the last step."""
+    """Return the progress of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
     return {**line.chains[stream].progress, **state.standing(), **beside_records(old)}

@@ -1,8 +1,7 @@
-"""Computing: what decides the bits of a step besides numbers, and is the process's own.
+"""Settings of the process that decide the bits of a step: threads, denormals and the default dtype.
 
-How many threads torch has (sums within a matrix are in another order with another number), whether numbers that are
-nearly zero are computed as zero, and the type of tensors that are made without one, such as the counts of steps. Each
-record says how its step was computed.
+The number of torch's threads changes the order of sums within a matrix. Denormal numbers may be flushed to zero. The
+default dtype applies to tensors made without one, such as step counts. Each log record holds the settings of its step.
 """
 
 from __future__ import annotations
@@ -21,28 +20,34 @@ Told = Mapping[str, Any]
 
 
 def computing() -> dict[str, Any]:
-    """How this process computes now, as JSON."""
+    """Return the current settings of this process, as JSON."""
     tiny = torch.tensor(1e-39, dtype=torch.float32, device="cpu")  # the script may have other defaults
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
     return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0), "default_dtype": dtype}
 
 
 def told_in(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Told:
-    """How the last step of ``progress`` was computed, which follows ``base``: earlier versions said of bases alone how
-    many threads there were."""
+    """Return the settings of the last step of ``progress``, which follows the snapshot progress ``base``.
+
+    Earlier versions stored only the number of threads, and only in snapshots.
+    """
     replay = base.get("replay", {})
     return progress.get("computing", {"threads": replay["threads"]} if "threads" in replay else {})
 
 
 def needs_threads(state: LiveState, after_update: Callable | None) -> bool:
-    """Whether the bits of a step may depend on how many there are: an update of each element by itself has the same
-    with any."""
+    """Return whether the bits of a step may depend on the number of threads.
+
+    An elementwise update has the same bits with any number.
+    """
     return after_update is not None or not all(map(is_elementwise, state.optimizers))
 
 
 @contextmanager
 def computing_as(told: Told, threads: bool) -> Iterator[None]:
-    """Compute as was ``told``, with as many threads too if ``threads`` says so, and afterwards as before."""
+    """Apply the settings ``told`` inside the context, the number of threads only with ``threads``, and restore them
+    after.
+    """
     here = computing()
     there = {**here, **told}
     if not threads:
@@ -64,7 +69,7 @@ def _compute_as(before: Told, now: Told) -> None:
 
 
 def told_of_other(told: Told, threads: bool) -> list[str]:
-    """What is to be said where this process computes otherwise than was ``told`` of the run's last step."""
+    """Return warnings where the settings of this process differ from those ``told`` of the run's last step."""
     here = computing()
     there = {**here, **told}
     texts = []

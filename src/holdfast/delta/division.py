@@ -1,4 +1,4 @@
-"""Division: the state as units, each of which a base copies and writes by itself. Sizes are bytes."""
+"""Division of the state into chunks (``Unit``), each copied and written by itself in a snapshot. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from ..units import MiB, packed
 from ..update.kinds import is_elementwise
 
 UNIT_BYTES = 64 * MiB
-"""About how large a unit is. A parameter that has more is divided by rows where its optimizer updates each element by
-itself, and is a unit otherwise."""
+"""The approximate size of a chunk.
+
+A larger parameter is divided by rows if its optimizer is elementwise, and is one chunk otherwise.
+"""
 
 
 @dataclass
@@ -31,20 +33,20 @@ class Unit:
     owners: tuple[str, ...]
     layout: Layout
     files: Generations | None = None
-    """Not there before the recorder has made them."""
+    """None until the recorder has made the files."""
     late: bool = False
-    """What is in it no record brings forward: it is copied last, at the commit's own step."""
+    """True if no log record brings the content forward. Such a chunk is copied last, at the commit's own step."""
     rows: range | None = None
-    """Of its one owner, which is divided, these rows; the first unit of it has what has no rows as well."""
+    """The rows of its one owner, if that is divided. The first chunk of the owner also has everything without rows."""
     stretches: Mapping[str, Stretch] = field(default_factory=dict)
-    """By name, of parameters that are held as such: what is in it, of which each box is a tensor of its own."""
+    """The flat ranges of parameters stored as such, by name. Each region of a range is a tensor of its own."""
 
     def held_of(self, owned: Mapping[str, Held]) -> Held:
-        """What is in it of all that is ``owned``."""
+        """Return the content of the chunk, out of all that is ``owned``."""
         return _held_of(owned, self.owners, self.rows)
 
     def tensors_of(self, owned: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-        """The tensors of its file."""
+        """Return the tensors of the chunk's file, by key."""
         return {
             key: tensor
             for atom, whole in self.held_of(owned).values()
@@ -55,7 +57,7 @@ class Unit:
 def _in_file(
     atom: Atom, held: torch.Tensor, stretches: Mapping[str, Stretch]
 ) -> list[tuple[str, torch.Tensor]]:
-    """By what they are called there, the tensors that ``held`` is in a file."""
+    """Return the tensors that stand for ``held`` in a file, with their keys there."""
     stretch = stretches.get(atom.name)
     if stretch is None or stretch.shape != atom.shape:  # not held as its parameter is
         return [(atom.key, held)]
@@ -67,7 +69,7 @@ def _key_in_file(atom: Atom, box: Box) -> str:
 
 
 def owned_by(state: LiveState) -> dict[str, Held]:
-    """What is in a base of ``state``, by owner."""
+    """Return the content of a snapshot of ``state``, by owner."""
     owned = {p.name: state.owned(p) for p in state.stored}
     buffers = state.buffers()
     if buffers:
@@ -76,14 +78,16 @@ def owned_by(state: LiveState) -> dict[str, Held]:
 
 
 def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
-    """The units that hold what is ``owned``, without files yet, and the index that says so."""
+    """Divide what is ``owned`` into chunks, without files yet, and return them with the index of their content."""
     units = [_unit(prefix, number, *of, owned, state) for number, of in enumerate(_groups(owned, state))]
     return units, _index_of(units, owned, state)
 
 
 def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: str = "") -> dict[str, Any]:
-    """``index`` as no other base and no other rank has it: the loss of its file is that of one base, and no two write
-    it at once."""
+    """Return ``index`` made unique to one snapshot and one rank.
+
+    So the loss of an index file affects one snapshot only, and no two ranks write the same file.
+    """
     return {**index, "timeline": timeline, "step": step, "prefix": prefix}
 
 
@@ -119,22 +123,25 @@ def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | Non
 
 
 def atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
-    """By key, what is in a base."""
+    """Return the tensor entries of a snapshot, by key."""
     return {key: atom for held in owned.values() for key, (atom, _) in held.items()}
 
 
 def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
-    """Owners in order, those that overlap together, joined to about ``UNIT_BYTES``, or rows of one that has more;
-    residuals, which come last, are apart. One group of none where a rank stores nothing, so that it has a part of a
-    base all the same."""
+    """Return groups of owners, each with the rows it covers, None for all.
+
+    Owners stay in order. Overlapping owners stay together. Groups are joined to about ``UNIT_BYTES``; a larger owner is
+    divided by rows. Residuals come last, apart. A rank that stores nothing has one empty group, so that it has a share
+    of the snapshot all the same.
+    """
     found: list[tuple[tuple[str, ...], range | None]] = []
-    # where an optimizer needs all of it at once, all units are of one step
+    # an optimizer that needs the whole state at once has all chunks at one step
     bundles = state.bundles() if all(map(is_elementwise, state.optimizers)) else []
     bundled = {owner for bundle in bundles for owner in bundle}
     for _, alike in groupby(_together(owned, bundles), lambda owners: _is_late(owned[owners[0]])):
         for group in packed(alike, lambda owners: sum(_bytes_of(owned[o]) for o in owners), UNIT_BYTES):
             first, names = group[0][0], tuple(owner for owners in group for owner in owners)
-            is_large = _bytes_of(owned[first]) > UNIT_BYTES  # by itself, then
+            is_large = _bytes_of(owned[first]) > UNIT_BYTES  # then it is alone in its group
             if is_large and first not in bundled and _has_rows(first, owned[first], state):
                 found += [(names, rows) for rows in _divided_rows(owned[first])]
             else:
@@ -143,7 +150,10 @@ def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, .
 
 
 def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the owners in order, each with those whose tensors overlap its own: a unit has all or none of them."""
+    """Return the owners in order, each with those whose tensors overlap its own.
+
+    A chunk has all of such a group or none.
+    """
     group_of = {owner: [owner] for owner in owned}
     for bundle in bundles:
         joined = {other for owner in bundle if owner in owned for other in group_of[owner]}
@@ -153,7 +163,7 @@ def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> li
 
 
 def _is_late(held: Held) -> bool:
-    """Whether no record brings forward what is held."""
+    """Return whether no log record brings forward what is held."""
     return any(atom.slot in CARRIED for atom, _ in held.values())
 
 
@@ -162,8 +172,10 @@ def _bytes_of(held: Held) -> int:
 
 
 def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
-    """Whether rows of a parameter can be of other steps than the rest: its optimizer updates each element by itself,
-    and what it holds beside tensors of the parameter's shape is one number for all."""
+    """Return whether rows of a parameter can be of other steps than the rest.
+
+    That needs an elementwise optimizer whose state is either of the parameter's shape or one number for all rows.
+    """
     if any(atom.slot in ("buffer", *CARRIED) for atom, _ in held.values()):
         return False
     index = state.optimizer_of(state.parameter(owner))
@@ -173,14 +185,14 @@ def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
 
 
 def _divided_rows(held: Held) -> list[range]:
-    """Rows of a parameter, in ranges of ``UNIT_BYTES`` at most with what belongs to them, or of one row."""
+    """Divide the rows of a parameter into ranges of at most ``UNIT_BYTES`` with their state, at least one row each."""
     rows = _whole_shape(held)[0]
     count = -(-rows // max(rows * UNIT_BYTES // _bytes_of(held), 1))
     return [range(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def _rows_of(held: Held, rows: range) -> Held:
-    """Of what one owner holds the part that belongs to ``rows``."""
+    """Return the part of an owner's content that belongs to ``rows``."""
     whole = _whole_shape(held)
     part: Held = {}
     for key, (atom, tensor) in held.items():
@@ -193,7 +205,7 @@ def _rows_of(held: Held, rows: range) -> Held:
 
 
 def _whole_shape(held: Held) -> tuple[int, ...]:
-    """Of the parameter, which an owner holds first."""
+    """Return the shape of the parameter, which is the first entry of an owner."""
     return next(iter(held.values()))[0].shape
 
 
@@ -209,13 +221,13 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
             known = replace(atom, shape=shape).to_json()
             atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
     atoms = {key: atoms[key] for key in whole}  # fingerprints are of parameters in the order of the model
-    if not atoms:  # two ranks that store nothing write two files
+    if not atoms:  # so that two ranks that store nothing write two different files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}
 
 
 def _fragments(unit: Unit, part: Atom, region: Region) -> list[dict[str, Any]]:
-    """Where ``part``, which is in ``unit`` and is ``region`` of the whole tensor, lies in that."""
+    """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
     if isinstance(region, Box):
         return [fragment(unit.name, part.key, region)]
     return [

@@ -1,4 +1,4 @@
-"""Drawing: the random numbers that an update takes from the global generators, which a replay of it takes again."""
+"""Random numbers that an update draws from the global generators, so that a replay draws the same."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..state.progress import restore_random_state
 
 
 def generators() -> list[Any]:
-    """The states of all global generators now, as they compare fastest."""
+    """Return the states of all global generators, in the form that compares fastest."""
     of_devices = [state for states in random_states().values() for state in states]
     return [random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), *of_devices]
 
 
 def drawn_since(before: list[Any]) -> Any:
-    """As JSON the ``before``, if anything was drawn since; else None."""
+    """Return the states ``before`` as JSON if anything was drawn since; otherwise None."""
     python, numpy, *torchs = before
     now = generators()
     if now[0] == python and _alike(now[1], numpy) and all(map(torch.equal, now[2:], torchs)):
@@ -32,7 +32,7 @@ def drawn_since(before: list[Any]) -> Any:
 
 
 def draw_again(drawn: Any) -> None:
-    """The generators give what they gave after ``drawn_since`` had its ``before``; None: they are left as they are."""
+    """Set the generators to the states that ``drawn_since`` returned; None leaves them as they are."""
     if drawn is not None:
         restore_random_state(decode(drawn))
 

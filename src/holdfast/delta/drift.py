@@ -1,4 +1,4 @@
-"""Drift: whether two processes hold the same state, by the digests of all its tensors, owner after owner."""
+"""Comparison of the state of two processes, by the digests of all tensors, owner after owner."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ def owners(state: LiveState) -> list[str]:
 
 
 def digests(state: LiveState, owner: str) -> dict[str, str]:
-    """Of all tensors of ``owner``."""
+    """Return the digests of all tensors of ``owner``, by key."""
     return {key: digest(tensor) for key, (_, tensor) in _held(state, owner).items()}
 
 
 def take(state: LiveState, left: list[str], most_bytes: int) -> Digests:
-    """The digests of the first of ``left``, which are taken off it: about ``most_bytes`` of tensors, one owner at
-    least."""
+    """Remove the first owners from ``left`` and return their digests.
+
+    Takes about ``most_bytes`` of tensors, and at least one owner.
+    """
     found: Digests = {}
     nbytes = 0
     while left and (not found or nbytes < most_bytes):
@@ -34,7 +36,7 @@ def take(state: LiveState, left: list[str], most_bytes: int) -> Digests:
 
 
 def different(state: LiveState, there: Digests) -> list[str]:
-    """The keys of the tensors that are not as ``there``."""
+    """Return the keys of the tensors that differ from ``there``."""
     keys = []
     for owner, theirs in there.items():
         ours = digests(state, owner)
@@ -47,5 +49,5 @@ def _held(state: LiveState, owner: str) -> Held:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The xxh3_128 of all its bytes, in C order."""
+    """Return the xxh3_128 of all bytes of ``tensor``, in C order."""
     return xxhash.xxh3_128_hexdigest(host_bytes(tensor).data)

@@ -1,4 +1,4 @@
-"""Entering: what all ranks see together before the first step: what of the state each holds."""
+"""Joint scan of the state by all ranks before the first step: it assigns to each rank what it stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from ..errors import ModelNotSupported
 from ..ranks import Ranks
 from ..state.cuts import copies, owners
-from ..state.fsdp1 import refuse_apart
 from ..state.live import BUFFERS, LiveState
 from ..state.stretches import Region, refuse_gaps
 
@@ -21,22 +20,32 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
-    subspaces: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
-    """The state as it is now, of which this rank stores its part. Called on all ranks."""
+    """Return the training state as it is now, with this rank's stored part marked.
+
+    Args:
+        averages: Modules with averaged parameters, by name or alone.
+        residuals: The residuals of error feedback, by parameter.
+        own_residuals: Whether residuals belong to this rank alone where there are several.
+
+    Collective: every rank must call this.
+    """
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
-    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals, subspaces))
+    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals))
     state.own_residuals = own_residuals and not ranks.alone
     return state
 
 
 def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
-    """What ``make`` gives on this rank, which stores its part of it. Called on all ranks. Raises ``ModelNotSupported``
-    where stretches of a parameter that the ranks hold leave gaps or overlap."""
+    """Return the state that ``make`` builds on this rank, with this rank's stored part marked.
+
+    Collective: every rank must call this. Raises ``ModelNotSupported`` where the regions of a parameter on all ranks
+    leave gaps or overlap.
+    """
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int], list[list[str]]]:
+    def held() -> tuple[dict[str, tuple[Region, int]], set[str], list[list[str]]]:
         made.append(state := make())
         bundles = state.bundles()
         if not ranks.alone:
@@ -48,9 +57,8 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
             if not state.lacks(p.name)
         }
         names = {name for p in state.parameters for name in p.names}
-        averaged = {p.name: p.flattened.ranks for p in state.flattened if p.flattened is not None}
         names |= {atom.name for atom, _ in state.buffers().values()}
-        return parameters, names, averaged, bundles
+        return parameters, names, bundles
 
     parts = ranks.all_do(held)
     held_by = [parameters for parameters, *_ in parts]
@@ -59,7 +67,6 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     def check() -> None:
         regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
         refuse_gaps(regions, state.boxes)
-        refuse_apart([averaged for _, _, averaged, _ in parts])
 
     ranks.all_do(check)
     if not ranks.alone:
@@ -68,12 +75,14 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
         _store_together(held_by, stored, list(bundles))
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = set().union(*(names for _, names, *_ in parts))
+        state.elsewhere = set().union(*(names for _, names, _ in parts))
     return state
 
 
 def _refuse_shared_buffers(bundles: Sequence[Sequence[str]]) -> None:
-    """Raise ``ModelNotSupported`` where a buffer, which every rank stores, lies over a parameter, which one stores."""
+    """Raise ``ModelNotSupported`` where a buffer, stored by every rank, shares memory with a parameter, stored by one
+    rank.
+    """
     for bundle in bundles:
         if BUFFERS in bundle and len(bundle) > 1:
             names = " and ".join(name for name in bundle if name != BUFFERS)
@@ -88,8 +97,10 @@ def _store_together(
     stored: list[set[str]],
     bundles: Sequence[Sequence[str]],
 ) -> None:
-    """Let the rank that stores the first of the parameters that are one memory store the others: they are of one
-    step."""
+    """Assign parameters that share memory to the rank that stores the first of them.
+
+    So all of them are of one step.
+    """
     for first, *others in bundles:
         for rank in [rank for rank, names in enumerate(stored) if first in names]:
             for name in others:

@@ -1,7 +1,7 @@
-"""Exchange: what one rank has of a state, given to all that hold the same regions of it and have it not.
+"""Exchange of state between ranks that hold the same regions, where only one of them has the content.
 
 Under DDP all ranks hold everything and each stores a part, so what their replicas kept is whole only together. The
-bytes go over the ranks' own group, a bounded number at a time.
+bytes travel over the ranks' own group, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .slots import tensors_of
 
 
 def give_to_others(state: LiveState, ranks: Ranks) -> None:
-    """Give what this rank stores of ``state`` to those that hold it too, and take the like from them: what optimizers
-    hold for it is not there yet. Called on all ranks."""
+    """Send what this rank stores of ``state`` to ranks that hold the same regions, and receive theirs.
+
+    Optimizers have no state yet for what is received. Collective: every rank must call this.
+    """
     stored = {p.name for p in state.stored}
     lacking = {name: box for name, box in state.boxes.items() if name not in stored}
     wanted = {pair for each in ranks.everyone(lacking) for pair in each.items()}
@@ -36,7 +38,7 @@ def give_to_others(state: LiveState, ranks: Ranks) -> None:
 
 
 def _divided(state: LiveState, names: list[str]) -> list[dict[str, Region]]:
-    """``names`` with their boxes, joined to about the size of a unit."""
+    """Return ``names`` with their regions, joined to groups of about the size of a chunk."""
 
     def nbytes(name: str) -> int:
         return sum(atom.nbytes for atom, _ in state.owned(state.parameter(name)).values())

@@ -1,6 +1,6 @@
-"""Ghosts: the part of a state that one writer stored, on plain tensors, to replay its records in its own cut.
+"""The part of a training state that one writer stored, rebuilt on plain tensors to replay that writer's log records.
 
-Each optimizer is one of the same class with the same flags, so that the same kernels run on the same shapes.
+Each optimizer is of the same class with the same flags, so that the same kernels run on the same shapes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from ..state.stretches import Region
 
 
 class Ghost(LiveState):
-    """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
+    """One writer's shard of the training state, rebuilt on plain tensors.
+
+    Replay must use the shapes the writer used: fused kernels round differently on other shapes. After a change of
+    parallelism each old shard is replayed in its own shape first and then copied into the live, resharded state.
+    """
 
     def __init__(self, state: LiveState, boxes: Mapping[str, Region], shared: Shared) -> None:
-        """``shared`` says which of its writer's tensors overlapped: so do those of the parameters here."""
+        """Make tensors for the parameters of ``state`` in ``boxes``, each with the shape of its region.
+
+        ``shared`` says which tensors overlapped in the writer's memory; the same tensors overlap here.
+        """
         held = {parameter.name for parameter in state.parameters}
         self.boxes = {name: box for name, box in boxes.items() if name in held}
-        self.parameters = self.stored = tuple(  # in the order in which their writer had them
+        self.parameters = self.stored = tuple(  # in the writer's order
             _like(state.parameter(name), box) for name, box in self.boxes.items()
         )
         self._parameter = {parameter.name: parameter for parameter in self.parameters}
@@ -44,10 +51,10 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
-        self.residuals, self.subspaces, self.own_residuals = {}, {}, False
-        self.flattened, self.own, self.layouts, self.carried, self.rebound = [], (), {}, set(), set()
+        self.residuals, self.own_residuals = {}, False
+        self.own, self.layouts, self.carried, self.rebound = (), {}, set(), set()
         self.loaded_buffers: dict[str, torch.Tensor] = {}
-        """Buffers by key, as they were loaded last."""
+        """The buffers that were loaded last, by key."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
 
     def _share_parameters(self, shared: Shared) -> None:
@@ -63,20 +70,20 @@ class Ghost(LiveState):
                 self._parameter[name].parameter.data = made
 
     def buffers(self, beside: bool = True) -> Held:
-        """Those that were kept aside."""
+        """Return the buffers that were loaded last."""
         kept = [(key.removesuffix("/buffer"), value) for key, value in self.loaded_buffers.items()]
         atoms = [(Atom(name, "buffer", tuple(v.shape), TO_NAME[v.dtype]), v) for name, v in kept]
         return {atom.key: (atom, value) for atom, value in atoms}
 
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
-        """As ``LiveState.load``; buffers are kept aside."""
+        """Load as ``LiveState.load`` does, except that buffers are only kept."""
         buffers = {key: value for key, value in atoms.items() if key.endswith("/buffer")}
         self.loaded_buffers |= {key: value.clone() for key, value in buffers.items()}
         super().load({key: value for key, value in atoms.items() if key not in buffers})
 
 
 def pour(source: LiveState, into: LiveState) -> None:
-    """Give ``into`` what ``source`` holds of its parameters, each a region of theirs."""
+    """Copy the content of ``source`` into ``into``, where each parameter of ``source`` is a region of a parameter."""
     into.layouts |= source.layouts_now()
     for parameter in source.parameters:
         box = source.boxes[parameter.name]
@@ -93,16 +100,16 @@ def pour(source: LiveState, into: LiveState) -> None:
 
 
 def _like(parameter: CapturedParameter, box: Region) -> CapturedParameter:
-    """A tensor for the region ``box`` of ``parameter``."""
+    """Return an empty parameter for the region ``box`` of ``parameter``."""
     of = parameter.parameter
     made = nn.Parameter(
         torch.empty(box.shape, dtype=of.dtype, device=of.device), requires_grad=of.requires_grad
     )
-    return replace(parameter, parameter=made, flattened=None)
+    return replace(parameter, parameter=made)
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
-    """One like ``optimizer`` without its state and its hooks, for ``params`` by group."""
+    """Return an optimizer like ``optimizer`` for ``params`` by group, without its state and hooks."""
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made.state = defaultdict(dict)

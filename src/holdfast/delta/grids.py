@@ -1,11 +1,11 @@
-"""Grids: gradients of many parameters in one matrix, so that a device compresses all of them in few operations.
+"""Gradients of many parameters in one matrix, so that a device compresses all of them in few operations.
 
-A device takes some microseconds to begin an operation, whatever its size, and a question that the host asks it (how
-many elements are not zero?) waits for all that was begun before. So on a device gradients of one dtype are laid out
-together, and every count is known from shapes alone.
+A device needs some microseconds to start an operation of any size. A question from the host, such as the number of
+nonzero elements, waits for everything started before. So gradients of one dtype on a device are laid out together, and
+every count follows from shapes alone.
 
-Invariant: what training consumes and what a record holds have the bits of compressing each parameter by itself, as
-``lossy.Lossy`` does on the host. Called by the thread that trains.
+Invariant: what training consumes and what a log record holds have the bits of compressing each parameter by itself, as
+``lossy.Lossy`` does on the host. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from ..units import packed
 from .sparse import num_blocks
 
 ELEMENTS_AT_ONCE = 1 << 26
-"""Elements that are laid out in one matrix: what bounds the memory that compressing takes on the device."""
+"""The number of elements in one matrix, which bounds the device memory that compression takes."""
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Flat tensors with ``sizes`` elements in one matrix of rows of ``width``: each tensor begins a row, and zeros fill
-    its last one."""
+    """The layout of flat tensors with ``sizes`` elements in one matrix with rows of ``width``.
+
+    Each tensor begins a row, and zeros fill the rest of its last row.
+    """
 
     sizes: tuple[int, ...]
     width: int
 
     @property
     def rows(self) -> list[int]:
-        """The rows of each tensor."""
+        """The number of rows of each tensor."""
         return [num_blocks(size, self.width) for size in self.sizes]
 
     def filled(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the matrix that holds ``flats``, in memory of its own."""
+        """Return a new matrix that holds ``flats``."""
         zeros, pieces = flats[0].new_zeros(self.width), []
         for flat, rows in zip(flats, self.rows, strict=True):
             pieces += [flat, zeros[: rows * self.width - flat.numel()]]
         return torch.cat(pieces).view(-1, self.width)
 
     def parts(self, matrix: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return views of the first elements that each tensor has in ``matrix``: ``sizes``, or all of its own. The
-        matrix may have fewer columns than the grid."""
+        """Return views of the first elements of each tensor in ``matrix``: ``sizes``, or all of its own.
+
+        The matrix may have fewer columns than the grid.
+        """
         places = [rows * matrix.shape[1] for rows in self.rows]
         pairs = zip(places, self.sizes if sizes is None else sizes, strict=True)
         return list(matrix.view(-1).split([n for place, size in pairs for n in (size, place - size)])[::2])
@@ -56,26 +60,29 @@ class Grid:
 
 @dataclass(frozen=True)
 class Tails:
-    """Last rows of tensors that are shorter than the grid's width, and how many elements each row of the grid keeps."""
+    """The incomplete last rows of tensors, and the number of elements that each row of the grid keeps."""
 
     rows: torch.Tensor
-    """Their numbers."""
+    """The row numbers of the tails."""
     is_there: torch.Tensor
-    """(tails, width), whether a place is the tensor's own."""
+    """(tails, width), whether an element belongs to the tensor."""
     is_whole: torch.Tensor
-    """(tails, 1), whether all elements of the tail are kept: in their order then."""
+    """(tails, 1), whether all elements of the tail are kept. They are then kept in order."""
     kept: torch.Tensor
-    """(rows of the grid, 1)."""
+    """(rows of the grid, 1), the number of elements kept of each row."""
     counts: tuple[torch.Tensor, ...]
-    """``kept`` as records have it, by tensor."""
+    """``kept`` in the form that records store, by tensor."""
 
 
 @lru_cache(maxsize=64)
 def tails_of(grid: Grid, kept_of_row: int, kept_of_tails: tuple[int, ...], device: torch.device) -> Tails:
-    """Return what is asked of ``grid`` in every step, on ``device``. Made once: to send it is to wait for the device.
+    """Return the constants of ``grid`` that every step needs, on ``device``.
+
+    Cached, because sending them would wait for the device.
 
     Args:
-        kept_of_tails: for each tensor, what its tail keeps; 0 for one that has none.
+        kept_of_row: The number of elements that a whole row keeps.
+        kept_of_tails: The number of elements that the tail of each tensor keeps; 0 where there is no tail.
     """
     ends = torch.tensor(grid.rows, dtype=torch.int64).cumsum(0) - 1
     lengths = torch.tensor(grid.sizes, dtype=torch.int64) % grid.width
@@ -94,8 +101,10 @@ def tails_of(grid: Grid, kept_of_row: int, kept_of_tails: tuple[int, ...], devic
 
 
 def largest_places(rows: torch.Tensor, kept: int, tails: Tails) -> torch.Tensor:
-    """Return the places of the ``kept`` largest in each of ``rows``, the largest first. The first ones of a tail are
-    its own; those of one that is kept whole are in their order."""
+    """Return the indices of the ``kept`` largest elements in each of ``rows``, the largest first.
+
+    In a tail the first indices are the tensor's own; a tail that is kept whole has them in order.
+    """
     magnitudes = rows.abs()
     order = torch.arange(rows.shape[1], 0, -1, dtype=rows.dtype, device=rows.device)
     own = torch.where(tails.is_whole, order, magnitudes.index_select(0, tails.rows))
@@ -104,7 +113,7 @@ def largest_places(rows: torch.Tensor, kept: int, tails: Tails) -> torch.Tensor:
 
 
 def alike(trained: Named) -> Iterator[Named]:
-    """The parameters whose gradients are compressed at once: on one device, of one dtype, and not too many."""
+    """Yield groups of parameters whose gradients are compressed at once: of one device and dtype, of bounded size."""
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in trained:
         grad = gradient_of(parameter)
@@ -114,7 +123,7 @@ def alike(trained: Named) -> Iterator[Named]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a parameter's gradient."""
+    """Return this process's part of a parameter's gradient."""
     assert parameter.grad is not None
     return local_of(parameter.grad.detach())
 
@@ -122,7 +131,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 def residuals_of(
     trained: Named, residuals: dict[torch.Tensor, torch.Tensor], wide: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return the flat residuals of parameters, made where there are none yet."""
+    """Return the flat residuals of the parameters; new ones are zero."""
     for _, parameter in trained:
         if parameter not in residuals:
             grad = gradient_of(parameter)
@@ -131,11 +140,11 @@ def residuals_of(
 
 
 def give(trained: Named, given: Sequence[torch.Tensor]) -> None:
-    """Make the gradients what the flat tensors ``given`` hold."""
+    """Copy the flat tensors ``given`` into the gradients."""
     there: Mapping[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {True: [], False: []}
     for (_, parameter), flat in zip(trained, given, strict=True):
         grad = gradient_of(parameter)
-        if torch._debug_has_internal_overlap(grad):  # a view that repeats its elements cannot be written to
+        if torch._debug_has_internal_overlap(grad):  # an expanded view cannot be written to
             parameter.grad = flat.clone().view(grad.shape)
         else:
             there[grad.is_contiguous()].append((grad, flat.view(grad.shape)))

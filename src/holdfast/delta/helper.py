@@ -1,7 +1,7 @@
-"""Helper: another process that serves this one, as this one sees it: started, spoken to, listened to, ended.
+"""The connection to a helper process, such as a replica: start, send, listen, end.
 
-What it says is heard on a thread; whoever waits gets what it failed with, a death included. It lives in a session of
-its own, so what ends this process does not reach it.
+A thread receives the messages of the process. Every waiting caller gets the error with which the process failed,
+including its death. The process has a session of its own, so a signal that ends this process does not reach it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ LAST_WORD = "closed"
 
 
 _left: list[Process] = []
-"""Those that were let go of, and are waited for when they have ended."""
+"""Processes that were released, to be reaped once they have ended."""
 
 
 class Process(Protocol):
-    """What is needed of a process that was started."""
+    """The interface of a started process."""
 
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
 
 
 def start_process(sock: socket.socket) -> Process:
-    """A replica's process, which serves the other end of ``sock``. It has none of this one's output, since somebody may
-    wait for the end of that."""
+    """Start a replica's process, which serves the other end of ``sock``.
+
+    The process gets none of this one's output streams, because a reader may wait for their end.
+    """
     source = str(Path(holdfast.errors.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
@@ -49,13 +51,16 @@ def start_process(sock: socket.socket) -> Process:
 
 
 class Helper:
-    """``hear`` is called with each message and the lock ``changed``. After an error every call raises it."""
+    """A helper process as this one sees it.
+
+    ``hear`` is called with each message, with the lock ``changed`` held. After an error every call raises it.
+    """
 
     def __init__(self, hear: Callable[[dict[str, Any]], None], deadline_seconds: float) -> None:
-        """``start`` starts it."""
+        """Prepare the connection; ``start`` starts the process."""
         self.changed = threading.Condition()
         self.durable_step = -1
-        """What an error says is durable."""
+        """The step that errors name as durable."""
         self.failure: BaseException | None = None
         self._hear, self._deadline = hear, deadline_seconds
         self._said: set[str] = set()
@@ -68,7 +73,7 @@ class Helper:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still use what it was given."""
+        """Return whether the process may still use what it was given."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -85,14 +90,14 @@ class Helper:
         self._thread.start()
 
     def send(self, about: dict[str, Any], data: bytes | bytearray = b"") -> None:
-        """Raises what it failed with, and ``WriterHung`` if it takes nothing any more."""
+        """Send a message. Raises the process's error, and ``WriterHung`` if it accepts no data any more."""
         assert self._channel is not None
         try:
             with self._sending:
                 self._channel.send(about, memoryview(data))
         except TimeoutError:
             raise self._hung(self._deadline) from None
-        except OSError:  # it is gone; the thread that listens knows why, or is about to
+        except OSError:  # the process is gone; the listening thread knows why, or is about to
             if self._let_go:
                 return
             with self.changed:
@@ -101,8 +106,10 @@ class Helper:
             raise
 
     def wait_for(self, reached: Callable[[], bool], owes: Callable[[], bool] = lambda: True) -> None:
-        """Return when it has said what makes ``reached``. Raises what it failed with, and ``WriterHung`` if it says
-        nothing for too long while it ``owes`` something."""
+        """Return when ``reached`` is true.
+
+        Raises the error of the process, and ``WriterHung`` if it sends nothing for too long while ``owes`` is true.
+        """
         started = awake.now()
         with self.changed:
             while not reached():
@@ -112,8 +119,10 @@ class Helper:
                 self.changed.wait(0.1)
 
     def wait_for_word(self, word: str, wait_for: Callable[[Callable[[], bool]], None] | None = None) -> None:
-        """Return when it has said ``word`` since this was called for it last. ``wait_for`` is how that is waited for,
-        where there is more to it."""
+        """Return when the process has sent ``word`` since the last call for it.
+
+        ``wait_for`` replaces the plain wait, where more has to be watched meanwhile.
+        """
         (wait_for or self.wait_for)(lambda: word in self._said)
         self._said.discard(word)
 
@@ -127,7 +136,7 @@ class Helper:
             raise self._hung(silent)
 
     def leave(self) -> None:
-        """Let go of it as this process would by dying: what it does then is its own affair."""
+        """Disconnect from the process as if this one had died. The process then does as it would after that."""
         assert self._channel is not None and self._process is not None
         self._let_go = True
         with self.changed:
@@ -137,8 +146,10 @@ class Helper:
         _left.append(self._process)
 
     def end(self) -> None:
-        """Wait until it has said ``LAST_WORD``, and let go of it: it is gone when this returns, or was killed for it.
-        Raises what it failed with."""
+        """Wait until the process has sent ``LAST_WORD``, and end it. It has ended or was killed when this returns.
+
+        Raises the error of the process.
+        """
         assert self._channel is not None and self._process is not None
         try:
             self.wait_for(lambda: LAST_WORD in self._said)
@@ -152,7 +163,7 @@ class Helper:
                 self._process.kill()
                 with suppress(
                     subprocess.TimeoutExpired
-                ):  # one that hangs in the system ends when that lets it
+                ):  # a process that hangs in the kernel ends when the kernel lets it
                     self._process.wait(10)
 
     def _listen(self) -> None:

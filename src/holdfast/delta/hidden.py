@@ -1,9 +1,14 @@
-"""Own state: what an optimizer keeps that belongs to no parameter, in attributes and under other keys of its ``state``.
+"""Own state of an optimizer: attributes, and keys of its ``state`` that are no parameters.
 
-Records hold what steps consume, and a replay calls the optimizer's own ``step``, which moves such state as training
-did. So three things are enough: a base carries it, a record carries what somebody changed between two steps, and what
-can be carried by neither is told at the step that changes it. A *leaf* is one value with the path to it, such as
-``warmup.steps``: the fields of objects are gone through, containers of plain values are one leaf.
+Log records hold what steps consume, and a replay calls the optimizer's own ``step``, which changes own state as
+training did. So three things suffice:
+
+1. A snapshot carries the own state.
+2. A log record carries what the script changed between two steps.
+3. What neither can carry is reported at the step that changes it.
+
+A *leaf* is one value with the path to it, such as ``warmup.steps``. Fields of objects are traversed; a container of
+plain values is one leaf.
 
 Called by the training thread: ``begin`` once, ``settle`` after a resume, then ``changed`` before and ``stepped`` after
 every step of the optimizer.
@@ -39,16 +44,16 @@ OF_TORCH = {
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 }  # fmt: skip
-"""Attributes of every optimizer of torch, and of those that a scheduler or a scaler has marked."""
+"""Attributes of every torch optimizer, including those that schedulers and scalers add."""
 
 DEPTH = 8
-"""Most objects and containers on the way to a leaf."""
+"""The most objects and containers on the path to a leaf."""
 
 _HOSTS = {
     "accelerate", "asyncio", "concurrent", "deepspeed", "holdfast", "lightning", "lightning_fabric", "logging",
     "multiprocessing", "pytorch_lightning", "threading", "tqdm", "transformers", "wandb",
 }  # fmt: skip
-"""Packages whose objects are of the program around the optimizer."""
+"""Packages whose objects belong to the program around the optimizer."""
 
 _CODE = (
     type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial,
@@ -57,10 +62,13 @@ _CODE = (
 _CONTAINERS = (list, tuple, dict, deque)
 
 Path = tuple[tuple[str, Any], ...]
-"""The way to a leaf: attributes and items, each with its name or key; ``state`` is an item of an optimizer's state."""
+"""The path to a leaf: attributes and items, each with its name or key.
+
+``state`` is an item of an optimizer's state.
+"""
 
 Told = list[list[Any]]
-"""Leaves as JSON: the path and the value of each; no value for one that went."""
+"""Leaves as JSON: the path and the value of each; no value for a leaf that was removed."""
 
 
 class OwnState:
@@ -69,22 +77,22 @@ class OwnState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.watched = not is_elementwise(optimizer)
-        """False for classes of torch that keep nothing of their own."""
+        """False for torch's elementwise classes, which keep no own state."""
         self._objects: set[Path] = set()
         self._given: dict[Path, Any] = {}
         self._digests: dict[Path, str] = {}
         self._given_marks: dict[Path, Any] = {}
         self._marks: dict[Path, Any] = {}
         self._values: dict[Path, Any] = {}
-        """The leaves that were looked at last."""
+        """The leaves of the last scan."""
         self._odd: set[Path] = set()
-        """Leaves in which there is something else than numbers, texts, tensors and plain containers of such."""
+        """Leaves that hold anything besides numbers, texts, tensors and plain containers of these."""
         self._begun = self._was_trained = False
         self.lost: str | None = None
         """The name of a leaf that the last step changed and that nothing can carry."""
 
     def begin(self, state: LiveState) -> None:
-        """See what the optimizer was made with, unless that was seen before."""
+        """Record the leaves that the optimizer was made with. A second call does nothing."""
         if self._begun or not self.watched:
             return
         self._begun, self._was_trained = (
@@ -99,12 +107,12 @@ class OwnState:
                 self._given[path], self._digests[path] = told, _digest(told)
 
     def settle(self) -> None:
-        """The run goes on from what there is now: what it was made with is needed no more."""
+        """Accept the current leaves as the start of the run, and forget those that the optimizer was made with."""
         self._given, self._given_marks = {}, {}
         self._marks = self._now()
 
     def _now(self) -> dict[Path, Any]:
-        """Return the mark of each leaf, and note which are odd."""
+        """Return the mark of each leaf, and note the leaves that cannot be compared fully (``_odd``)."""
         found: dict[Path, Any] = {}
         self._odd.clear()
         self._values = dict(self._leaves()) if self.watched else {}
@@ -117,11 +125,14 @@ class OwnState:
 
     @property
     def has_changed(self) -> bool:
-        """Whether anything is not as the last step left it."""
+        """Return whether any leaf differs from what the last step left."""
         return self._now() != self._marks
 
     def changed(self, state: LiveState) -> Told | None:
-        """Return what was changed since the last step, as JSON; None for nothing. What cannot be stored is left out."""
+        """Return the leaves changed since the last step, as JSON; None if there are none.
+
+        Leaves that cannot be stored are left out.
+        """
         if not self.watched:
             return None
         now = self._now()
@@ -136,7 +147,7 @@ class OwnState:
         return told or None
 
     def stepped(self, state: LiveState) -> None:
-        """See what the step has changed, and whether that can be carried."""
+        """Note what the step has changed, and whether that can be carried."""
         if not self.watched:
             return
         before, self._marks = self._marks, self._now()
@@ -146,17 +157,17 @@ class OwnState:
         self._values = {}
 
     def _is_known(self, path: Path, value: Any) -> bool:
-        """Whether a leaf can be stored, and put back where an optimizer is that was made anew."""
+        """Return whether a leaf can be stored and restored in a newly made optimizer."""
         if isinstance(value, GENERATORS):
             return path in self._digests
         if any(path[:depth] not in self._objects for depth in range(1, len(path))):
             return False
         return path not in self._odd or can_be_stored(value)
 
-    # In bases
+    # In snapshots
 
     def carried(self, state: LiveState) -> Told:
-        """Return all that is not as in an optimizer that is made anew, as JSON."""
+        """Return as JSON all leaves that differ from those of a newly made optimizer."""
         found = []
         for path, value in self._leaves() if self.watched else ():
             told = self._encoded(state, value)
@@ -168,7 +179,7 @@ class OwnState:
         return found
 
     def restore(self, state: LiveState, carried: Told) -> None:
-        """Put back what ``carried`` gave; everything else is as the optimizer was made."""
+        """Restore what ``carried`` returned; every other leaf becomes as the optimizer was made."""
         if not self.watched:
             return
         for path, mark in self._now().items():
@@ -179,7 +190,7 @@ class OwnState:
         self.apply(state, carried)
 
     def apply(self, state: LiveState, told: Told) -> None:
-        """Put leaves where ``told`` has them."""
+        """Set the leaves to the values in ``told``."""
         for way, *value in told:
             path = tuple((kind, decode(key, lambda each: self._resolved(state, each))) for kind, key in way)
             if value:
@@ -189,7 +200,7 @@ class OwnState:
 
     def _put(self, state: LiveState, path: Path, told: Any) -> None:
         (kind, key), holder = path[-1], self._at(path[:-1])
-        if holder is None:  # the script makes another optimizer than before
+        if holder is None:  # the script now makes another optimizer
             return
         value = decode(told, lambda each: self._resolved(state, each))
         there = _item(holder, kind, key, None)
@@ -222,8 +233,9 @@ class OwnState:
     # As JSON
 
     def _encoded(self, state: LiveState, value: Any) -> Any:
-        """Return a leaf as JSON, with parameters and tensors of the optimizer's state by name; None if that cannot
-        be."""
+        """Return a leaf as JSON, with parameters and tensors of the optimizer's state by name; None if that is
+        impossible.
+        """
         if isinstance(value, GENERATORS):
             state_of = value.get_state() if isinstance(value, torch.Generator) else generator_state(value)
             return encode(state_of)
@@ -256,7 +268,7 @@ class OwnState:
     def _path_json(self, state: LiveState, path: Path) -> list[Any]:
         return [[kind, self._encoded(state, key)] for kind, key in path]
 
-    # What there is
+    # Traversal
 
     def _leaves(self, seen_object: Callable[[Path], None] = lambda path: None) -> Iterator[tuple[Path, Any]]:
         yield from _fields(
@@ -267,15 +279,15 @@ class OwnState:
 def _fields(
     holder: Any, path: Path, seen: set[int], seen_object: Callable[[Path], None]
 ) -> Iterator[tuple[Path, Any]]:
-    """Go through the leaves in an object."""
+    """Yield the leaves in the fields of an object."""
     is_optimizer = isinstance(holder, torch.optim.Optimizer)
-    if is_optimizer and path:  # one that helps, such as the one of a schedule inside of it
+    if is_optimizer and path:  # a nested optimizer, such as that of a schedule inside the outer one
         for number, group in enumerate(holder.param_groups):
             inside = (*path, ("attr", "param_groups"), ("item", number))
             own = {} if id(group) in seen else group
             yield from (((*inside, ("item", key)), value) for key, value in own.items() if key != "params")
     for name, value in _attributes(holder):
-        is_mode = name in ("train", "eval") and callable(value)  # which a tap watches
+        is_mode = name in ("train", "eval") and callable(value)  # watched by the tap
         if not (is_optimizer and (name in OF_TORCH or is_mode)):
             yield from _leaves_in(value, (*path, ("attr", name)), seen, seen_object)
     if is_optimizer and len(path) == 0:
@@ -318,7 +330,7 @@ def _leaves_in(
 
 
 def _is_object(value: Any) -> bool:
-    """Whether ``value`` is an object whose fields are gone through."""
+    """Return whether ``value`` is an object whose fields are traversed."""
     kind = type(value)
     if kind.__module__ == "builtins" or isinstance(
         value, (torch.Tensor, np.ndarray, np.generic, *GENERATORS)
@@ -336,7 +348,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _has_objects(value: Any) -> bool:
-    """Whether there is an object or a generator in a container, at whatever depth."""
+    """Return whether a container holds an object or a generator, at any depth."""
     items = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, items))
     if kinds <= _PLAIN_KINDS:
@@ -350,11 +362,11 @@ def _has_objects(value: Any) -> bool:
 
 
 _PLAIN_KINDS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
-"""What holds nothing else."""
+"""Types whose values hold no other values."""
 
 
 def can_be_stored(value: Any) -> bool:
-    """Return whether ``value`` would come back as it is."""
+    """Return whether ``value`` would be restored unchanged."""
     try:
         refuse_unstorable(value, "")
     except BadInput:
@@ -363,17 +375,17 @@ def can_be_stored(value: Any) -> bool:
 
 
 def encoded_leaf(value: Any) -> Any:
-    """Return ``value`` as JSON; None for what would not come back as it is."""
+    """Return ``value`` as JSON; None if it would not be restored unchanged."""
     return encode(value) if can_be_stored(value) else None
 
 
 def refuse_unstorable(value: Any, where: str) -> None:
-    """Raise ``BadInput``, which calls it ``where``, for what would not come back as it is. Copies no tensor."""
+    """Raise ``BadInput``, naming ``where``, for a value that would not be restored unchanged. Copies no tensor."""
     encode(value, where, _tensor_by_kind)
 
 
 def _tensor_by_kind(value: Any) -> Any:
-    """Stand for a plain tensor, whose bytes are not looked at."""
+    """Return a stand-in for a plain tensor, so that its bytes are not read; None for anything else."""
     plain = (
         type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
     )
@@ -381,7 +393,7 @@ def _tensor_by_kind(value: Any) -> Any:
 
 
 def _refers(told: Any) -> bool:
-    """Whether a leaf as JSON has a tensor of the optimizer's state or groups in it."""
+    """Return whether a leaf as JSON refers to a tensor of the optimizer's state or groups."""
     if isinstance(told, list):
         return any(map(_refers, told))
     if not isinstance(told, dict):
@@ -390,7 +402,7 @@ def _refers(told: Any) -> bool:
 
 
 def _places(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Return, by ``id``, where the optimizer holds its tensors: in its groups, or in the state of a parameter."""
+    """Return by ``id`` where the optimizer holds its tensors: in its groups, or in the state of a parameter."""
     found: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
@@ -419,7 +431,7 @@ def _item(holder: Any, kind: str, key: Any, default: Any) -> Any:
 
 
 def _is_alike(there: Any, value: Any) -> bool:
-    """Whether the tensor ``there`` can get the elements of ``value``, since others may hold it too."""
+    """Return whether the elements of ``value`` can be copied into the tensor ``there``, which others may hold, too."""
     both = type(there) is torch.Tensor and type(value) is torch.Tensor and there is not value
     return both and (there.shape, there.dtype, there.stride()) == (value.shape, value.dtype, value.stride())
 
@@ -451,14 +463,14 @@ def said(path: Path) -> str:
 # State of parameters
 
 RESERVED = ("param", "buffer", *CARRIED)
-"""Slots that are no optimizer's."""
+"""Names that state of a parameter may not have."""
 
 
 class StateCheck:
-    """Refuses state of parameters that commits could not hold, in the step in which it appears first.
+    """A check that refuses state of parameters that commits cannot hold, in the step in which it first appears.
 
-    What an optimizer keeps is looked at in every step by its kinds alone: names, types, layouts. Only where there is a
-    new one among them, or a container, values are looked into.
+    Every step checks only the kinds of state: names, types, layouts. Values are inspected only where a kind is new, or
+    is a container.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -467,8 +479,10 @@ class StateCheck:
         self._looked = False
 
     def look(self, state: LiveState) -> None:
-        """Called after each step, and once more where ``state`` had not yet what the model grew by. Raises ``BadInput``
-        and its kin."""
+        """Check the state. Raises ``BadInput`` or a subclass.
+
+        Called after each step, and again once ``state`` includes parameters that were added to the model.
+        """
         if self._looked and not self._every_step:
             return
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
@@ -547,7 +561,7 @@ def _is_taken(name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a list, tuple or queue holds nothing but numbers, texts and tensors that can be stored."""
+    """Return whether a list, tuple or queue holds only numbers, texts and tensors that can be stored."""
     if type(value) not in (list, tuple, deque) or not set(map(type, value)) <= _PLAIN_KINDS:
         return False
     return all(_tensor_by_kind(item) is not None for item in value if isinstance(item, torch.Tensor))

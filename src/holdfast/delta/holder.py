@@ -1,7 +1,12 @@
-"""Holder: a run's parameters and optimizers of its classes, made from what a base says, without the script.
+"""Reconstruction of a run's parameters and optimizers from a snapshot, without the script.
 
-Only where replay in it is what training did: optimizers of torch or this library that update each element by itself,
-or each tensor if one rank recorded it; nothing done after the update; the same version of torch and kind of device.
+Done only where replay in the result equals training:
+
+- The optimizers are torch's or this library's. They are elementwise, or work tensor by tensor and one rank recorded the
+  run.
+- Nothing is done after the update.
+- The version of torch and the kind of device are the same.
+
 Anything else is refused with the reason.
 """
 
@@ -23,13 +28,13 @@ from .shell import members_of, module_of, optimizer_of
 
 
 def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
-    """What bases have in their ``progress`` and records do not, since it stays as it is."""
+    """Return the entries of ``progress`` that only snapshots hold, since they never change."""
     kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases")
     return {name: progress[name] for name in kept if name in progress}
 
 
 def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
-    """What ``rebuilt`` needs to know, as JSON; a part of a base's progress."""
+    """Return as JSON what ``rebuilt`` needs; it is stored in a snapshot's progress."""
     parameters = [captured.parameter for captured in state.parameters]
     return {
         "classes": [f"{type(o).__module__}.{type(o).__qualname__}" for o in state.optimizers],
@@ -45,14 +50,19 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
 
 
 def strides_of(state: LiveState) -> dict[str, list[int]]:
-    """How parameters lie in memory that are not contiguous, by name."""
+    """Return the strides of parameters that are not contiguous, by name."""
     return {p.name: list(p.parameter.stride()) for p in state.parameters if not p.parameter.is_contiguous()}
 
 
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
-    """A state of the form of ``base``, of which ``atoms`` are, with values that mean nothing yet. Raises ``BadInput``,
-    with the reason, where it could not be replayed in."""
-    progress = base.progress_of(base.streams[0])  # hyper-parameters and flags are alike on all ranks
+    """Build a state of the form of the snapshot ``base``, with undefined values.
+
+    Raises ``BadInput`` with the reason, where the run cannot be replayed in it.
+
+    Args:
+        atoms: The tensor entries of the snapshot, by key.
+    """
+    progress = base.progress_of(base.streams[0])  # hyper-parameters and flags are the same on all ranks
     about = progress.get("replay")
     if any(progress.get("own", [])):
         raise _refused("its optimizer keeps state that belongs to no parameter")
@@ -111,7 +121,7 @@ def _is_here(device: str) -> bool:
 
 
 def _empty(atom: dict[str, Any], strides: dict[str, list[int]], device: str) -> torch.Tensor:
-    """A parameter or a buffer of the form of ``atom``."""
+    """Return an empty parameter or buffer of the form of the tensor entry ``atom``."""
     shape, dtype = tuple(atom["shape"]), FROM_NAME[atom["dtype"]]
     layout = strides.get(atom["name"])
     data = (

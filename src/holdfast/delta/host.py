@@ -1,11 +1,18 @@
-"""Host: the process that holds a replica. It does every optimizer step that its trainer hands over, writes the run, and
-outlives the trainer.
+"""The replica server: a process that does every optimizer step of its trainer, writes the run, and outlives the
+trainer.
 
-It alone writes to the run's directory. When the trainer dies it does what was handed over to the end, keeps the state
-in the tier, whole and verified by its checksums, and persists it, unless another trainer takes it meanwhile; then it
-lets go of the run, and waits for another trainer before it cleans up. One whose trainer ends before it has handed over
-a state persists what an earlier one kept. Its state proper is memory of its own: if it is killed as well, nothing that
-it held can be mistaken for whole. Started by ``helper.start_process``.
+Invariant: only this process writes to the run's directory.
+
+When the trainer dies, the process
+
+1. does all steps that were handed over,
+2. keeps the state in the shared-memory store (``tier``), whole and verified by checksums,
+3. makes it a snapshot on the disk, unless another trainer takes it meanwhile,
+4. releases the run, and waits for another trainer before it cleans up.
+
+If the trainer ends before it has handed over a state, the process makes a snapshot of what an earlier replica kept. The
+working state is private memory: if this process is killed as well, nothing of it can be mistaken for whole. Started by
+``helper.start_process``.
 """
 
 from __future__ import annotations
@@ -45,18 +52,18 @@ from .script import NoScript
 from .terms import Terms
 
 PATIENCE_SECONDS = 5.0
-"""How long the run's lock may be held by another process."""
+"""The longest time that another process may hold the run's lock."""
 
 LOOK_SECONDS = 0.5
-"""How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
+"""The interval of checks whether the trainer is alive, where a child of the trainer keeps its socket open."""
 
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life while a base is written."""
+"""Seconds between two heartbeats while a snapshot is written."""
 
 
 class Host:
-    """Serves the trainer at the other end of ``channel``."""
+    """A server for the trainer at the other end of ``channel``."""
 
     def __init__(self, channel: Channel, terms: Terms) -> None:
         self._channel, self._terms, self._place = channel, terms, Path(terms.place)
@@ -73,14 +80,14 @@ class Host:
         self._base_progress: dict[str, Any] = {}
         self._run: list[Any] = []
         self._equal = False
-        """Whether the state is whole, and every comparison since it was handed over found it equal."""
+        """True if the state is whole, and every comparison since it was handed over found it equal."""
         self._begun = self._closing = self._kept = False
         self._beaten, self._unwritten = 0.0, 0
         self._prefix = ""
-        """Of the names of units."""
+        """The prefix of the names of chunks."""
 
     def serve(self) -> None:
-        """Return when there is nothing left to do."""
+        """Serve the trainer until nothing is left to do."""
         try:
             self._enter()
             self._take_place()
@@ -105,7 +112,7 @@ class Host:
             self._linger()
 
     def _enter(self) -> None:
-        """Take the run's lock. A replica whose trainer was killed as it began holds it a moment longer."""
+        """Acquire the run's lock. A replica whose trainer was killed at its start holds the lock a moment longer."""
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -120,19 +127,19 @@ class Host:
         return LocalStore(self._terms.run, keep=Keep(*self._terms.keep), direct=self._terms.direct)
 
     def _take_place(self) -> None:
-        """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
+        """Prepare the shared-memory store. What an earlier replica kept stays there until a state is handed over."""
         tier.make(self._place)
         self._say_owner()
         self._door = kept.Door(self._place)
 
     def _say_owner(self) -> None:
-        """Let the tier say whose it is, by the run's key where that is known."""
+        """Write into the shared-memory store which run owns it, by the run's key where that is known."""
         tier.say_owner(self._place, self._terms.run, self._store.run_key())
 
-    # What the trainer says
+    # Messages of the trainer
 
     def _next(self) -> Message | None:
-        """The next message; None when the trainer is gone, or closes."""
+        """Return the next message; None when the trainer is gone, or closes."""
         assert self._door is not None
         while not self._closing:
             alive = os.getppid() == self._terms.trainer
@@ -162,7 +169,7 @@ class Host:
             self._closing = True
 
     def _take_over(self, about: dict[str, Any]) -> None:
-        """A whole state, in place of what there was."""
+        """Replace the state by a whole state that the trainer hands over."""
         self._drop_base()
         adopt(about["sync"])
         state = rebuild(about["sync"])
@@ -178,7 +185,7 @@ class Host:
         before, self._state = self._state, state
         self._step, self._equal = about["step"], True
         self._state_number = about["number"]
-        if "again" in about:  # the base of this step has something else
+        if "again" in about:  # the snapshot of this step lacks something
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
             self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
@@ -192,7 +199,7 @@ class Host:
             self._begin_base()
 
     def _begin(self, about: dict[str, Any]) -> None:
-        """Open the timeline that the trainer goes on in."""
+        """Open the timeline in which the trainer continues."""
         fork = about["fork"]
         about = {BY: "replica", kept.REPLICA_IN: str(self._place.parent)}
         self._store.begin(None if fork is None else kept.Fork(**fork), about=about)
@@ -200,18 +207,18 @@ class Host:
         self._say_owner()
 
     def _parts_of(self, message: Message) -> list[memoryview]:
-        """The memory of a step's parts."""
+        """Return the memory of the parts of a step."""
         assert self._ring is not None
         places = message.about["places"]
         return [message.data if place is None else self._ring.parts(place[0])[place[1]] for place in places]
 
     def _take_step(self, message: Message) -> None:
-        """Do a step as the trainer did it."""
+        """Do a step as the trainer did it, and compare the fingerprints."""
         assert self._state is not None
         about = message.about
         if self._equal:
             record, parts = about["about"], self._parts_of(message)
-            self._equal = False  # until it is whole again
+            self._equal = False  # until the step is complete
             failpoints.reach("before_replica_update")
             with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
                 clip_as_told(record, parts)
@@ -225,7 +232,7 @@ class Host:
         self._say(done=about["step"], slots=about["slots"])
 
     def _compare(self, about: dict[str, Any]) -> None:
-        """Compare some tensors, or the last of them, and make a base of a state that was found equal."""
+        """Compare some tensors; after the last ones make a snapshot of a state that was found equal."""
         assert self._state is not None
         if not self._equal:
             return
@@ -238,14 +245,14 @@ class Host:
         elif about["last"]:
             self._begin_base()
 
-    # Bases
+    # Snapshots
 
     @property
     def _base_under_way(self) -> bool:
         return self._bases is not None and self._bases.under_way
 
     def _begin_base(self) -> None:
-        """Of the present step: from a copy where memory allows, else while the steps wait."""
+        """Begin a snapshot of the current step: from a copy where memory allows, otherwise while steps wait."""
         assert self._bases is not None and self._state is not None
         if self._base_under_way:
             self._publish()
@@ -277,7 +284,10 @@ class Host:
         self._say(base=self._base_step, of=self._state_number)
 
     def _copies_left(self) -> int:
-        """What copies for a base are still to be written. A disk that takes some is slow, and does not hang."""
+        """Return the bytes of the snapshot's copies that are still to be written.
+
+        A disk that accepts some of them is slow, and does not hang; so this sends a heartbeat then.
+        """
         left = 0 if self._bases is None else self._bases.memory_bytes
         if left < self._unwritten:
             self._beat()
@@ -285,7 +295,7 @@ class Host:
         return left
 
     def _beat(self) -> None:
-        """Tell the trainer that a base goes on being written, once in a while."""
+        """Send the trainer a heartbeat at most once in ``BEAT_SECONDS``, while a snapshot is written."""
         now = time.monotonic()
         if now > self._beaten + BEAT_SECONDS:
             self._beaten = now
@@ -295,14 +305,17 @@ class Host:
         if self._bases is not None:
             self._bases.give_up()
 
-    # The end
+    # Shutdown
 
     def _finish(self) -> None:
-        """The trainer closes, or is gone: what it handed over is done. What is kept then is made a base as well, unless
-        another trainer takes it meanwhile, of which the next base is."""
+        """Keep and publish what was handed over, after the trainer has closed or died.
+
+        The kept state becomes a snapshot as well, unless another trainer takes it meanwhile; the next snapshot is then
+        that trainer's.
+        """
         if not self._begun:
             self._persist_what_was_left()
-        if self._begun and self._equal and not self._closing:  # first, whatever the disk says
+        if self._begun and self._equal and not self._closing:  # kept first, whatever the disk does
             self._keep()
         self._publish_unless_taken()
         if self._begun and self._equal and self._base_step < self._step and not self._is_taken():
@@ -312,8 +325,10 @@ class Host:
             self._say(word=LAST_WORD)
 
     def _persist_what_was_left(self) -> None:
-        """The trainer has not handed over a state: what it was to go on from is made a base, unless the next takes
-        it, since nobody waits beside it any more."""
+        """Make a snapshot of the state that the trainer was to continue from, but had not handed over.
+
+        Skipped if the next trainer takes the state, since nobody waits for the disk any more.
+        """
         assert self._door is not None
         try:
             step = kept.persist(self._place, self._store, self._beat, self._door.is_taken)
@@ -324,18 +339,18 @@ class Host:
             self._events.emit("base", step=step, durable_step=step)
 
     def _publish_unless_taken(self) -> None:
-        """The base that is under way, when it is written."""
+        """Publish the snapshot under way once it is written, unless another trainer takes the state."""
         while self._copies_left() and not self._is_taken():
             time.sleep(0.01)
         if self._base_under_way and not self._is_taken():
             self._publish()
 
     def _is_taken(self) -> bool:
-        """Whether the state is kept, and another trainer waits to go on from there."""
+        """Return whether the state is kept, and another trainer waits to continue from it."""
         return self._kept and self._door is not None and self._door.is_taken()
 
     def _take_what_waits(self) -> None:
-        """Do the steps that were handed over before the trainer could hear of a failure."""
+        """Do the steps that were handed over before the trainer could learn of a failure."""
         with suppress(Gone):
             while True:
                 all_read = not self._inbox.has_more
@@ -349,7 +364,7 @@ class Host:
         self._take_step(message)
 
     def _keep(self) -> None:
-        """Keep the state in the tier, if there is room; the disk may have some where that has none."""
+        """Keep the state in the shared-memory store. The event log says so if there is no room."""
         assert self._state is not None
         failpoints.reach("before_replica_kept")
         progress = {**self._progress, "values": self._state.values()}
@@ -368,25 +383,25 @@ class Host:
         kept.keep(self._place, self._state, self._step, progress, self._run)
 
     def _say(self, **about: Any) -> None:
-        """To the trainer, if it is still there."""
+        """Send a message to the trainer, if it is still there."""
         with suppress(OSError):
             self._channel.send(about)
 
     def _tell(self, error: BaseException) -> None:
-        """The trainer, if it is still there, and the log."""
+        """Report ``error`` to the trainer, if it is still there, and to the event log."""
         name = type(error).__name__ if isinstance(error, HoldfastError) else "EngineFailed"
         text = str(error) if isinstance(error, HoldfastError) else f"the replica failed with {error!r}"
         self._say(error=[name, text])
         self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
 
     def _linger(self) -> None:
-        """Wait for another trainer, which finds what was kept. If none comes, clean up what the disk has as well."""
+        """Wait for another trainer, which can load what was kept. If none comes, remove what the disk has as well."""
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit):
             if self._door.knocked(self._terms.linger_seconds):
                 return self._door.leave()
-        with suppress(HoldfastError):  # another process may be at work there by now
+        with suppress(HoldfastError):  # another process may be at work in the run by now
             lock = self._store.disk.lock(LOCK, this_writer())
             try:
                 self._leave_place(self._base_step >= self._step)
@@ -394,7 +409,7 @@ class Host:
                 lock.release()
 
     def _leave_place(self, remove: bool) -> None:
-        """Answer nobody any more, and leave the tier as it is or remove it."""
+        """Stop listening, and remove the shared-memory store if ``remove`` is set."""
         if self._door is not None:
             self._door.close()
         if remove:
@@ -402,7 +417,7 @@ class Host:
 
 
 def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # it ends when its trainer has ended
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # ends when its trainer has ended
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     with suppress(Gone):

@@ -1,8 +1,8 @@
-"""Hosts: the process that holds a replica of what one of several ranks stores.
+"""The replica server of one of several ranks: it holds a replica of what that rank stores.
 
-It does a step when all ranks have handed it over. When its trainer dies the rest is kept as records behind the state,
-so that all replicas of the run can be brought to one step, and they make a base of that step. The first rank's has the
-run's lock and makes commits of what all have written.
+It does a step once all ranks have handed the step over. When its trainer dies, the remaining steps are kept as log
+records behind the state. So all replicas of the run can be brought to one step, and they make a snapshot of that step.
+The first rank's replica holds the run's lock and publishes what all have written.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .replay import clip_as_told
 from .terms import Terms
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
-"""How long a replica whose trainer has died waits for a sign of the others, and for their work."""
+"""The longest times that a replica without trainer waits for a sign of the others, and for their work."""
 
 ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
-"""The same when another trainer is waiting: for a sign and for what they kept, and for their shares of a base."""
+"""The same times while another trainer waits, the second one for the other ranks' shares of a snapshot."""
 
 
 class HostAmongOthers(Host):
-    """Serves the trainer of one rank."""
+    """A server for the trainer of one rank."""
 
     def __init__(self, channel: Channel, terms: Terms) -> None:
         self._ranks = Ranks(terms.rank, terms.world_size, "that of the trainers")
@@ -44,9 +44,9 @@ class HostAmongOthers(Host):
         self._waiting: deque[Message] = deque()
         self._all_have = -1
         self._number = self._ended = 0
-        """Of the base that was begun last, and of the one that is known to be over."""
+        """The numbers of the snapshot begun last, and of the snapshot known to have ended."""
         self._shared = False
-        """Whether the base ``_number`` waits for those of other ranks."""
+        """True while snapshot ``_number`` waits for the shares of other ranks."""
         self._cut = ""
 
     def _look(self) -> LocalStore:
@@ -55,7 +55,7 @@ class HostAmongOthers(Host):
         return store
 
     def _enter(self) -> None:
-        """The first rank's takes the run's lock; the others join when a timeline is open."""
+        """Acquire the run's lock on the first rank. The other ranks join once a timeline is open."""
         if self._ranks.rank == 0:
             super()._enter()
 
@@ -68,7 +68,7 @@ class HostAmongOthers(Host):
             self._run = [self._store.opened.id, self._store.opened.key]
             self._say_owner()
 
-    # What the trainer says
+    # Messages of the trainer
 
     def _do(self, message: Message) -> None:
         about = message.about
@@ -86,12 +86,15 @@ class HostAmongOthers(Host):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Do what waits and may be done."""
+        """Process the waiting messages that may be processed now."""
         while self._waiting and self._may_do(self._waiting[0].about):
             super()._do(self._waiting.popleft())
 
     def _may_do(self, about: dict[str, Any]) -> bool:
-        """What all have; and after drift, when the others are not told to have it, what is only to be passed over."""
+        """Return whether a message may be processed: its step is on all ranks, or it has no effect.
+
+        After drift the other ranks are not told that this one has the step, so messages are only skipped.
+        """
         passes = "compare" in about or (not self._equal and "sync" not in about)
         return passes or about["step"] <= self._all_have
 
@@ -108,29 +111,29 @@ class HostAmongOthers(Host):
         if about["last"] and not self._equal:
             self._say(lost=self._number)
 
-    # Bases
+    # Snapshots
 
     @property
     def _base_under_way(self) -> bool:
-        """Whether this rank's share is still to be written."""
+        """Return whether this rank's share of a snapshot is still to be written."""
         return super()._base_under_way and not self._shared
 
     def _publish(self) -> None:
-        """The share is written: the trainer tells the others."""
+        """Write this rank's share, and have the trainer report it to the other ranks."""
         assert self._bases is not None
         ref = self._bases.share(self._base_progress).ref
         self._shared = True
         self._say(share=[self._number, ref])
 
     def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
-        """On the first rank: make a commit of what all ranks have written."""
+        """Publish the shares that all ranks have written. Called on the first rank."""
         manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
         self._store.prune_journal()
         self._events.emit("base", step=manifest.step, durable_step=manifest.step)
         self._say(word="published")
 
     def _end_base(self, step: int | None) -> None:
-        """The base that was begun last is a commit of ``step`` now; None: it was given up."""
+        """End the snapshot begun last: it is a commit of ``step`` now, or with None was given up."""
         assert self._bases is not None
         if step is None:
             self._drop_base()
@@ -142,11 +145,13 @@ class HostAmongOthers(Host):
             kept.drop(self._place)
         self._shared = False
 
-    # The end
+    # Shutdown
 
     def _finish(self) -> None:
-        """The trainer closes, when everything is durable, or is gone: then what it handed over is kept, and persisted
-        with what the others have."""
+        """End after the trainer has closed, when everything is durable, or has died.
+
+        If it died, keep what was handed over, and make a snapshot of it together with the other replicas.
+        """
         self._drop_base()
         if self._closing:
             self._say(word=LAST_WORD)
@@ -166,7 +171,10 @@ class HostAmongOthers(Host):
                     notes.give_up()
 
     def _persist(self, notes: Notes) -> bool:
-        """Make a base of the newest step that all replicas have, if all are there. Whether there is one from here."""
+        """Make a snapshot of the newest step that all replicas have, if all are there.
+
+        Returns whether this replica has written its share.
+        """
         if notes.of_all(HERE, HERE_SECONDS, ASKED_SECONDS) is None:
             return False
         ranges = notes.of_all(KEPT, WORK_SECONDS, ASKED_SECONDS)
@@ -181,7 +189,7 @@ class HostAmongOthers(Host):
             return False
         self._drop_base()
         if self._ranks.rank:
-            self._store.follow()  # before files are written over: a base may have become a commit unheard
+            self._store.follow()  # its files may be in a commit that is not known yet
         assert self._bases is not None and self._state is not None
         self._bases.begin()
         while not self._bases.all_staged:
@@ -201,7 +209,7 @@ class HostAmongOthers(Host):
         kept.keep(self._place, self._state, self._step, progress, self._run, self._cut, records)
 
     def _held_back(self) -> list[Record]:
-        """The steps that not all ranks are known to have."""
+        """Return records of the steps that some rank may not have."""
         records = []
         for message in self._waiting:
             if "sync" in message.about:  # a state that not all ranks have
@@ -213,7 +221,7 @@ class HostAmongOthers(Host):
         return records
 
     def _linger(self) -> None:
-        """Wait for another trainer. If none comes, clean up what is of no use to one any more."""
+        """Wait for another trainer. If none comes, remove what no trainer can use any more."""
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit, HoldfastError):

@@ -1,10 +1,10 @@
-"""Kept: the state that a replica leaves in memory when its trainer has died, and how the next trainer gets at it.
+"""The state that a replica leaves in memory when its trainer has died, and how the next trainer gets it.
 
-It is a commit like any other, in ``state`` of the run's tier, whose progress names the timeline of the run that it is
-of. Of several ranks each keeps its part, and the records of the steps behind it that not all ranks were known to have:
-so there is a step that all of them can be brought to. A state that was handed over anew, which not all were known to
-have either, is beside it in ``sync``. The replica that kept them listens at ``socket`` until somebody comes, or has
-waited for long enough.
+The state is a commit like any other, in ``state`` of the run's shared-memory store. Its progress names the timeline of
+the run that it belongs to. With several ranks each replica keeps its share, and behind it the log records of steps that
+some rank may not have. So there is a step to which all replicas can be brought. A state that was handed over anew, and
+that some rank may not have either, is beside it in ``sync``. The replica listens at ``socket`` until a trainer comes,
+or until it has waited long enough.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .line import Line
 
 KEPT, SYNC = tier.FOLDERS
 SOCKET = "socket"
-"""In a tier: what a replica kept, a whole state that a trainer hands over, and where it listens."""
+"""Names in the shared-memory store: the kept state, a state handed over by a trainer, and the replica's socket."""
 
 REPLICA_IN = "replica_in"
-"""In the record of a timeline, of its writer: where its replica keeps things."""
+"""The key in a timeline's record that names where the writer's replica keeps its state."""
 
 MARKS = ("run", "cut")
-"""In the progress of a state that is kept."""
+"""The keys that a kept state adds to its progress."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Fork:
 
 @dataclass(frozen=True)
 class Kept:
-    """What there is in ``folder`` of a tier: the steps ``first`` to ``last`` of a timeline, by its number and key.
-    ``cut`` says which part of the state it is."""
+    """The content of ``folder`` in a shared-memory store: the steps ``first`` to ``last`` of a timeline.
+
+    ``timeline`` and ``key`` name the timeline. ``cut`` says which part of the state this is.
+    """
 
     first: int
     last: int
@@ -66,7 +68,7 @@ class Kept:
     cut: str
     folder: str
     place: str = ""
-    """The tier."""
+    """The directory of the shared-memory store."""
 
     @property
     def path(self) -> Path:
@@ -74,12 +76,12 @@ class Kept:
 
 
 def mark(run: list[Any], cut: str) -> dict[str, Any]:
-    """What the progress of a state says of the timeline ``run`` that it is of, its number and key, and its ``cut``."""
+    """Return the entries that mark the progress of a kept state: ``run``, a timeline's number and key, and ``cut``."""
     return dict(zip(MARKS, (run, cut), strict=True))
 
 
 def unmarked(progress: dict[str, Any]) -> dict[str, Any]:
-    """What ``progress`` says besides."""
+    """Return ``progress`` without the entries that mark a kept state."""
     return {name: value for name, value in progress.items() if name not in MARKS}
 
 
@@ -92,7 +94,15 @@ def keep(
     cut: str = "",
     records: Sequence[Record] = (),
 ) -> None:
-    """Keep ``state`` at ``step`` of the timeline ``run``, and ``records`` of the steps since."""
+    """Keep ``state`` in the shared-memory store, and behind it ``records`` of the steps since.
+
+    Args:
+        place: The directory of the store.
+        step: The step of the state.
+        progress: The progress of that step.
+        run: The number and the key of the timeline.
+        cut: Which part of the state this is.
+    """
     drop(place)
     tier.put(place / KEPT, state, step, {**progress, **mark(run, cut)}, records)
 
@@ -102,26 +112,30 @@ def drop(place: Path) -> None:
 
 
 def take_sync(place: Path) -> None:
-    """What was handed over is what is kept from here on."""
+    """Make the state that was handed over the kept state."""
     drop(place)
     Disk(place).rename(SYNC, KEPT)
 
 
 def look(place: Path, store: LocalStore) -> list[Kept]:
-    """What is kept, as far as it lies on the current line of the run in ``store``. Whether it is whole shows when it
-    is loaded."""
+    """Return what is kept and lies on the current timeline of the run in ``store``.
+
+    Whether it is whole shows when it is loaded.
+    """
     found = [_look(place, folder, store) for folder in (KEPT, SYNC)]
     return [each for each in found if each is not None]
 
 
 def newest_of(places: Iterable[Path], store: LocalStore) -> int:
-    """The newest step that is kept in any of ``places``; -1 if none is."""
+    """Return the newest step that is kept in any of ``places``; -1 if none is."""
     return max((each.last for place in places for each in look(place, store)), default=-1)
 
 
 def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
-    """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has: for who trains
-    without one, and would leave it behind."""
+    """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has.
+
+    For trainers without a replica, which would abandon that step.
+    """
     timelines, key = store.timelines()[0], store.run_key()
     told = {record.writer.get(REPLICA_IN) for record in timelines.values()}
     memories = {tier.MEMORY, *(Path(place) for place in told if isinstance(place, str))}
@@ -162,8 +176,14 @@ def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:
 
 
 def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None, exact: bool) -> Fork | None:
-    """The newest step that each of those who ``found`` something can be brought to, if it is wanted and not older than
-    ``newest_step``, that of the disk."""
+    """Return the newest step to which every rank with kept states can be brought, with its timeline.
+
+    Args:
+        found: What each rank found.
+        newest_step: The newest step on the disk. Older steps are not wanted.
+        target: The greatest step that is wanted.
+        exact: Accept no step but ``target``.
+    """
     ends = {each.last if target is None else min(each.last, target) for own in found for each in own}
     for step in sorted(ends, reverse=True):
         there = [leading_to(step, own) for own in found]
@@ -176,13 +196,16 @@ def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None
 
 
 def leading_to(step: int, own: Sequence[Kept]) -> Kept | None:
-    """What of one's ``own`` can be brought to ``step``."""
+    """Return the kept state in ``own`` that can be brought to ``step``."""
     return next((each for each in own if each.first <= step <= each.last), None)
 
 
 def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Callable[[], bool]) -> int | None:
-    """Make what one replica kept in ``place`` a base, file by file, where the disk has nothing as new: for who does
-    not know the model. Its step, which is durable then; None if there was nothing to do, or it was to ``stop``."""
+    """Make a snapshot of what one replica kept in ``place``, file by file, if the disk has nothing as new.
+
+    This needs no model. Returns the step, which is durable then. Returns None if there was nothing to do, or if
+    ``stop`` returned true.
+    """
     own = next((each for each in look(place, store) if each.folder == KEPT), None)
     if own is None or own.last <= newest(store, None) or stop():
         return None
@@ -204,7 +227,7 @@ def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Call
 def _copied(
     memory: LocalStore, name: str, ref: FileRef, store: LocalStore, beat: Callable[[], None]
 ) -> tuple[int, tuple[str, ...]]:
-    """Write the file ``ref`` of ``memory``, verified, as one of the unit ``name`` of ``store``."""
+    """Write the verified file ``ref`` of ``memory`` as a file of the chunk ``name`` of ``store``."""
     unit = store.unit(name, memory.layout(ref), copies=min(store.retain, 2) + 1)
     unit.create()
     buffer = Buffer(ref.bytes, "base")
@@ -223,7 +246,9 @@ def _copied(
 
 
 def newest(store: LocalStore, target: int | None) -> int:
-    """The newest step, at most ``target``, that bases and records in ``store`` lead to, as far as headers say."""
+    """Return the newest step, at most ``target``, to which the snapshots and records in ``store`` lead by their
+    headers.
+    """
     for ref in store.line():
         if target is None or ref.step <= target:
             with suppress(Damaged):
@@ -232,7 +257,10 @@ def newest(store: LocalStore, target: int | None) -> int:
 
 
 class Door:
-    """Where the next trainer asks, and says whether it takes what was kept. Opened with the run's lock."""
+    """The socket at which the next trainer asks for the state, and says whether it takes what was kept.
+
+    Opened by the holder of the run's lock.
+    """
 
     def __init__(self, place: Path) -> None:
         self._path = place / SOCKET
@@ -244,11 +272,13 @@ class Door:
         self._listener.listen()
         self._asking: Channel | None = None
         self._takes: bool | None = None
-        """What who asks has said; None if nothing yet."""
+        """The answer of the asking trainer: whether it takes the state; None before it has answered."""
 
     def knocked(self, timeout: float = 0.0) -> bool:
-        """Whether somebody asks, at the latest in ``timeout`` seconds. Looked at anew each time: one that was killed
-        since asks no more."""
+        """Return whether a trainer is asking, within ``timeout`` seconds.
+
+        Checked anew in each call, since an asking trainer may have been killed.
+        """
         until = time.monotonic() + timeout
         self._hear()
         while self._asking is None:
@@ -260,20 +290,20 @@ class Door:
         return True
 
     def is_taken(self) -> bool:
-        """Whether who asks takes what was kept, so that the disk need not have it first."""
+        """Return whether the asking trainer takes what was kept, so that the disk need not have it first."""
         if self.knocked() and self._takes is None:
             self._hear(1.0)
         return bool(self._takes)
 
     def say_busy(self, trainer: int) -> None:
-        """To who asks: a trainer lives."""
+        """Answer the asking trainer that this replica's trainer lives."""
         asking = self._let_go()
         with suppress(OSError):
             asking.send({"busy": trainer})
         asking.close()
 
     def leave(self) -> None:
-        """Close, and let go who asks: nothing is touched here any more."""
+        """Close, and tell the asking trainer that this replica touches nothing any more."""
         asking = self._let_go()
         self.close()
         with suppress(OSError):
@@ -281,7 +311,7 @@ class Door:
         asking.close()
 
     def _hear(self, timeout: float = 0.0) -> None:
-        """What who asks has said, within ``timeout`` seconds; who has gone is forgotten."""
+        """Read the answer of the asking trainer, within ``timeout`` seconds, and forget a trainer that is gone."""
         if self._asking is None:
             return
         try:
@@ -291,13 +321,16 @@ class Door:
             self._let_go().close()
 
     def _let_go(self) -> Channel:
-        """Who asks, to be answered and forgotten."""
+        """Return the connection of the asking trainer, and forget it."""
         assert self._asking is not None
         asking, self._asking, self._takes = self._asking, None, None
         return asking
 
     def close(self) -> None:
-        """Called with the run's lock, or before who asks is let go: the next one has the same name."""
+        """Stop listening.
+
+        Called under the run's lock, or before the asking trainer is answered: its own replica reuses the socket's name.
+        """
         self._listener.close()
         if self._asking is not None:
             self._asking.close()
@@ -307,7 +340,7 @@ class Door:
 
 @contextmanager
 def _address(place: Path) -> Iterator[str]:
-    """Of the socket in ``place``, whose own path may be longer than an address."""
+    """Yield a short address of the socket in ``place``, whose own path may be too long for one."""
     folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{SOCKET}"
@@ -316,16 +349,19 @@ def _address(place: Path) -> Iterator[str]:
 
 
 def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float, takes: bool) -> None:
-    """Return when no replica of ``run`` is there any more; one whose trainer died finishes first, but need not write
-    what it kept if who asks ``takes`` that. Raises ``RunLocked`` if its trainer lives."""
+    """Return when no replica of ``run`` is left.
+
+    A replica whose trainer died finishes first, but need not write what it kept if the caller ``takes`` that. Raises
+    ``RunLocked`` if its trainer lives.
+    """
     with socket.socket(socket.AF_UNIX) as sock:
         try:
             with _address(place) as address:
                 sock.connect(address)
-        except OSError:  # nobody is there
+        except OSError:  # no replica listens
             return
         channel = Channel(sock)
-        with suppress(OSError):  # it may have answered and gone
+        with suppress(OSError):  # the replica may have answered and gone
             channel.send({"takes": takes})
         with suppress(Gone):
             answer = channel.receive(deadline_seconds)

@@ -1,12 +1,12 @@
-"""Layers: gradients copied one by one, each as soon as backward has it, while backward goes on with the rest.
+"""Copies of gradients one by one, each as soon as backward has it, while backward continues.
 
-A copy is taken when a parameter's gradient has been accumulated for the last time, as far as the iteration before
-tells. What the optimizer consumes is known at its pre-hook only, so there every gradient that is not as it was when it
-was copied is copied again: by its version, its place in memory, another accumulation, or some of its values, since
-``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
+A gradient is copied when it has been accumulated for the last time, judged by the iteration before. Only the
+optimizer's pre-hook knows what the optimizer consumes. So the pre-hook copies every gradient again that has changed
+since its copy: its version, its place in memory, another accumulation, or some of its values. Values are compared
+because ``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
 
-Of several ranks those gradients are copied early that are shards, which FSDP2 sets when it has reduced them, and those
-that ``averaging`` hears of, bucket by bucket. Others are reduced later than torch tells of them, and are copied at the
+With several ranks two kinds of gradients are copied early: shards, which FSDP2 sets when it has reduced them, and those
+that ``averaging`` reports, bucket by bucket. Others are reduced later than torch reports them, and are copied at the
 pre-hook.
 """
 
@@ -29,7 +29,7 @@ from .slots import Slot
 from .tap import Tap, Update
 
 SAMPLES = 16
-"""Values of a gradient that are compared with those of its copy."""
+"""The number of values of a gradient that are compared with its copy."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,28 @@ class _Copied:
 
 
 class LayerTap(Tap):
-    """A tap that copies while backward runs, and says what the copies are to be multiplied by where it clips."""
+    """A tap that copies while backward runs; where it clips, it returns the factor for the copies."""
 
     def __init__(
         self, *args: Any, alone: bool = True, averaging: AveragingState | None = None, **kwargs: Any
     ) -> None:
-        """``alone``: there are no other ranks, with whose gradients these are reduced. ``averaging`` tells when they
-        are."""
+        """Prepare a tap; all other arguments are those of ``Tap``.
+
+        Args:
+            alone: True if no other ranks reduce their gradients with these.
+            averaging: Reports when gradients have been averaged.
+        """
         super().__init__(*args, **kwargs)
         self._alone, self._averaging = alone, averaging
         self.copied_again = 0
-        """Gradients that were copied a second time since the tap was made."""
+        """The number of gradients copied a second time since the tap was made."""
         self._early: Slot | None = None
         self._copied: dict[str, _Copied] = {}
         self._seen: dict[str, int] = {}
         self._expected: dict[str, int] = {}
         self._parameter_hooks: list[Any] = []
         self._trained: dict[int, tuple[str, int]] = {}
-        """By ``id`` of a parameter that is stored: its name and its optimizer."""
+        """The name and the optimizer of each stored parameter, by the parameter's ``id``."""
 
     def attach(self) -> None:
         super().attach()
@@ -119,7 +123,7 @@ class LayerTap(Tap):
             self._averaging.over()
 
     def accumulated(self, parameter: torch.Tensor) -> None:
-        """The hook of a parameter. Runs inside backward."""
+        """Copy the gradient of ``parameter``: its post-accumulation hook. Called inside backward."""
         grad = parameter.grad
         if (target := self.place_of(parameter, grad)) is not None and grad is not None:
             started = time.perf_counter()
@@ -128,8 +132,10 @@ class LayerTap(Tap):
             self.seconds += time.perf_counter() - started
 
     def place_of(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Where a copy of ``grad``, which the parameter has now or will have, is to go; None if it will change or has
-        no place. Runs inside backward, and may wait for memory."""
+        """Return where to copy ``grad``, which the parameter has or will have.
+
+        Returns None if the gradient will change or has no place. Called inside backward, and may wait for memory.
+        """
         started = time.perf_counter()
         try:
             return self._place_of(parameter, grad)
@@ -145,14 +151,14 @@ class LayerTap(Tap):
         if grad is None or self._seen[name] < self._expected.get(name, 1):
             return None
         if any(update.optimizer == index for update in self.updates):
-            return None  # what it consumed is in the slot
-        if self._early is None or not self._early.tensors:  # freed since, if a step that was skipped took it
+            return None  # the buffer holds what it consumed
+        if self._early is None or not self._early.tensors:  # freed since, if a skipped step took it
             self._early = self.updates[-1].slot if self.updates else self._take_slot()
         target = None if self._early is None else self._early.tensors[index].get(name)
         return target if _fits(local_of(grad), target) else None
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """A copy of the parameter's gradient is in its place. Runs inside backward."""
+        """Note that a copy of the parameter's gradient is complete. Called inside backward."""
         name, _ = self._trained.get(id(parameter), ("", -1))
         if name and self._early is not None and parameter.grad is not None:
             self._copied[name] = _Copied.of(self._early, parameter.grad)
@@ -174,18 +180,18 @@ class LayerTap(Tap):
             _copy_to([slot.tensors[index][name] for name in again], [*again.values()])
         started = time.perf_counter()
         coefficient = self._clipped(index, grads)
-        self.seconds -= time.perf_counter() - started  # it is the script's own work
+        self.seconds -= time.perf_counter() - started  # clipping is the script's own work
         told = None if coefficient is None else encode(coefficient)
         return None if slot is None else slot.parts[index], told
 
     def _stale(self, slot: Slot, index: int, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of ``grads`` of which ``slot`` has no copy as they are now."""
+        """Return those of ``grads`` whose current values ``slot`` does not hold."""
         as_copied, again = {}, {}
         for name, grad in grads.items():
             same = self._copied.get(name) == _Copied.of(slot, grad)
             (as_copied if same else again)[name] = grad
         if not all(_agree(slot.tensors[index][name], local_of(grad)) for name, grad in as_copied.items()):
-            return grads  # somebody changes them out of sight, and where it does not show as well
+            return grads  # somebody changes them unseen, maybe also where no sample is
         return again
 
 
@@ -195,13 +201,13 @@ def _fits(grad: torch.Tensor, target: torch.Tensor | None) -> bool:
 
 @torch.no_grad()
 def _copy_to(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-    """Copy ``grads`` to their places in a slot; they are there when this returns."""
+    """Copy ``grads`` to their places in a staging buffer. The copies are complete on return."""
     if targets:
         torch._foreach_copy_([*targets], [local_of(grad) for grad in grads])
 
 
 def _agree(copy: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Whether some values are the same in both."""
+    """Return whether some sampled values are the same in both."""
     if not grad.is_contiguous() or grad.device != copy.device:
         return True
     step = max(1, grad.numel() // SAMPLES)

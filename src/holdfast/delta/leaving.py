@@ -1,15 +1,15 @@
-"""Leaving: copies from a device to the host while training goes on.
+"""Copies from a device to the host while training continues.
 
-Copies go into pinned memory and end whenever they end: the thread that writes waits for them, not the one that trains.
+Copies go into pinned memory. The writing thread waits for their end, not the training thread.
 
-1. Gradients are copied on the device first, on the stream that trains: an optimizer may overwrite them then. That takes
-   a hundredth of the time that the bus takes.
-2. A stream beside brings that copy to the host, while the device trains on.
-3. The event behind it is waited for by the thread that writes (``recorder``, ``post``), which has made the device its
-   own: a new thread has device 0, and would make a context there.
+1. The training stream copies gradients on the device, so that an optimizer may overwrite them. That takes a hundredth
+   of the time of the bus.
+2. A second stream brings the copy to the host, while the device trains on.
+3. The writing thread (``recorder``, ``post``) waits for the event behind that copy. It selects the device first,
+   because a new thread has device 0 and would make a context there.
 
-Where the device has no room for step 1, gradients leave on the stream that trains, which stops for that time. Not run
-on a device yet.
+Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time. Never
+run on a device so far.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from ..units import format_bytes
 
 
 class Leaving:
-    """Copies of ``tensors`` that are on their way."""
+    """Asynchronous copies of ``tensors`` to the host."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._copies = {key: copied(tensor) for key, tensor in tensors.items()}
         self._marks = marks(devices_of(tensors.values()))
 
     def arrived(self) -> dict[str, torch.Tensor]:
-        """The copies, when they are there."""
+        """Wait for the copies and return them."""
         for mark in self._marks:
             mark.synchronize()
         return self._copies
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, in pinned memory of torch's, that may be under way."""
+    """Return a copy on the host, in torch's pinned memory, that may still be under way."""
     return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
 class Departures:
-    """Begins copies from ``devices`` to pinned memory. Used by the thread that trains."""
+    """Starter of copies from ``devices`` to pinned memory. Called by the training thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._of = {device: _Departure(device) for device in devices}
@@ -67,10 +67,11 @@ class Departures:
     def send(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], lasting: bool = False
     ) -> list[Any]:
-        """Begin to copy ``sources`` into ``targets``. Returns events of the end; what is on the host is there at once.
+        """Begin to copy ``sources`` into ``targets``, and return the events of their end. Sources on the host are
+        copied at once.
 
         Args:
-            lasting: nobody writes to the sources after this, and nobody else holds them.
+            lasting: True if nobody writes to the sources any more, and nobody else holds them.
         """
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for target, source in zip(targets, sources, strict=True):
@@ -86,16 +87,16 @@ class Departures:
 
 
 class _Departure:
-    """From one ``device``."""
+    """Starter of copies from one ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._beside = new_stream(device)
         self._stages: bool | None = None
-        """Whether the device has room for a copy of what leaves; None before the first."""
+        """True if the device has room for a copy of the sources; None before the first."""
 
     def send(self, targets: list[torch.Tensor], sources: list[torch.Tensor], lasting: bool) -> Any:
-        """Begin to copy ``sources`` into ``targets``. Returns the event of the end."""
+        """Begin to copy ``sources`` into ``targets``, and return the event of the end."""
         computing = current_stream(self._device)
         staged, memory = (sources, sources) if lasting else self._staged(sources)
         if not memory:
@@ -112,20 +113,22 @@ class _Departure:
         return mark
 
     def _staged(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return copies of ``sources`` on the device, and the memory that they are in: none where there is no room."""
+        """Return copies of ``sources`` on the device, and the memory that holds them; both empty where there is no
+        room.
+        """
         if self._stages is None:
             self._stages = free_bytes(self._device) >= 2 * sum(source.nbytes for source in sources)
         if not self._stages:
             return [], []
         try:
             return _joined(sources)
-        except torch.OutOfMemoryError:  # training needs it: never again
+        except torch.OutOfMemoryError:  # training needs the memory: never try again
             self._stages = False
             return [], []
 
 
 def _joined(sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return copies of ``sources``, and the memory that they are in: one piece for each dtype."""
+    """Return copies of ``sources``, and the memory that holds them: one tensor for each dtype."""
     copies: dict[int, torch.Tensor] = {}
     memory = []
     for dtype in dict.fromkeys(source.dtype for source in sources):
@@ -140,12 +143,13 @@ def _joined(sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch
 def pinned(
     memory: memoryview, device: torch.device, use: str, advice: str = ""
 ) -> Callable[[], object] | None:
-    """Pin ``memory``, so that ``device`` writes to it by itself. Returns what undoes that; None, with a warning, where
-    the runtime refuses.
+    """Pin ``memory``, so that ``device`` can write to it directly, and return a function that unpins it.
+
+    Returns None, with a warning, where the runtime refuses.
 
     Args:
-        use: what the memory is for, in words.
-        advice: what else the user can do.
+        use: The purpose of the memory, for the warning.
+        advice: Further advice for the user.
     """
     try:
         return pin(memory, device)

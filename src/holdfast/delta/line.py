@@ -1,8 +1,8 @@
-"""Lines: a base with the records of all its streams, as far as every stream has them, brought into a live state.
+"""A snapshot with its log records, as far as all writers have them, and its replay into a live state.
 
-Where this process holds the very regions that the writers stored, the records are replayed on the live model. Where the
-parallelism is another one, they are replayed in the writers' cut, on tensors of their own, one writer after another,
-and what comes out is cut again.
+Where this process holds exactly the regions that the writers stored, the records are replayed on the live model. Under
+another parallelism they are replayed in the writers' sharding, on separate tensors, one writer after another, and the
+result is resharded. The log of one writer is a *stream*.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .watching import Recovery
 
 
 class Differs(HoldfastError):
-    """Replay of the record of ``step`` did not give what training had."""
+    """Replay of the log record of ``step`` did not give the state that training had."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -46,7 +46,10 @@ class Differs(HoldfastError):
 
 @dataclass
 class Line:
-    """``chains`` by stream, all cut to the same last ``step``. ``odd`` is why there are no more, if that is known."""
+    """A snapshot with its log records, all cut to the same last ``step``.
+
+    ``chains`` holds the records by stream. ``odd`` is the reason why there are no more, if that is known.
+    """
 
     store: LocalStore
     base: Manifest
@@ -54,14 +57,19 @@ class Line:
     step: int
     odd: Damaged | None
     watch: Recovery = field(default_factory=Recovery)
-    """Told how the recovery gets on."""
+    """Observer of the recovery's progress."""
     acknowledged: int = -1
-    """A step that was durable on all streams, as the journals show."""
+    """A step known from the logs to have been durable on all streams."""
 
     @classmethod
     def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Line:
-        """To ``target`` at most, on the line of the timeline ``tip`` (None: the current one). By headers alone. Raises
-        ``Damaged`` if records are missing that the base needs."""
+        """Build the line from ``base`` to at most ``target``, by headers alone.
+
+        Args:
+            tip: The timeline that the line belongs to; None for the current one.
+
+        Raises ``Damaged`` if records are missing that the snapshot needs.
+        """
         journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
         chains, unread = _chains(base, journals, target)
         acknowledged = min(  # at most BOUND steps are on their way
@@ -81,22 +89,22 @@ class Line:
 
     @property
     def residuals_dropped(self) -> bool:
-        """Whether training went on without residuals since the base: by a codec that has none."""
+        """Return whether training continued without residuals since the snapshot, by a codec without any."""
         records = [r for chain in self.chains.values() for r in chain.records if r.step > self.base.step]
         updated = [record for record in records if record.about["updates"]]  # a skipped step changes none
         return bool(updated) and not uses_feedback(updated[-1].about)
 
     @cached_property
     def shares(self) -> dict[str, Share]:
-        """What each stream has of the base."""
+        """The share of each stream in the snapshot."""
         return {stream: Share(self.store, self.base, stream) for stream in self.chains}
 
     def progress(self, rank: int) -> dict[str, Any]:
-        """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
+        """Return the progress of ``rank`` after the last step; the first rank's if there was no such rank."""
         return self.chains[self.stream_of(rank)].progress
 
     def trained(self, rank: int) -> set[str]:
-        """The parameters that the last step trained; none if the base is of a version that does not say."""
+        """Return the parameters that the last step trained; none if the version of the snapshot does not say."""
         stream = self.stream_of(rank)
         replay, records = self.shares[stream].progress.get("replay", {}), self.chains[stream].records
         if "frozen" not in replay:
@@ -105,13 +113,14 @@ class Line:
         without = {name for update in updates for name in update["without"]}
         members = [{name for names in groups for name in names} for groups in replay["parameters"]]
         told = set[str]().union(*(members[update["optimizer"]] for update in updates))
-        frozen = set(replay["frozen"]) - told  # some may have begun to train since the base
+        frozen = set(replay["frozen"]) - told  # some may have begun to train since the snapshot
         return set[str]().union(*members) - frozen - without
 
     def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
-        """Load the base and do the steps after it. What does not verify ends the line at the step before.
+        """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
+        before.
 
-        Raises ``Damaged`` if the base cannot be had, ``Differs`` with a state that is of no use, and ``RunMismatch`` if
+        Raises ``Damaged`` if the snapshot cannot be loaded, ``Differs`` with the state unusable, and ``RunMismatch`` if
         the run is another model's, with nothing changed.
         """
         kinds = {
@@ -135,27 +144,29 @@ class Line:
         self._arrange_buffers(state, rank)  # it may have ended at an earlier step
 
     def _arrange_buffers(self, state: LiveState, rank: int) -> None:
-        """Have buffers that the model is made with in one memory as they lay after the last step."""
+        """Arrange buffers that shared memory when the model was made as they lay after the last step."""
         shared = self.progress(rank).get("joined", self._shared(self.stream_of(rank)))
         if shared is not None:
             arrange_buffers(state, shared)
 
     def _shared(self, stream: str) -> Shared | None:
-        """Return what overlapped at the writer of ``stream``; None where its version did not say."""
+        """Return which tensors overlapped at the writer of ``stream``; None where its version did not say."""
         return self.shares[stream].progress.get("replay", {}).get("shared")
 
     def overlap_alike(self, state: LiveState, stream: str) -> bool:
-        """Return whether parameters overlap in memory as they did at the writer of ``stream``. Buffers are recorded,
-        and a forward pass may put others in their place."""
+        """Return whether parameters overlap in memory as they did at the writer of ``stream``.
+
+        Buffers are not compared: they are recorded, and a forward pass may replace them.
+        """
         shared = self._shared(stream)
         return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
 
     def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
-        """Raise ``RunMismatch`` where tensors are one memory here, and had values of their own in the run."""
+        """Raise ``RunMismatch`` where tensors share memory here, but had separate values in the run."""
         told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
         for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
             if all(key[1:] == BUFFER for key in keys):
-                continue  # they lie as after the last step, and records have all that changed
+                continue  # arranged as after the last step, and records hold every change
             together = [there for groups in told for there in groups if keys <= there]
             as_here = lies in placed(self._shared(stream) or []).values()
             if not together or (is_cut_alike and not as_here):
@@ -166,13 +177,13 @@ class Line:
                 )
 
     def apart(self, state: LiveState, stream: str) -> list[str]:
-        """Return the names of parameters that were one memory in the run and are not here, by group."""
+        """Return the names of parameters that shared memory in the run and do not here, by group."""
         here = placed(state.shared(), PARAMETERS)
         there = placed(self._shared(stream) or [], PARAMETERS)
         return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
-        """Raise ``RunMismatch`` where tensors are not one memory here, and records need them to be."""
+        """Raise ``RunMismatch`` where tensors do not share memory here, but replay needs them to."""
         odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
         names = [name for stream in self.shares for name in self.apart(state, stream)]
         if names and odd_one and any(chain.records for chain in self.chains.values()):
@@ -187,21 +198,20 @@ class Line:
         return streams[rank if rank < len(streams) else 0]
 
     def _sources(self, state: LiveState) -> dict[str, str] | None:
-        """By parameter the stream that has just what ``state`` holds of it; None if one is held otherwise."""
+        """Return for each parameter the stream with exactly the region that ``state`` holds; None if any has none."""
         sources: dict[str, str] = {}
         for stream, share in self.shares.items():
             for name, box in share.boxes.items():
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
-        here = {name for name in state.boxes if not state.lacks(name)}
-        return sources if sources.keys() == here else None
+        return sources if sources.keys() == state.boxes.keys() else None
 
     def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
-        """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
+        """Return whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
         return state.buffers().keys() <= self.shares[stream].atoms.keys()
 
     def _recut(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
-        """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
+        """Replay each stream in its writer's sharding, and copy from it what ``state`` holds."""
         odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
         if odd_one and any(chain.records for chain in self.chains.values()):
             raise RunMismatch(
@@ -213,7 +223,7 @@ class Line:
         step = self.step
         self._pour(state)
         while self.step < step:
-            # the records of one stream end earlier than their headers say: all anew, up to there
+            # the records of one stream end earlier than their headers say: start again, up to there
             step = self.step
             state.forget_optimizer_state()
             self._pour(state)
@@ -228,7 +238,10 @@ class Line:
             state.load_own(next(iter(self.shares.values())).progress)
 
     def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
-        """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
+        """Yield each stream with its state after the last step, in its writer's sharding.
+
+        ``state`` provides the parameters' form and the optimizers.
+        """
         for stream, share in self.shares.items():
             ghost = Ghost(state, share.boxes, self._shared(stream) or [])
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
@@ -241,8 +254,9 @@ class Line:
         with_buffers: str,
         after_update: Callable[[int], None] | None,
     ) -> None:
-        """Of each parameter of ``state`` load what its source has, and do the steps; buffers as ``with_buffers``
-        has them."""
+        """Load each parameter of ``state`` from its source stream, and replay the steps. Buffers come from
+        ``with_buffers``.
+        """
         owners = {with_buffers: {BUFFERS}}
         for name, stream in sources.items():
             owners.setdefault(stream, set()).add(name)
@@ -262,7 +276,7 @@ class Line:
     def _step_on(
         self, state: LiveState, taking: Mapping[str, _Taking], after_update: Callable[[int], None] | None
     ) -> None:
-        """Do the steps. The first stream's records tell of all that is no gradient."""
+        """Replay the steps. The first stream's records provide everything but the gradients."""
         step = min(self.base.oldest_step_of(stream) for stream in taking)
         with ExitStack() as stack:
             following = {
@@ -294,24 +308,24 @@ class Line:
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
                         apply(state, taken, again)
-                except OtherCut as error:  # of a later timeline, whose own base is not whole
+                except OtherCut as error:  # of a later timeline, whose own snapshot is not whole
                     raise Differs(step) from error
                 for each in taking.values():
                     if units := each.later.get(step):
-                        each.share.load(state, units, each.owners)  # its time is that of replay
+                        each.share.load(state, units, each.owners)  # counts as replay time
                 self.watch.replayed(len(records))
                 if step >= self.base.step and any(each.differs(record) for each, record, _ in records):
                     raise Differs(step)
 
     def end_before_feedback(self) -> None:
-        """Leave out the records from the first on that changed residuals after the base had copied them."""
+        """End the line before the first record that changed residuals after the snapshot had copied them."""
         steps = self._feedback_steps()
         if steps:
             self._end_at(max(min(steps) - 1, self.base.step), None)
 
     @property
     def residuals_lost(self) -> bool:
-        """Whether a record changed residuals after the base had copied them."""
+        """Return whether a record changed residuals after the snapshot had copied them."""
         return bool(self._feedback_steps())
 
     def _feedback_steps(self) -> list[int]:
@@ -324,7 +338,10 @@ class Line:
 
     @property
     def is_torn(self) -> bool:
-        """Whether it ends as what a killed process was writing, and no later step is known to have been durable."""
+        """Return whether the line ends in a record that a killed process was writing.
+
+        False if a later step is known to have been durable.
+        """
         return self.odd is not None and self.odd.offset is not None and self.step >= self.acknowledged
 
     def _end_at(self, step: int, why: Damaged | None) -> None:
@@ -334,24 +351,24 @@ class Line:
 
 
 class _Taking:
-    """What a replay takes of one stream: what is of ``owners``."""
+    """The content that a replay takes from one stream: that of ``owners``."""
 
     def __init__(self, share: Share, owners: set[str], state: LiveState) -> None:
         self.share, self.owners, self.later = share, owners, share.later_rows(owners)
         self._loaded = share.steps_loaded
-        # as their writer had them; where not all is taken there is no fingerprint that could be compared here
+        # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
         self._strides = share.progress.get("replay", {}).get("strides")
         self._spreads: dict[int, Spreads] = {}
 
     def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> Taken:
-        """What is taken of ``record``."""
+        """Return the part of ``record`` that the replay takes."""
         skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
         return Taken(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
 
     def differs(self, record: StoredRecord) -> bool:
-        """Whether what ``record`` led to is not what training had, as far as that can be told."""
+        """Return whether the state differs from that of training after ``record``, as far as fingerprints tell."""
         told = record.about["fingerprint"]
         return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
 
@@ -359,8 +376,10 @@ class _Taking:
 def _chains(
     base: Manifest, journals: Mapping[str, Journal], target: int | None
 ) -> tuple[dict[str, Chain], set[str]]:
-    """Of each stream, and those of which what follows cannot be read: they lead as far as the others. Raises
-    ``Unreadable`` where all others lead further than one of them."""
+    """Return the chain of each stream, and the streams that continue unreadably; these reach as far as the others.
+
+    Raises ``Unreadable`` where all others lead further than one of them.
+    """
     chains: dict[str, Chain] = {}
     ended: dict[str, Unreadable] = {}
     for stream, journal in journals.items():
@@ -379,7 +398,7 @@ def _chains(
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
-    """Why the chain ends where there are records of later steps."""
+    """Return the reason why the chain ends although there are records of later steps; None if there are none."""
     step = chain.last.step
     later = min((other for other in journal.records if other > step), default=None)
     if later is None:
@@ -392,5 +411,5 @@ def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
 
 
 def uses_feedback(about: dict[str, Any]) -> bool:
-    """Whether the step of a record changed residuals."""
+    """Return whether the step of a record changed residuals."""
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])

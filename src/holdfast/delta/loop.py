@@ -1,4 +1,4 @@
-"""Loop: the training loop as a run sees it: what trains, how far it has got, and what of its state is no tensor."""
+"""The training state of a run: the trained tensors, the steps done, and all state that is no tensor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..state.schedules import Forgotten
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
-from .comm_hook import HookState
+from .comm_hook import HookState, hooked
 from .entering import look
 from .hidden import OwnState, StateCheck
 from .holder import replay_info
-from .hooks import Hook, with_hook
+from .lossy import Sparse, TopK
 from .options import (
     optimizers_of,
     refuse_renormalised,
@@ -34,7 +34,6 @@ from .options import (
     refuse_without_values,
 )
 from .passing import PassingBuffers
-from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
 from .tap import Update
@@ -43,25 +42,35 @@ from .unseen import changes_of
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
 Which = Callable[[str, Any], bool]
-"""Whether of the things of a script, by name, this one is meant."""
+"""A predicate on the script's objects, by name and value."""
 
 
 def is_schedule(name: str, thing: Any) -> bool:
-    """What moves only where the script says so."""
+    """Return whether the script alone moves the object: true for schedulers."""
     return name.startswith("scheduler")
 
 
 def is_no_place(name: str, thing: Any) -> bool:
-    """But places in data: a script may have the batch of the next iteration when it calls ``save``."""
+    """Return whether the object is no position in data.
+
+    A script may already have fetched the next iteration's batch when it calls ``save``, so positions are excluded.
+    """
     return name != "loader" and not hasattr(thing, "__iter__")
 
 
 class Loop:
-    """On this rank of ``ranks``, with what was given to a ``Checkpointer``. First come ``hook_up`` and ``look``, then
-    ``go_on`` or ``begin_anew``, and ``attend``; then ``ends_step`` and ``stepped`` in every iteration."""
+    """The training state on one rank, with everything that was given to a ``Checkpointer``.
+
+    Call order:
+
+    1. ``hook_up`` and ``look``.
+    2. ``go_on`` or ``begin_anew``.
+    3. ``attend``.
+    4. ``ends_step`` and ``stepped`` in every iteration.
+    """
 
     state: LiveState
-    """What there is since the last ``look``."""
+    """The state as the last ``look`` found it."""
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class Loop:
         averages: Averages,
         after_update: Callable[[], None] | None,
     ) -> None:
-        """Raises ``BadInput`` for what is no optimizer, or has no state to be kept."""
+        """Check what was given. Raises ``BadInput`` for an object that is no optimizer, or has no state to store."""
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
@@ -92,54 +101,58 @@ class Loop:
         self._looks_for_scaler = scaler is None
         self.model, self._averages, self._scaler, self._schedule = model, averages, scaler, scheduler
         self._ends_again = loader is not None and not getattr(loader, "endless", False)
-        """Whether who resumes comes to the end of the epoch again, and does what follows it: moves the schedule."""
+        """True if a resumed script reaches the end of the epoch again, and then moves the schedule again."""
         self._redoes = getattr(loader, "redoes", False)
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: Hook | None = None
+        self._hook: HookState | None = None
         self._scale = 0.0
         self._schedule_at: Any = None
         self._late_moves = 0
-        """Steps in a row before which the schedule was moved after the step before had been noted."""
+        """The number of successive steps before which the schedule was moved too late to be noted."""
         self._told_of_buffers = False
         self._buffers_at_look: set[str] = set()
         self._given_frozen: list[str] | None = None
-        """Parameters that did not require gradients at the first look."""
+        """Parameters that did not require gradients at the first scan."""
         self._looks: list[int] = []
-        """Steps of which the last looks were."""
+        """The steps of the last scans."""
         self._own = [OwnState(optimizer) for optimizer in self.optimizers]
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
         self._passing = PassingBuffers(ranks.alone)
         self._joined: set[str] = set()
-        """Names of buffers that overlapped only with one another at a look: a forward pass may part them."""
+        """Names of buffers that overlapped only with one another at a scan; a forward pass may separate them."""
         self.has_new_buffers = False
-        """Whether the last step is the first at which a buffer that is not persistent was seen to change."""
+        """True if a non-persistent buffer was first seen to change in the last step."""
         self._is_first = False
         self._trained: Collection[str] = ()
-        """What the run's last step before a resume did, until one was done since."""
+        """The parameters that the run's last step before a resume trained; empty after the next step."""
         self._buffers_were: list[tuple[int, int]] = []
         self._accumulates = False
         self.now: dict[str, Any] = {}
-        """What the script held at the end of the last step, as JSON."""
+        """The user state at the end of the last step, as JSON."""
         self.steps_done = 0
         self.exactness: Literal["state", "continuation"] = "continuation"
         self.rates: dict[str, float] = {}
-        """By which the next recovery is predicted."""
+        """Measured rates, from which the duration of the next recovery is predicted."""
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a step brings every part of the state forward by itself, so that parts can be of different steps."""
+        """Return whether each part of the state advances by itself, so that parts may be of different steps."""
         return self.after_update is None and all(map(is_elementwise, self.optimizers))
 
     def hook_up(self) -> None:
-        """Put the codec's hook on the model, if it has one. Called on all ranks."""
-        self.codec, self._hook = with_hook(
-            self.codec, self.ranks, self.model, self._scaler, self._residuals, self._subspaces
-        )
+        """Register the codec's hook on the model, if the codec has one. Collective: every rank must call this."""
+        if self.ranks.alone or not isinstance(self.codec, TopK):
+            return
+        self._hook = hooked(self.model, self.codec, self._scaler, self._residuals)
+        if self._hook is not None:
+            self.codec = Sparse(self.codec, self.ranks.world_size)
 
     def look_again(self) -> None:
-        """See what there is now, with a warning of what there was not at the beginning. Called on all ranks."""
+        """Scan the state again, and warn of buffers that came or went. Collective: every rank must call this.
+
+        Warns as well when four steps in a row needed a scan, since each took a snapshot.
+        """
         before = self._buffers_at_look
         self.look()
         self._looks = [step for step in self._looks if step > self.steps_done - 4] + [self.steps_done]
@@ -155,9 +168,9 @@ class Loop:
         _tell_of_buffers(before - passing, self._buffers_at_look - passing)
 
     def look(self) -> None:
-        """See what there is now. Called on all ranks."""
+        """Scan the state as it is now. Collective: every rank must call this."""
         self.state = look(
-            self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
+            self.ranks, self.model, self.optimizers, self._averages, self._residuals,
             own_residuals=self._hook is not None,
         )  # fmt: skip
         self.state.carry(self._passing.carried)
@@ -172,7 +185,9 @@ class Loop:
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
-        """What is done after an update that is replayed, after so many steps; None if nothing is."""
+        """Return the function to call after a replayed update, with the number of steps done; None without
+        ``after_update``.
+        """
         after_update = self.after_update
         if after_update is None:
             return None
@@ -184,19 +199,19 @@ class Loop:
         return again
 
     def begin_anew(self) -> None:
-        """From where the script is."""
+        """Begin the run with the current state of the script."""
         self.ranks.all_do(self.script.refuse_large)
-        self.state.forget_residuals()  # of what it did before
+        self.state.forget_residuals()  # of steps before the run
 
     def go_on(self, found: Recovered) -> None:
-        """From the step that was found, with a warning of what was odd."""
+        """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
         self._passing.restore(self.state, found.progress)
         for text in found.odd:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
         if not self.codec.error_feedback:
             self.state.forget_residuals()
-        elif found.residuals_lost:  # without those that the point had training goes on otherwise
+        elif found.residuals_lost:  # without the residuals of that step training continues differently
             self.exactness = "state"
             warnings.warn(
                 f"resuming after step {self.steps_done}, state-exact and not continuation-exact: the residuals of"
@@ -206,7 +221,7 @@ class Loop:
             )
 
     def attend(self) -> None:
-        """``steps_done`` have been done, and the next iteration is of the step after those."""
+        """Start the iteration after ``steps_done``, and note the state as it is now."""
         self._scale = self._scale_now()
         self._is_first = True
         for own in self._own:
@@ -216,7 +231,7 @@ class Loop:
         self.note()
 
     def begins_step(self) -> None:
-        """An optimizer is about to make the first update since the last step."""
+        """Warn of a missing scaler and of a late scheduler. Called before the first update of each step."""
         if self._looks_for_scaler:
             self._looks_for_scaler = False
             _tell_of_scaler(list(self.script.things.values()))
@@ -230,10 +245,11 @@ class Loop:
             )
 
     def ends_step(self, updated: bool) -> bool:
-        """Whether the iteration that ends is a step: an optimizer has ``updated``, or the loss scale fell, and it was
-        skipped."""
+        """Return whether the iteration is a step: an optimizer has ``updated``, or a fallen loss scale shows a skipped
+        step.
+        """
         before, self._scale = self._scale, self._scale_now()
-        if isinstance(self._hook, HookState):
+        if self._hook is not None:
             self._hook.settle()
         ends = updated or self._scale < before
         self._accumulates = not ends
@@ -242,7 +258,7 @@ class Loop:
         return ends
 
     def stepped(self, updates: Sequence[Update]) -> None:
-        """One more step has been done, of these ``updates`` or, without any, skipped."""
+        """Count one more step, done by ``updates``, or skipped if there are none, and check what it changed."""
         self.steps_done += 1
         self._forgotten.look(
             "Pass it as scheduler=, several as also={name: ...}; the script goes on stepping it, before step().",
@@ -259,12 +275,15 @@ class Loop:
         self.note()
 
     def check_again(self, updates: Sequence[Update]) -> None:
-        """Raise ``BadInput`` and its kin for what commits could not hold of parameters that ``look_again`` found."""
+        """Raise ``BadInput`` or a subclass for state of new parameters that commits cannot hold.
+
+        Called after ``look_again`` found the parameters.
+        """
         for number in {update.optimizer for update in updates}:
             self._checks[number].look(self.state)
 
     def _tell_of_own(self, number: int) -> None:
-        """Warn of what a step has changed that neither bases nor records can hold."""
+        """Warn of own state that a step has changed, and that neither snapshots nor log records can hold."""
         lost = self._own[number].lost
         if lost is None or number in self._told_of_own:
             return
@@ -277,23 +296,21 @@ class Loop:
         )
 
     def note(self) -> None:
-        """What the script holds now is what it has after ``steps_done``."""
-        if isinstance(self._hook, PowerState):
-            self._hook.steps_done = self.steps_done
+        """Note the current user state as that after ``steps_done``."""
         joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
         self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 
     def note_again(self, which: Which) -> None:
-        """Of a base that is made after the step: hyper-parameters and the things ``which`` are what they are now."""
+        """Note hyper-parameters and the objects ``which`` again, for a snapshot made after the step."""
         self._passing.drop_emptied(self.state)
         self.now = self._now_again(which)
         self._schedule_at = self._schedule_now()
 
     @property
     def has_moved(self) -> bool:
-        """Whether the script has changed something since the last step that is no place in data."""
+        """Return whether the script has changed something since the last step, other than positions in data."""
         return self._now_again(is_no_place) != self.now
 
     @property
@@ -301,18 +318,21 @@ class Loop:
         return self._now_again(is_schedule) != self.now
 
     def _now_again(self, which: Which) -> dict[str, Any]:
-        """In mid-accumulation all is of the last step, and so it is beside a place from which the end of an epoch is
-        done again."""
+        """Return the user state with the objects ``which`` as they are now.
+
+        In the middle of an accumulation everything is that of the last step. The same holds where the end of an epoch
+        will be repeated after a resume.
+        """
         return self.now if self._accumulates or self._ends_again else self.script.again(self.now, which)
 
     @property
     def has_begun_another(self) -> bool:
-        """Whether a buffer has changed since the last step: an iteration has begun that did not end."""
+        """Return whether a buffer has changed since the last step, so that an unfinished iteration has begun."""
         return self._buffers_were != self._buffers_are()
 
     @property
     def has_moved_on(self) -> bool:
-        """Whether buffers have changed since the last step in iterations that were none, so no base can be made."""
+        """Return whether iterations that were no steps have changed buffers, so that no snapshot can be made."""
         return self._accumulates and self.has_begun_another
 
     def refuse_moved_on(self) -> None:
@@ -324,7 +344,7 @@ class Loop:
             )
 
     def progress(self) -> dict[str, Any]:
-        """Of the present step, as JSON: all of its state that is no tensor."""
+        """Return the progress of the current step as JSON: all state that is no tensor."""
         if not self.ranks.alone and not self._told_of_buffers and self.state.has_other_buffers():
             self._told_of_buffers = True
             warnings.warn(
@@ -346,16 +366,16 @@ class Loop:
         }
 
     def let_go(self) -> None:
-        """Gradients are exchanged as without the hook from here on."""
+        """Deactivate the hook: from here on gradients are exchanged as without it."""
         if self._hook is not None:
             self._hook.active = False
 
     def _buffers_are(self) -> list[tuple[int, int]]:
-        """Which tensors they are, and how often these were changed."""
+        """Return the identity of each buffer, and how often it has been changed."""
         return [(id(tensor), changes_of(tensor)) for tensor in self.state.buffer_tensors()]
 
     def _schedule_now(self) -> Any:
-        """How often the scheduler was moved, where it counts that."""
+        """Return how often the scheduler was moved; None where it does not count that."""
         return getattr(self._schedule, "last_epoch", None)
 
     def _scale_now(self) -> float:
@@ -363,7 +383,7 @@ class Loop:
 
 
 def _tell_of_scaler(given: Sequence[Any]) -> None:
-    """Warn of a ``GradScaler`` that is calling ``optimizer.step`` now and is not among what was ``given``."""
+    """Warn of a ``GradScaler`` that is calling ``optimizer.step`` now and is not among ``given``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -379,8 +399,12 @@ def _tell_of_scaler(given: Sequence[Any]) -> None:
 
 
 def _tell_of_frozen(state: LiveState, trained: Collection[str], updates: Sequence[Update]) -> None:
-    """Warn of parameters of an optimizer that ``trained`` before the resume, and do not require gradients after the
-    first step since, whose ``updates`` had none of them."""
+    """Warn of parameters in ``trained`` that lost ``requires_grad`` at the resume.
+
+    Args:
+        trained: The parameters that were trained before the resume.
+        updates: The updates of the first step since. They had no gradients of such parameters.
+    """
     with_gradient = {
         (update.optimizer, parameter.name)
         for update in updates
@@ -405,7 +429,7 @@ def _tell_of_frozen(state: LiveState, trained: Collection[str], updates: Sequenc
 
 
 def _tell_of_buffers(before: set[str], now: set[str]) -> None:
-    """Warn of those that came or went, by name."""
+    """Warn of buffers that came or went, by name."""
     if went := sorted(before - now):
         warnings.warn(
             f"{', '.join(went)} went after the run began. A resume refuses a model that has them: leave them out"

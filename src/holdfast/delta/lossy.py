@@ -1,7 +1,7 @@
-"""Lossy codecs: training is made to consume a gradient that takes few bytes, and what that loses comes later.
+"""Lossy codecs: training consumes a gradient that takes few bytes, and what that loses is added later.
 
-What a gradient loses is kept as the parameter's *residual* and added to its next gradient (error feedback). The
-optimizer consumes what ``codecs.expand_into`` makes of the arrays that are recorded, and replay expands those, too.
+The loss of a gradient is kept as the parameter's *residual* and added to its next gradient (error feedback). The
+optimizer consumes what ``codecs.expand_into`` makes of the recorded arrays, and replay expands the same arrays.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .slots import Slot
 from .sparse import BITS, Arrays, num_blocks, pick
 
 Sizes = dict[str, tuple[torch.dtype, int]]
-"""Of the arrays of a parameter: their dtypes and elements."""
+"""The dtype and the number of elements of each array of a parameter."""
 
 RANKED_AT_ONCE = 1 << 18
-"""Elements whose magnitudes are compared at once by each thread of a CPU: what stays in its caches."""
+"""The number of magnitudes that each CPU thread compares at once, so that they stay in its caches."""
 
 BLOCK = 1024
-"""Elements among which the largest are chosen: few enough to be fast, and an index in it is 16 bits."""
+"""The elements among which the largest are chosen: few enough to be fast, and to index in 16 bits."""
 
 
 class Lossy(Codec):
-    """``compress`` makes arrays of a flat tensor; ``expand`` says what they stand for."""
+    """The base class of lossy codecs: ``compress`` makes arrays, and ``codecs.expand`` gives what they stand for."""
 
     @property
     def changes_training(self) -> bool:
         return True
 
     def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
-        """The arrays of what is consumed of ``flat``, whose gradient is of ``dtype``."""
+        """Return the arrays that stand for ``flat``, whose gradient has ``dtype``."""
         raise NotImplementedError
 
     def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
-        """The most that ``compress`` gives."""
+        """Return the largest arrays that ``compress`` can give."""
         raise NotImplementedError
 
     def layouts(self, state: LiveState) -> list[Layout]:
@@ -73,7 +73,7 @@ class Lossy(Codec):
     ) -> dict[str, Arrays]:
         there = {p.device for _, p in trained} if self.width else set()
         together = {device for device in there if is_accelerator(device)}
-        if not together:  # a host compresses each in its caches
+        if not together:  # a CPU compresses each gradient in its caches
             return {name: self._consume(parameter, residuals, skipped) for name, parameter in trained}
         alone = [(name, p) for name, p in trained if p.device not in together]
         found = {name: self._consume(parameter, residuals, skipped) for name, parameter in alone}
@@ -84,19 +84,22 @@ class Lossy(Codec):
     def compress_rows(
         self, rows: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> tuple[list[Arrays], torch.Tensor]:
-        """Return the arrays that ``compress`` gives for each tensor of ``grid``, whose matrix is ``rows``, and a matrix
-        of what they stand for, in ``dtype``. Does not wait for the device."""
+        """Compress all tensors of ``grid``, without waiting for the device.
+
+        ``rows`` is the matrix of the grid. Returns the arrays that ``compress`` gives for each tensor, and a matrix of
+        the values that they stand for, in ``dtype``.
+        """
         raise NotImplementedError
 
     @property
     def width(self) -> int:
-        """The columns of the grid that ``compress_rows`` is for; 0 for a codec that has no such method."""
+        """The columns of the grid for ``compress_rows``; 0 for a codec without that method."""
         return 0
 
     def _consume_together(
         self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
     ) -> dict[str, Arrays]:
-        """``_consume`` for gradients of one dtype on one device, in a number of operations that is always the same."""
+        """Do what ``_consume`` does for all gradients of one dtype and device, in a fixed number of operations."""
         grads = [gradient_of(parameter) for _, parameter in trained]
         dtype, wide = grads[0].dtype, torch.promote_types(grads[0].dtype, torch.float32)
         grid = Grid(tuple(grad.numel() for grad in grads), self.width)
@@ -118,7 +121,7 @@ class Lossy(Codec):
         assert parameter.grad is not None
         grad = local_of(parameter.grad.detach())
         wide = torch.promote_types(grad.dtype, torch.float32)
-        if skipped:  # the optimizer will change nothing, whatever the gradient
+        if skipped:  # the optimizer changes nothing, whatever the gradient
             return self.compress(torch.zeros(grad.numel(), dtype=wide, device=grad.device), grad.dtype)
         wanted = grad.reshape(-1).to(wide)
         if self.error_feedback:
@@ -132,7 +135,7 @@ class Lossy(Codec):
             wanted.sub_(given)
         elif self.error_feedback:
             wanted[where] -= given[where]
-        if torch._debug_has_internal_overlap(grad):  # a view that repeats its elements cannot be written to
+        if torch._debug_has_internal_overlap(grad):  # an expanded view cannot be written to
             parameter.grad = given.view(grad.shape)
         elif not grad.is_contiguous():
             grad.copy_(given.view(grad.shape))
@@ -160,12 +163,13 @@ class Lossy(Codec):
 
 @dataclass(frozen=True)
 class TopK(Lossy):
-    """Of each gradient the largest ``ratio`` of its elements: training consumes them, and zeros elsewhere.
+    """A codec that keeps the largest elements of each gradient, a fraction ``ratio`` of all.
 
-    They are the largest of each block of 1024 (of more where ``ratio`` is below 1 %), at least one of a parameter and
-    of each block: what lies closer together than that is not compared. With ``error_feedback`` the rest is kept and
-    added to the next gradient; without, it is lost, and training suffers. Residuals take 4 bytes per parameter, where
-    the parameter is.
+    Training consumes these elements, and zeros elsewhere. The largest are found within each block of 1024 elements, or
+    of more where ``ratio`` is below 1 %. At least one element of each block and each parameter is kept.
+
+    With ``error_feedback`` the rest is kept and added to the next gradient; without, it is lost, and training suffers.
+    Residuals take 4 bytes per element, on the parameter's device.
     """
 
     ratio: float = 0.01
@@ -179,18 +183,18 @@ class TopK(Lossy):
 
     @property
     def block(self) -> int:
-        """Elements of a block: enough that about ten of them are kept."""
+        """The number of elements in a block: enough to keep about ten of them."""
         block = BLOCK
         while block < 32 * BLOCK and block * self.ratio < 8:
             block *= 2
         return block
 
     def kept(self, elements: int) -> int:
-        """Of a block, or the part of one, with so many ``elements``."""
+        """Return how many elements are kept of a block, or a partial block, of so many ``elements``."""
         return min(elements, max(1, round(self.ratio * elements)))
 
     def counts(self, elements: int, device: torch.device) -> torch.Tensor:
-        """Return what ``compress`` keeps of each block of a tensor with so many ``elements``."""
+        """Return how many elements ``compress`` keeps of each block of a tensor with so many ``elements``."""
         counts = torch.full((num_blocks(elements, self.block),), self.kept(self.block), device=device)
         if elements % self.block:
             counts[-1:] = self.kept(elements % self.block)
@@ -216,7 +220,7 @@ class TopK(Lossy):
         return {name: torch.cat([arrays[name] for arrays in found]) for name in found[0]}
 
     def _largest(self, rows: torch.Tensor, dtype: torch.dtype) -> Arrays:
-        """The largest of each of ``rows``."""
+        """Return the arrays of the largest elements in each of ``rows``."""
         length = rows.shape[1]
         kept = self.kept(length)
         counts = torch.full((len(rows),), kept, device=rows.device).to(torch.uint16)
@@ -237,7 +241,7 @@ class TopK(Lossy):
         kept = self.kept(self.block)
         of_tails = tuple(self.kept(size % self.block) if size % self.block else 0 for size in grid.sizes)
         tails = tails_of(grid, kept, of_tails, rows.device)
-        if kept == self.block:  # so each tail is kept whole, too
+        if kept == self.block:  # each tail is then kept whole, too
             given = values = rows.to(dtype, copy=True)
             places = rows.new_empty((len(rows), 0), dtype=torch.uint16)
         else:
@@ -261,8 +265,10 @@ class TopK(Lossy):
 
 @dataclass(frozen=True)
 class Int8(Lossy):
-    """Each gradient in 8 bits per element, with a scale for each ``block`` of elements. What rounding loses is added to
-    the next gradient with ``error_feedback``."""
+    """A codec that stores gradients in 8 bits per element, with one scale for each ``block`` of elements.
+
+    With ``error_feedback`` the rounding loss is added to the next gradient.
+    """
 
     block: int = 256
     error_feedback: bool = True
@@ -294,10 +300,12 @@ class Int8(Lossy):
 
 @dataclass(frozen=True)
 class Sparse(Lossy):
-    """Gradients that ``delta.comm_hook`` left sparse, as they are: every element that is not +0.0. Slots have room for
-    what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less. A gradient that somebody made
-    dense since is recorded dense, as long as the part has room for it; a step that does not fit is followed by a
-    base."""
+    """The codec for gradients that ``delta.comm_hook`` made sparse: it records every element that is not +0.0.
+
+    Staging buffers have room for what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less.
+    A gradient that was made dense since is recorded dense, if it fits. A step that does not fit is followed by a
+    snapshot.
+    """
 
     kept: TopK
     world_size: int
@@ -327,7 +335,7 @@ class Sparse(Lossy):
 
 
 def _largest_of(rows: torch.Tensor, kept: int) -> torch.Tensor:
-    """In each of ``rows`` the places of the ``kept`` largest."""
+    """Return the indices of the ``kept`` largest elements in each of ``rows``."""
     at_once = len(rows)
     if rows.device.type == "cpu":
         at_once = max(1, RANKED_AT_ONCE * torch.get_num_threads() // rows.shape[1])
@@ -336,7 +344,7 @@ def _largest_of(rows: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def _each(**arrays: Sequence[torch.Tensor]) -> list[Arrays]:
-    """Return the arrays of each tensor, from those of all by what they are."""
+    """Return the arrays of each tensor as one dictionary, from arrays by name for all tensors."""
     return [dict(zip(arrays, of_one, strict=True)) for of_one in zip(*arrays.values(), strict=True)]
 
 

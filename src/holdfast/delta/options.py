@@ -1,4 +1,4 @@
-"""Options: those of a ``Checkpointer``; what cannot be is refused before anything is written. Bytes, seconds."""
+"""The options of a ``Checkpointer``, and checks that refuse bad ones before anything is written. Bytes, seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from ..errors import BadInput
 from ..plan.cadence import Limits
 from ..ranks import Ranks
-from ..state.fsdp1 import THIS
 from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
@@ -26,22 +25,22 @@ from .recorder import BOUND
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How steps are kept. Raises ``BadInput`` for what cannot be."""
+    """The options that say how steps are kept. Raises ``BadInput`` for bad values."""
 
     codec: Codec
     keep: Keep
     base_every: int | None
     when_behind: str
     memory: int | str
-    """For copies that wait to be written."""
+    """Bytes for copies that wait to be written."""
     storage: int | str | None
-    """Of the disk, for the whole run."""
+    """Bytes of the disk, for the whole run."""
     recovery_seconds: float
     bandwidth_share: float
     deadline_seconds: float
     direct: bool
     bytes_per_step: int
-    """Of a base, copied at the end of one step."""
+    """Bytes of a snapshot that are copied at the end of one step."""
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
@@ -57,12 +56,15 @@ class Options:
 
     @property
     def staging_bytes(self) -> int:
-        """Of the memory, for copies of a base."""
+        """Bytes of the memory that copies of a snapshot may take."""
         return max(self.memory_bytes // 4, self.bytes_per_step)
 
     @property
     def limits(self) -> Limits:
-        """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
+        """The limits of the snapshot interval.
+
+        One write holds as many records as staging buffers allow, at any interval. Raises ``BadInput`` for bad values.
+        """
         try:
             return Limits(
                 recovery_seconds=self.recovery_seconds, storage_bytes=self.storage_bytes, host_bytes=self.memory_bytes,
@@ -72,10 +74,10 @@ class Options:
             raise BadInput(str(error)) from error
 
     def slots_that_fit(self, slot_bytes: int) -> int:
-        """One for each step that may be on its way; fewer, but two at least, where memory is short.
+        """Return the number of staging buffers: one for each step in flight, at least two where memory is short.
 
-        Raises ``BadInput`` where two do not fit, naming the memory that is enough: a quarter of it, or
-        ``bytes_per_step`` if that is more, is for staging.
+        Raises ``BadInput`` where two do not fit, with the memory that is enough. A quarter of the memory, or
+        ``bytes_per_step`` if that is more, is reserved for snapshots.
         """
         room = self.memory_bytes - self.staging_bytes
         if room < 2 * slot_bytes:
@@ -89,7 +91,7 @@ class Options:
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """The one, or the several, that were given."""
+    """Return the given optimizer or optimizers as a tuple. Raises ``BadInput`` for anything else."""
     several = isinstance(given, Iterable) and not isinstance(given, (torch.optim.Optimizer, str))
     optimizers: tuple[Any, ...] = tuple(given) if several else (given,)
     if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
@@ -105,7 +107,7 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
-    """One around another whose state it does not share: that would be in no commit."""
+    """Raise ``BadInput`` for a wrapper of an optimizer with separate state, which no commit would hold."""
     for name, value in vars(optimizer).items():
         items = (
             value.values()
@@ -124,7 +126,7 @@ def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_renormalised(model: nn.Module) -> None:
-    """Where the forward pass changes parameters, which records of gradients do not hold."""
+    """Raise ``BadInput`` where the forward pass changes parameters, since records of gradients do not hold that."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and isinstance(
             module, (nn.Embedding, nn.EmbeddingBag)
@@ -136,7 +138,7 @@ def refuse_renormalised(model: nn.Module) -> None:
 
 
 def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ``BadInput`` where gradients will be sparse: records hold plain ones, and other optimizers take those."""
+    """Raise ``BadInput`` where gradients will be sparse, since records hold dense ones."""
     updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
@@ -153,7 +155,7 @@ def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.O
 
 
 def refuse_without_values(model: nn.Module) -> None:
-    """Where parameters are on meta."""
+    """Raise ``BadInput`` where parameters are on the meta device."""
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise BadInput(
@@ -173,8 +175,7 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
     if not isinstance(codec, Codec):
         raise BadInput(
-            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
-            " holdfast.PowerSGD()"
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
         )
 
 
@@ -197,7 +198,10 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
 
 
 def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:
-    """Raise unless ``resume`` was called alike on all ranks, which all call this."""
+    """Raise ``BadInput`` unless ``resume`` was called with the same arguments on all ranks.
+
+    Collective: every rank must call this.
+    """
     calls = ranks.everyone(asked)
     if len(set(calls)) > 1:
         told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
@@ -205,7 +209,7 @@ def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:
 
 
 def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
-    """What is for one process."""
+    """Raise ``BadInput`` for options that only one process can use."""
     if when_behind == "skip" and not ranks.alone:
         raise BadInput(
             'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
@@ -243,7 +247,7 @@ def refuse_with_a_replica(
 
 
 def refuse_waiting(wait_each_step: bool) -> None:
-    """Raise ``BadInput`` where every step would be a base."""
+    """Raise ``BadInput`` where waiting for each step would make a snapshot of each step."""
     if wait_each_step:
         raise BadInput(
             "wait_each_step= with replica= would make a base of every step, since a replica has the others in memory:"
@@ -251,45 +255,11 @@ def refuse_waiting(wait_each_step: bool) -> None:
         )
 
 
-def refuse_with_fsdp1(
-    state: LiveState,
-    codec: Codec,
-    after_update: Any,
-    averages: Any,
-    replica: Any,
-    clip_norm: float | None,
-) -> None:
-    """Raise ``BadInput`` for options of a ``Checkpointer`` that take parameters and gradients for whole ones, where
-    FSDP1 leaves a rank elements of them."""
-    if not state.flattened:
-        return
-    name = state.flattened[0].name
-    for optimizer in state.optimizers:
-        if not is_elementwise(optimizer):
-            raise BadInput(
-                f"{name} is of {THIS}, which gives a rank elements of flattened parameters, and"
-                f" {type(optimizer).__name__} is not known to update every element by itself. Use fully_shard (FSDP2),"
-                " or an optimizer such as AdamW of torch.optim."
-            )
-    if clip_norm is not None:
-        raise BadInput(
-            f"clip_norm = {clip_norm}: {name} is of {THIS}, and a rank has no norm of what the others hold. Clip in the"
-            " script: model.clip_grad_norm_(max_norm) of the outermost wrapper."
-        )
-    given = {
-        f"codec={codec}": not isinstance(codec, Exact), "replica=": replica is not False,
-        "averages=": averages is not None, "after_update=": after_update is not None,
-    }  # fmt: skip
-    for what, is_given in given.items():
-        if is_given:
-            raise BadInput(
-                f"{what} is not for {name}, which is of {THIS}: it would take elements of it for all. Leave it out, or"
-                " use fully_shard (FSDP2)."
-            )
-
-
 def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
-    """Raise unless ``remote`` is one on all ranks, which all call this: the first one copies for all."""
+    """Raise ``BadInput`` unless ``remote`` is the same on all ranks, since the first rank copies for all.
+
+    Collective: every rank must call this.
+    """
     places = ranks.everyone(remote)
     if len(set(places)) > 1:
         told = ", ".join(f"rank {rank} {place or 'none'}" for rank, place in enumerate(places))
@@ -299,8 +269,11 @@ def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
 
 
 def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
-    """Where there is no norm to clip by: torch has none of gradients that are cut over several meshes, or of which some
-    are cut and others are not, and of a pipeline no rank has all. Several optimizers step one after the other."""
+    """Raise ``BadInput`` where no single norm exists to clip by.
+
+    torch has no norm of gradients that are sharded over several meshes, or only partly sharded. In a pipeline no rank
+    has all gradients. Several optimizers step one after the other.
+    """
     if clip_norm is None:
         return
     if not clip_norm > 0:

@@ -1,8 +1,8 @@
-"""Orphans: replicas of several ranks whose trainers are gone, and how they find each other to make one more base.
+"""Rendezvous of the replicas of several ranks whose trainers are gone, to make one more snapshot.
 
-There is no board any more, but there is the run's directory: each leaves notes in ``scratch/``, named after the
-timeline, and reads those of the others. Who opens the run next removes them. Nobody waits for long for a replica that
-may be gone as well, and less long when a trainer asks for the run. What one gives up, all give up.
+The board is gone, but the run's directory exists. Each replica writes notes to ``scratch/``, named after the timeline,
+and reads those of the others. The next process that opens the run removes the notes. No replica waits long for one that
+may be gone as well, and less long when a trainer asks for the run. If one replica gives up, all do.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from . import awake
 LOOK_SECONDS = 0.02
 
 HERE = "here"
-"""What a replica says first when it is by itself."""
+"""The first note of a replica without trainer."""
 
 KEPT = "kept"
-"""What it says when its state is in memory: from which step to which."""
+"""The note of a replica whose state is in memory: the first and the last step."""
 
 GAVE_UP = "gave-up"
-"""What it says when there will be no base of all from it."""
+"""The note of a replica that ends the attempt to make a snapshot of all."""
 
 
 class Locks:
-    """Of the replicas of a run, which the system drops with the process. Where those of another host are not seen,
-    nobody is missed."""
+    """The locks of a run's replicas, which the system releases when a process ends.
+
+    Locks held on another host may be invisible; such replicas are never reported as gone.
+    """
 
     def __init__(self, disk: AnyDisk) -> None:
         self._disk = disk
         self._seen: set[int] = set()
 
     def gone(self, rank: int) -> bool:
-        """Whether the replica of ``rank`` was seen at work, and is not any more: it is done, or dead."""
+        """Return whether the replica of ``rank`` held its lock before and does not now: it is done, or dead."""
         if self._disk.is_locked(lock_of(rank)):
             self._seen.add(rank)
             return False
@@ -48,7 +50,10 @@ class Locks:
 
 
 class Notes:
-    """Of the replicas of ``ranks`` about one ``timeline``. ``asked`` says whether a trainer is waiting."""
+    """The notes of the replicas of ``ranks`` about one ``timeline``.
+
+    ``asked`` returns whether a trainer is waiting.
+    """
 
     def __init__(self, disk: AnyDisk, timeline: int, ranks: Ranks, asked: Callable[[], bool]) -> None:
         self._disk, self._timeline, self._ranks, self._asked = disk, timeline, ranks, asked
@@ -59,13 +64,16 @@ class Notes:
         write_durably(self._disk, path, json.dumps(about).encode(), why="note")
 
     def give_up(self) -> None:
-        """There will be no base of all: nobody needs to wait for this rank any more."""
+        """Tell the other replicas that there will be no snapshot of all, so that none waits for this rank."""
         with suppress(HoldfastError, OSError):  # the others see that its lock is free
             self.leave(GAVE_UP)
 
     def of_all(self, what: str, seconds: float, when_asked: float) -> list[Any] | None:
-        """What every rank has said, by rank; None if one does not within ``seconds``, or ``when_asked`` seconds since a
-        trainer is waiting, or one has given up, or is gone."""
+        """Return the note ``what`` of every rank, by rank.
+
+        Returns None if a note is missing after ``seconds``, or ``when_asked`` seconds after a trainer began to wait, or
+        if a replica has given up or is gone.
+        """
         ranks = range(self._ranks.world_size)
         end = awake.now() + seconds
         while not any(self._says(GAVE_UP, rank) for rank in ranks):
@@ -89,12 +97,12 @@ class Notes:
 
 
 def is_orphan(disk: AnyDisk, timeline: int, rank: int) -> bool:
-    """Whether the replica of ``rank`` has said that its trainer is gone, or has closed without saving."""
+    """Return whether the replica of ``rank`` has written that its trainer is gone, or has closed without saving."""
     return disk.exists(path_of(HERE, timeline, rank))
 
 
 def has_kept(disk: AnyDisk, timeline: int, rank: int) -> bool:
-    """Whether the replica of ``rank`` has said that what it had is in memory."""
+    """Return whether the replica of ``rank`` has written that its state is in memory."""
     return disk.exists(path_of(KEPT, timeline, rank))
 
 

@@ -1,7 +1,7 @@
-"""Others: how long a rank waits for the rest, and whom it names when that was too long.
+"""Monitor of the ranks that this rank waits for: it reports slow and stopped ranks by name.
 
-A rank that has ended, or whose replica hangs, is told of by the first rank or by itself, and within seconds. What is
-left is one that is slow, or stopped: as long as it gives signs of life it is waited for. Seconds.
+A rank that has ended, or whose replica hangs, is reported within seconds by itself or the first rank. What remains is a
+rank that is slow or stopped; it is waited for as long as it sends heartbeats. Seconds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from . import awake
 from .agreement import PROBE_SECONDS, Agreement
 
 GRACE_SECONDS = 2 * PROBE_SECONDS
-"""How much longer than its own replica others are waited for: who fails knows better why."""
+"""The extra time that other ranks get beyond this rank's replica: the failing one knows the cause better."""
 
 
 class Others:
-    """Of one wait, for all to have ``step`` and for the base ``number`` of ``base_step`` to end."""
+    """Detects ranks that stopped making progress while this rank waits for them.
+
+    The wait is for all ranks to have ``step``, and for snapshot ``number``, of ``base_step``, to end. Warns once about
+    a slow rank.
+    """
 
     def __init__(
         self, agreement: Agreement, deadline_seconds: float, step: int, number: int, base_step: int
@@ -29,8 +33,11 @@ class Others:
         self._has_warned = False
 
     def check(self, durable_step: int) -> None:
-        """Asked again and again while others are waited for. Warns of one that is slow, once; raises ``RankFailed``
-        when nothing was heard of it for too long. ``durable_step`` is what survives whatever it does."""
+        """Check the progress of the other ranks. Called repeatedly during the wait.
+
+        Warns once of a slow rank. Raises ``RankFailed`` when a rank has sent no heartbeat for too long.
+        ``durable_step`` is the step that survives in any case, for the message.
+        """
         now, standing = awake.now(), self._agreement.standing
         sign = (standing.durable_step, standing.base_wanted, standing.missing)
         if sign != self._sign:

@@ -1,9 +1,10 @@
-"""Pace: when bases are made, and what happens when the disk is behind or full.
+"""The snapshot scheduler: it decides when snapshots are made, and what happens when the disk is behind or full.
 
-A base is due so many steps after the last one was begun; the number is told or the ``Tuner``'s. Its units are copied at
-the ends of the steps that follow, as the time of a step and the memory allow. Where steps could not be recorded there
-is a *gap*, which ends with a base: one that training waits for (``"block"``, ``"commit"``), or one made beside it with
-records again from its beginning (``"skip"``, unless that has failed once). Called by the training thread; bytes.
+A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
+are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
+a *gap*, which ends with a snapshot. Training waits for that snapshot (``"block"``, ``"commit"``), or it is made beside
+training with records again from its beginning (``"skip"``, unless that has failed once). Called by the training thread;
+bytes.
 """
 
 from __future__ import annotations
@@ -30,29 +31,39 @@ from .watching import Recovery
 POLICIES = ("block", "skip", "commit")
 
 PRIOR_BYTES_PER_SECOND = 500_000_000.0
-"""Believed of the disk by a process that has written no base yet."""
+"""The assumed disk bandwidth before the process has written a snapshot."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What bases may take."""
+    """The resources that snapshots may use."""
 
     staging_bytes: int
-    """Of copies that wait to be written."""
+    """Bytes of copies that wait to be written."""
     bytes_per_step: int
-    """Copied at the end of one step."""
+    """Bytes that are copied at the end of one step."""
     storage_bytes: int | None = None
-    """Of the disk, for the whole run; None is ``STORAGE_FULLS`` times the state, or ``LEAST_STORAGE``, besides what is
-    kept for good."""
+    """Bytes of the disk, for the whole run.
+
+    None is ``STORAGE_FULLS`` times the state, or ``LEAST_STORAGE`` if that is more, besides what is kept for good.
+    """
     of_one_step: bool = False
-    """All units of a base are of one step. Several ranks wait for such a base, since no two copy at the same step."""
+    """True if all chunks of a snapshot are of one step. Several ranks wait for such a snapshot, since no two copy at
+    the same step.
+    """
     when_behind: str = "block"
 
 
 class Pace:
-    """Makes the bases of a run. ``progress`` gives that of the present step, ``emit`` writes an event, ``restarted`` is
-    told when records begin anew. With ``together`` a base is that of several ranks, of which this one has ``prefix``'s
-    part."""
+    """The scheduler and maker of a run's snapshots.
+
+    Args:
+        progress: Returns the progress of the current step.
+        emit: Writes an event.
+        restarted: Called when records begin anew.
+        prefix: The prefix of this rank's chunks.
+        together: The snapshots of several ranks, of which this rank makes its share; None for one process.
+    """
 
     def __init__(
         self,
@@ -76,12 +87,12 @@ class Pace:
         self.base_step, self._begun_at = -1, 0
         self._losses_when_shared = 0
         self._again = False
-        """Whether all ranks make another base after the next step, since one did not make room enough."""
+        """True if all ranks make another snapshot after the next step, since the last one did not free enough space."""
         self.gap = False
-        """Whether steps are not recorded, or their records follow a base that is not there yet."""
+        """True if steps are not recorded, or if their records follow a snapshot that is not published yet."""
         self._losses = self._losses_at_begin = 0
         self._failed_beside = False
-        """Whether a base that was to end the gap could not be made beside training: the next one is waited for."""
+        """True if a snapshot that was to end the gap beside training failed; training waits for the next one."""
         self._published: deque[int] = deque()
         self._told: dict[BaseMaker | Recorder, tuple[int, float]] = {self.bases: (0, 0.0), recorder: (0, 0.0)}
         self._stall = self._stall_of_base = 0.0
@@ -90,32 +101,36 @@ class Pace:
 
     @property
     def recording(self) -> bool:
-        """Whether the record of the present step is of use."""
+        """Return whether a log record of the current step could be replayed.
+
+        False while a gap is open (an earlier step was not recorded), unless a snapshot that closes the gap is being
+        written.
+        """
         self._see_published()
         return not self.gap or self._held
 
     @property
     def complete(self) -> bool:
-        """Whether every step done is durable, or on its way to be."""
+        """Return whether every step done is durable, or on its way to be."""
         self._see_published()
         return not self.gap
 
     @property
     def _held(self) -> bool:
-        """Whether steps are recorded for a base that is under way, which is to end the gap."""
+        """Return whether steps are recorded for a snapshot under way that will end the gap."""
         return self.gap and self.bases.under_way and self._losses == self._losses_at_begin
 
     def go_on_after(self, base_step: int, begun_at: int) -> None:
-        """The newest base there is."""
+        """Set the newest snapshot of the run that is continued."""
         self.base_step, self._begun_at = base_step, begun_at
 
     def watch(self, state: LiveState) -> None:
-        """From here on bases are of ``state``. None is under way."""
+        """Make the following snapshots of ``state``. Called while none is under way."""
         self._state = state
         self.bases.watch(state)
 
     def go_on(self, step: int) -> None:
-        """At the end of ``step``: copy the next units of a base that is under way, begin one that is due."""
+        """Copy the next chunks of a snapshot under way, or begin one that is due. Called at the end of ``step``."""
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
@@ -139,7 +154,7 @@ class Pace:
 
     @property
     def _at_once(self) -> bool:
-        """Whether training waits for every base: only so are all parts of all ranks of one step."""
+        """Return whether training waits for every snapshot: only so are the shares of all ranks of one step."""
         return self._together is not None and self._means.of_one_step
 
     def _is_time(self, step: int) -> bool:
@@ -151,8 +166,10 @@ class Pace:
         return due if self._together is None else self._together.is_due(due, self.bases)
 
     def whole(self, step: int, again: bool = False) -> None:
-        """A base of ``step``, the present one, unit after unit, durable when this returns; ``again`` if one of this
-        step does not hold what there is now. Called on all ranks."""
+        """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.
+
+        ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
+        """
         self._recorder.settle()
         self._see_published()
         self._restarted()
@@ -184,9 +201,9 @@ class Pace:
         self._again = not self._again and self._together.room.is_low_anywhere()
 
     def lose(self, step: int, why: str = "the disk is behind") -> None:
-        """The present step is not recorded: only a base made after it can follow."""
+        """Open a gap, since the current step is not recorded: only a snapshot made after it can follow."""
         if not self.bases.all_staged:
-            self.bases.give_up()  # the records that would bring its units to one step have ended
+            self.bases.give_up()  # the records that would bring its chunks to one step have ended
         self._losses += 1
         if self.gap:
             return
@@ -201,10 +218,12 @@ class Pace:
         )
 
     def go_without_room(self, step: int) -> None:
-        """The record of the present step is not within the storage cap: a base of it makes room, now or when the disk
-        has caught up."""
+        """Handle a record that exceeds the storage cap.
+
+        A snapshot of the current step frees space, now or once the disk has caught up.
+        """
         store = self._store
-        if self._again:  # there is a base of this very step in a moment
+        if self._again:  # a snapshot of this step follows at once
             return
         self._emit(
             "storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind
@@ -215,10 +234,10 @@ class Pace:
             self.lose(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a record of ``nbytes`` may be written within the storage cap. Older bases go for it."""
+        """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""
         if self.tuner is not None:
             self.tuner.records_are(nbytes)
-        nbytes += self._recorder.header_bytes  # about
+        nbytes += self._recorder.header_bytes  # approximate
         if self._together is not None:
             return self._together.room.fits(nbytes)
         if self._store.cap_bytes is None:
@@ -230,12 +249,15 @@ class Pace:
         return found and self._is_room(nbytes)
 
     def tune(self, told: int | None, limits: Limits, record_bytes: int) -> None:
-        """From here on bases are due as ``told``, or as ``limits`` allow. There is a base."""
+        """Start the schedule: snapshots are due every ``told`` steps, or as ``limits`` allow.
+
+        Called once there is a snapshot. ``record_bytes`` is the expected size of a record.
+        """
         bases = self.bases
         full = bases.full_bytes or self._store.newest_bytes
         rate = bases.written_bytes / bases.write_seconds if bases.written_bytes else PRIOR_BYTES_PER_SECOND
         believed = prior(full, record_bytes, self._means.bytes_per_step, rate)
-        if self._at_once:  # all ranks have to find the same step by themselves
+        if self._at_once:  # all ranks have to compute the same step
             told = told or FIRST_STEPS
         self.tuner = Tuner(told, limits, believed)
         self._recorder.expect(self.tuner.steps)
@@ -245,14 +267,14 @@ class Pace:
         self.tuner.restarted(*self._store.restarts())
 
     def recovered(self, recovery: Recovery) -> None:
-        """What the resume took, before the first step."""
+        """Tell the tuner how long the resume took. Called before the first step."""
         assert self.tuner is not None
         self.tuner.replayed(
             recovery.loaded_bytes, recovery.load_seconds, recovery.replayed_records, recovery.replay_seconds
         )
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
-        """``step`` has taken ``seconds`` since the one before, and training waited for ``stall`` of them."""
+        """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds of waiting."""
         tuner = self.tuner
         if tuner is None:
             return
@@ -266,7 +288,7 @@ class Pace:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Nothing is put any more: forget a base of which not all is copied."""
+        """Give up a snapshot that is not fully copied. Called once nothing more is written."""
         if not self.bases.all_staged:
             self.bases.give_up()
 
@@ -277,7 +299,7 @@ class Pace:
         if self._recorder.pending:
             return
         if self._means.when_behind == "skip" and not self._means.of_one_step and not self._failed_beside:
-            self._failed_beside = True  # until it is published
+            self._failed_beside = True  # reset when it is published
             self._recorder.hold()
             self._restarted()
             self._begin(step)
@@ -292,7 +314,7 @@ class Pace:
         self._set_cap(self.bases.full_bytes)
 
     def _set_cap(self, full_bytes: int) -> None:
-        """What the run may take of the disk: as told, or what is kept for good and so many times the state."""
+        """Set the storage cap: the configured one, or a multiple of the state plus what is kept for good."""
         for_good, told = self._store.for_good_bytes, self._means.storage_bytes
         if self._together is not None:
             self._together.room.default(full_bytes)
@@ -304,19 +326,19 @@ class Pace:
             self.tuner.limits = replace(self.tuner.limits, storage_bytes=max(cap - for_good, 1))
 
     def _stage(self, step: int) -> None:
-        """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
+        """Copy chunks of the snapshot under way, as many as step time and memory allow."""
         bases, means = self.bases, self._means
         room = means.staging_bytes - bases.memory_bytes
         self._num_stages += 1
         together = bases.left_bytes if means.of_one_step else bases.late_bytes
         if together > means.staging_bytes:
-            self.whole(step)  # no room for a copy of all that must be of one step: training waits
+            self.whole(step)  # no memory to copy all that must be of one step: training waits
             return
         if together == bases.left_bytes:
             if together <= room:
                 bases.stage(step, together)
         elif bases.next_bytes > means.staging_bytes:
-            bases.write_next(step)  # likewise for one that is larger than all copies may be
+            bases.write_next(step)  # the same for a chunk that is larger than all copies may be
         elif bases.next_bytes <= room:
             bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
         if bases.under_way and bases.all_staged:
@@ -325,19 +347,21 @@ class Pace:
             self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
 
     def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
-        """Make the base a commit, in place of one of its step if that is there and made ``again``. On the recorder's
-        thread, when the records up to it are durable."""
+        """Make the snapshot a commit. With ``again`` it replaces a commit of the same step.
+
+        Called by the recorder's thread, when the records up to the snapshot are durable.
+        """
         if self._together is not None:
             self._together.share(self.bases.share(progress))
             return
         self.base_step = self.bases.publish(progress, again).step
         self._recorder.restart(self.base_step)
         self._published.append(losses)
-        self.bases.end()  # the training thread finds it published, and not one that is given up
+        self.bases.end()  # so that the training thread sees it as published, not as given up
         self._emit("base", step=self.base_step, durable_step=self._recorder.durable_step)
 
     def _see_published(self) -> None:
-        """A base ends the gap if no step was lost since its last unit was copied."""
+        """Note published snapshots. One ends the gap if no step was lost since its last chunk was copied."""
         if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
             self.base_step = step
             self._published.append(self._losses_when_shared)
@@ -346,7 +370,7 @@ class Pace:
             return
         if self._published.popleft() == self._losses:
             self.gap = self._failed_beside = False
-        if self.tuner is not None and self._num_stages:  # not one that was asked for
+        if self.tuner is not None and self._num_stages:  # scheduled, not requested
             self._tell_written(self.tuner)
             self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)
         self._stall_of_base, self._num_stages = 0.0, 0
@@ -355,7 +379,7 @@ class Pace:
         return nbytes + self._margin(nbytes) <= left_bytes(self._store, self._recorder)
 
     def _margin(self, nbytes: int) -> int:
-        """What may be left over at the ends of segments."""
+        """Return the bytes that may be wasted at the ends of segments."""
         return 2 * self._recorder.group * nbytes
 
     def _tell_dropped(self) -> None:
@@ -367,7 +391,7 @@ class Pace:
             )
 
     def _tell_written(self, tuner: Tuner) -> None:
-        """What bases and records have taken to write since it was told last."""
+        """Tell the tuner the bytes and seconds that snapshots and records have taken since the last call."""
         for who, (nbytes, seconds) in self._told.items():
             self._told[who] = who.written_bytes, who.write_seconds
             tuner.wrote(who.written_bytes - nbytes, who.write_seconds - seconds)

@@ -1,9 +1,9 @@
-"""Buffers that are not persistent: which of them forward passes change, and what their modules keep beside them.
+"""Non-persistent buffers: which of them forward passes change, and what their modules keep beside them.
 
 A buffer with ``persistent=False`` is a constant or a cache, which a model makes anew. One that changes from step to
-step is neither: from the step at which that is seen first it is in the run as any other buffer, with the numbers and
-small tensors that its module keeps in attributes. Where that cannot be, it is told at that step. Called by the training
-thread, at the end of each step.
+step is neither. From the step at which that is first seen, the run carries it like any other buffer, with the numbers
+and small tensors in its module's attributes. Where that is impossible, a warning says so at that step. Called by the
+training thread, at the end of each step.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from .hidden import encoded_leaf
 from .unseen import changes_of
 
 MOST_BYTES = 16 * MiB
-"""Of such buffers, in all, that are copied in every step."""
+"""The most bytes of such buffers, together, that are copied in every step."""
 
 SMALL = 16
-"""Most elements of a tensor in an attribute that is kept."""
+"""The most elements of a tensor in an attribute that is kept."""
 
 Kind = tuple[torch.dtype, torch.Size]
 
 
 class PassingBuffers:
-    """Those of the model of one training loop, which is ``alone`` if it is of one process."""
+    """The non-persistent buffers of the model of one training loop, which is ``alone`` if it has one process."""
 
     def __init__(self, alone: bool) -> None:
         self._alone = alone
         self.carried: set[str] = set()
-        """Names of those that the run has."""
+        """Names of the buffers that the run carries."""
         self._rebound: set[str] = set()
         self._told: set[tuple[str, str]] = set()
         self._emptied: set[str] = set()
-        """Names of those that were carried and then became None."""
+        """Names of buffers that were carried and then became None."""
         self._marks: dict[str, tuple[int, int]] = {}
         self._kinds: dict[str, Kind] | None = None
-        """Of those that the model was made with: a resume finds no others to put values into."""
+        """Dtype and shape of the buffers that the model was made with; a resume can restore only these."""
         self._attributes: dict[str, dict[str, Any]] = {}
-        """By module, its attributes as it was made, as JSON."""
+        """The attributes of each module when it was made, as JSON."""
 
     def begin(self, state: LiveState) -> None:
-        """See what the model was made with."""
+        """Record the buffers and attributes that the model was made with."""
         kinds: dict[str, Kind] = {}
         for name, (module, own) in state.passing.items():
             buffer = module._buffers.get(own)
@@ -60,7 +60,7 @@ class PassingBuffers:
             self._kinds = kinds
 
     def settle(self, state: LiveState) -> None:
-        """The run goes on from what there is now, of which ``state`` has ``carried`` some."""
+        """Accept the current buffers as the start of the run, including those that ``state`` carries."""
         self.carried |= state.carried
         self._rebound |= state.rebound
         self._marks = self._now(state)
@@ -74,7 +74,7 @@ class PassingBuffers:
         return found
 
     def look(self, state: LiveState) -> bool:
-        """Return whether others are in the run than before this step, so that its form is another one."""
+        """Return whether this step changed the set of carried buffers, and with it the form of the state."""
         if not state.passing:
             return False
         before, self._marks = self._marks, self._now(state)
@@ -88,7 +88,7 @@ class PassingBuffers:
         return carried != self.carried
 
     def drop_emptied(self, state: LiveState) -> None:
-        """Take those that are None now out of the run, with a warning."""
+        """Stop carrying the buffers that are None now, with a warning."""
         for name in sorted(self.carried & state.passing.keys()):
             module, own = state.passing[name]
             if module._buffers.get(own) is None:
@@ -148,7 +148,7 @@ class PassingBuffers:
         )
 
     def told(self, state: LiveState) -> dict[str, Any]:
-        """Return what records have of the modules of buffers that are carried, as JSON; nothing where none is."""
+        """Return the module attributes that records hold for carried buffers, as JSON; empty without such buffers."""
         if not self.carried:
             return {}
         modules: dict[str, dict[str, Any]] = {}
@@ -159,7 +159,7 @@ class PassingBuffers:
         return {"modules": modules, "rebound": sorted(self._rebound & self.carried)}
 
     def restore(self, state: LiveState, progress: Mapping[str, Any]) -> None:
-        """Give modules the attributes that ``told`` had of them."""
+        """Restore the module attributes that ``told`` returned."""
         module_of = {_above(name): module for name, (module, _) in state.passing.items()}
         for above, attributes in progress.get("modules", {}).items():
             module = module_of.get(above)
@@ -172,8 +172,8 @@ def _above(name: str) -> str:
 
 
 def _small_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers, and tensors of few elements, that a module has as attributes of its own, as JSON."""
-    found, buffers = {}, set(map(id, module._buffers.values()))  # a further name of a buffer stays one
+    """Return a module's own attributes that are numbers or small tensors, as JSON."""
+    found, buffers = {}, set(map(id, module._buffers.values()))  # another name of a buffer remains one
     for name, value in vars(module).items():
         is_number = type(value) in (bool, int, float)
         is_small = type(value) is torch.Tensor and value.numel() <= SMALL and id(value) not in buffers

@@ -1,7 +1,7 @@
-"""Post: steps go to a replica in their order, each when all of it is there.
+"""The sender of steps to a replica, in order, each once it has fully arrived from the device.
 
-Where nothing is on its way from a device, that is on the thread that trains, before ``put`` returns. From the first
-step on that is late a thread waits for what is on its way, so that training does not, and sends what has arrived.
+Steps that are complete are sent by the training thread, before ``put`` returns. From the first step with copies still
+under way, a thread waits for the copies and sends, so that training does not wait.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .recorder import Sealed
 
 
 class Post:
-    """``send`` is called with each step that is there."""
+    """A sender that calls ``send`` with each complete step."""
 
     def __init__(self, send: Callable[[Sealed], None], devices: Sequence[torch.device] = ()) -> None:
-        """``devices`` are those that steps come from."""
+        """Prepare a sender for steps that come from ``devices``."""
         self._send, self._devices = send, list(devices)
         self._failure: BaseException | None = None
         self._waiting: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
@@ -37,12 +37,12 @@ class Post:
         self._waiting.put(sealed)
 
     def check(self) -> None:
-        """Raise what went wrong on the thread, which sends nothing any more then."""
+        """Raise the error of the thread, which sends nothing after it."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Return when everything has been sent, or nothing will be."""
+        """Return when everything has been sent, or the thread has failed."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()

@@ -1,6 +1,6 @@
-"""Pulse: the steps of a run for the log of events, a line a second at most, so that short steps cost nothing.
+"""The steps of a run in the event log, in at most one line a second.
 
-Seconds, bytes. What nobody keeps costs nothing at all.
+So short steps cost nothing. Without an event log, nothing is computed. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..events import EventLog
 SECONDS_BETWEEN_LINES = 1.0
 
 Standing = Callable[[], dict[str, Any]]
-"""Asked at each line for what else it says; ``written_bytes`` in it are all since the run was opened."""
+"""Returns further fields of a line; its ``written_bytes`` counts since the run was opened."""
 
 
 class Pulse:
-    """Told of every step."""
+    """The writer of step lines."""
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._events, self._clock = events, clock
@@ -27,7 +27,7 @@ class Pulse:
         self._seconds = self._stall = self._longest_stall = 0.0
 
     def stepped(self, step: int, seconds: float, stall: float, standing: Standing) -> None:
-        """``step`` is done, ``seconds`` after the one before, of which ``stall`` went into keeping it."""
+        """Count ``step``, done ``seconds`` after the one before, with ``stall`` seconds spent on keeping it."""
         if self._events.path is None:
             return
         self._step, self._num_steps = step, self._num_steps + 1
@@ -38,7 +38,7 @@ class Pulse:
             self._tell(standing())
 
     def end(self, step: int, standing: Standing) -> None:
-        """The run is closed after ``step``."""
+        """Write the last line, for a run that is closed after ``step``."""
         if self._events.path is None:
             return
         now = standing()
@@ -47,7 +47,7 @@ class Pulse:
         self._events.emit("closed", step=step, **now)
 
     def _tell(self, now: dict[str, Any]) -> None:
-        """A line of the steps since the last one; times are means of them."""
+        """Write one line for the steps since the last line, with mean times."""
         count, self._num_steps = self._num_steps, 0
         self._due = self._clock() + SECONDS_BETWEEN_LINES
         if "written_bytes" in now:

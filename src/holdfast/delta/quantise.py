@@ -1,4 +1,4 @@
-"""Quantise: a flat tensor as 8-bit integers with a scale for each block."""
+"""Quantization of a flat tensor to 8-bit integers with a scale for each block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LARGEST = 127
 
 
 def quantise(flat: torch.Tensor, block: int) -> Arrays:
-    """``flat``, in fp32 or wider, to the nearest of 255 multiples of a scale: the block's largest value over 127."""
+    """Round ``flat``, in fp32 or wider, to 255 multiples of a scale: the block's largest magnitude over 127."""
     padded = torch.zeros(num_blocks(flat.numel(), block) * block, dtype=flat.dtype, device=flat.device)
     padded[: flat.numel()] = flat
     scales, steps = quantise_rows(padded.view(-1, block))
@@ -26,7 +26,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
-    """The flat tensor that ``take`` gives the arrays of."""
+    """Return the flat tensor whose arrays ``take`` gives."""
     scales = take("scales", torch.float32, num_blocks(elements, block))
     steps = take("steps", torch.int8, elements)
     padded = torch.zeros(scales.numel() * block, dtype=torch.float32, device=steps.device)
@@ -35,5 +35,5 @@ def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.T
 
 
 def scaled_rows(scales: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return what rows in 8 bits stand for, in fp32."""
+    """Return the values of rows in 8 bits, in fp32."""
     return steps * scales[:, None]

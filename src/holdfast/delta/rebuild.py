@@ -1,8 +1,8 @@
-"""Rebuild: a model's parameters and buffers, and its optimizers, described so that another process can have the like.
+"""Description of a model's tensors and its optimizers, from which another process can build equal ones.
 
-There is no code of the model in it: parameters are told by name, shape and strides, an optimizer by its class and its
-hyper-parameters. What cannot be told that way is refused with the way out. Of several ranks each describes what it
-stores: the regions of parameters that it holds, as tensors of their own.
+No code of the model is involved: parameters are described by name, shape and strides, an optimizer by its class and
+hyper-parameters. What cannot be described so is refused, with the way out. With several ranks each describes what it
+stores: the regions of parameters that it holds, as separate tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 
 
 class Part(LiveState):
-    """What one rank stores of a state: of each parameter the region ``box``, as a tensor. Atoms are told with the
-    place that they have in the whole. All rests on the host; what has one of ``devices`` visits it to be updated."""
+    """One rank's shard of a training state, with the region ``box`` of each parameter as a tensor.
+
+    Tensor entries are named by their place in the whole parameter. Everything is stored on the host. A tensor with an
+    entry in ``devices`` is copied to that device for each update.
+    """
 
     def __init__(
         self,
@@ -50,15 +53,24 @@ class Part(LiveState):
         devices: dict[str, torch.device],
         on_host: dict[str, set[str]],
     ) -> None:
-        """``wholes`` are the shapes of the whole parameters, ``on_host`` the slots that stay here during a visit, of
-        parameters of which that is known."""
+        """Build the shard.
+
+        Args:
+            boxes: The region of each parameter.
+            wholes: The shapes of the whole parameters.
+            devices: The device on which a parameter is updated, if not the host.
+            on_host: Names of optimizer state that stays on the host during an update, where that is known.
+        """
         super().__init__(model, optimizers)
         self.boxes, self.wholes = boxes, wholes
         self._devices, self._on_host = devices, on_host
         self._homes = {device: Homes(device) for device in {*devices.values()} if is_accelerator(device)}
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
-        """As those of the whole; only an optimizer that is known to be elementwise has several."""
+        """Yield the parameters to update, in groups, while each group is on its device.
+
+        Only an optimizer that is known to be elementwise gets several groups.
+        """
         if not self._devices:
             yield names
             return
@@ -86,19 +98,19 @@ class Part(LiveState):
 
     def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Visit:
         stays = self._on_host.get(name)
-        if stays is None:  # it was loaded, to where an optimizer that was made anew would have it
+        if stays is None:  # it was loaded to where a new optimizer would have it
             group = optimizer.param_groups[self.parameter(name).group or 0]
             stays = {"step"} if counts_on_host(group) else set()
         device = self._devices[name]
         return Visit(parameter, optimizer, device, stays, self._homes.get(device))
 
     def free(self) -> None:
-        """Hand back the memory in which what visits devices rests. The state means nothing any more."""
+        """Free the memory of tensors that are updated on devices. The state is invalid afterwards."""
         for homes in self._homes.values():
             homes.free()
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        """As that of the whole; ``kinds`` have the shapes of whole parameters."""
+        """Check as ``LiveState.check`` does; ``kinds`` hold the shapes of whole parameters."""
         here = dict(kinds)
         for name, whole in self.wholes.items():
             dtype, shape = kinds.get(f"{name}/param", ("", ()))
@@ -108,7 +120,7 @@ class Part(LiveState):
 
 
 def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
-    """Raise ``BadInput`` for an optimizer or a parameter that another process cannot have the like of."""
+    """Raise ``BadInput`` for an optimizer or a parameter that another process cannot rebuild."""
     for index, optimizer in enumerate(state.optimizers):
         kind = type(optimizer)
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -133,7 +145,7 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
 
 
 def _refuse_shared(state: LiveState) -> None:
-    """Raise ``BadInput`` for tensors that are one memory; not for buffers alone, which records hold by value."""
+    """Raise ``BadInput`` for tensors that share memory. Buffers may, because records hold these by value."""
     shared = [[tuple(key) for key, *_ in group] for group in state.shared()]
     if trained := [keys for keys in shared if any(key[1:] != ("buffer",) for key in keys)]:
         names = said_keys(trained[0])
@@ -141,7 +153,9 @@ def _refuse_shared(state: LiveState) -> None:
 
 
 def describe(state: LiveState) -> dict[str, Any]:
-    """What ``rebuild`` needs of what is stored here, as JSON. Raises ``BadInput`` for tensors that are one memory."""
+    """Return as JSON what ``rebuild`` needs of the state stored here. Raises ``BadInput`` for tensors that share
+    memory.
+    """
     _refuse_shared(state)
     parameters = []
     for p in state.stored:
@@ -165,12 +179,12 @@ def describe(state: LiveState) -> dict[str, Any]:
 
 
 def visited(held: torch.Tensor) -> str | None:
-    """The device on which a parameter is to be updated; None if that is where it rests."""
+    """Return the device on which a parameter is updated; None if that is where it is stored."""
     return None if held.device.type == "cpu" else str(held.device)
 
 
 def _on_host(state: LiveState, parameter: CapturedParameter) -> list[str] | None:
-    """The slots that its optimizer has on the host; None if it has none yet."""
+    """Return the names of the parameter's optimizer state on the host; None if there is no state yet."""
     held = {key.rpartition("/")[2]: tensor for key, (_, tensor) in state.owned(parameter).items()}
     del held["param"]
     return [slot for slot, tensor in held.items() if tensor.device.type == "cpu"] if held else None
@@ -187,7 +201,7 @@ def _described(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def adopt(about: dict[str, Any]) -> None:
-    """Have what decides how this process computes, and what it can import, as where it was described."""
+    """Set this process's numerics, import path and device as in the process that was described."""
     torch.set_num_threads(about["threads"])
     torch.use_deterministic_algorithms(about["deterministic"])
     torch.set_float32_matmul_precision(about["precision"])
@@ -198,7 +212,7 @@ def adopt(about: dict[str, Any]) -> None:
 
 
 def rebuild(about: dict[str, Any]) -> Part:
-    """The like of what was described, with values of nothing. Raises ``BadInput`` if that cannot be had here."""
+    """Build the described state, with undefined values. Raises ``BadInput`` if that is impossible here."""
     parameters = {item["name"]: _parameter(item) for item in about["parameters"]}
     buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
     optimizers = [

@@ -1,8 +1,8 @@
-"""Recorder: a thread that makes sealed steps durable, in order and in groups.
+"""The recorder: a thread that makes finalized steps durable, in order and in groups.
 
 A step is *sealed* when all that it consumed has been copied; from then on it belongs to the recorder. A group is
-written when it is full, when its first step has waited for ``MAX_DELAY_SECONDS``, or when anyone waits. After an
-error nothing more is written, and whoever waits, or comes next, gets the error.
+written when it is full, when its first step has waited for ``MAX_DELAY_SECONDS``, or when a caller waits. After an
+error nothing more is written, and every waiting or later caller gets the error.
 """
 
 from __future__ import annotations
@@ -32,39 +32,38 @@ from .slots import Slot, SlotPool
 T = TypeVar("T")
 
 BOUND = 8
-"""Most steps that may be on their way to the disk."""
+"""The most steps that may be on their way to the disk."""
 
 MAX_DELAY_SECONDS = 1.0
-"""That a sealed step waits for others at most."""
+"""The longest time that a finalized step waits for others."""
 
 
 @dataclass
 class Sealed:
-    """A step whose record is to be written: JSON, memory, and the slots that the memory is of."""
+    """A finalized step: the JSON and the memory of its log record, and the staging buffers of that memory."""
 
     step: int
     about: dict[str, Any]
     parts: tuple[memoryview, ...]
     slots: tuple[Slot, ...]
     finish: Callable[[], None] | None = None
-    """Makes whole what the record holds, when that has left the device. Called by the thread that writes
-    it or hands it over."""
+    """Completes the record once its data has left the device. Called by the thread that writes or sends the record."""
     late_bytes: int = 0
-    """What that adds to ``parts`` at most."""
+    """The most bytes that ``finish`` adds to ``parts``."""
     sealed_at: float = field(default_factory=time.monotonic)
 
     @property
     def nbytes(self) -> int:
-        """Of what is written, but for headers: this at most."""
+        """The most bytes that are written, without headers."""
         return sum(map(len, self.parts)) + self.late_bytes
 
     @property
     def is_late(self) -> bool:
-        """Whether anything of it may be on its way from a device."""
+        """Return whether anything of the step may still be on its way from a device."""
         return self.finish is not None or any(slot.is_late for slot in self.slots)
 
     def settle(self) -> None:
-        """Return when all is there."""
+        """Wait until all data of the step has arrived, and complete the record."""
         for slot in self.slots:
             slot.settle()
         if self.finish is not None:
@@ -73,7 +72,7 @@ class Sealed:
 
 @dataclass
 class Task:
-    """Something to be done when every step put before is durable, or ``at_once``: before any step that waits."""
+    """Work for the recorder's thread: once every earlier step is durable, or ``at_once`` before any waiting step."""
 
     do: Callable[[], Any]
     at_once: bool = False
@@ -84,8 +83,10 @@ def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[
 
 
 class Inline:
-    """In place of a ``Recorder`` where there is no training to wait for: does every task when it is put. ``beat`` is
-    called now and then while a base is written."""
+    """A stand-in for a ``Recorder`` where no training waits: it does every task at once, in the caller's thread.
+
+    ``beat`` is called from time to time while a snapshot is written.
+    """
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
         self.beat = beat
@@ -98,8 +99,11 @@ class Inline:
 
 
 class Recorder:
-    """Writes sealed steps to ``journal``, ``group`` at once; ``pool`` gets their slots back. ``pack`` makes of a step's
-    JSON and parts the parts that are written."""
+    """Writer of finalized steps to ``journal``, ``group`` steps at once.
+
+    ``pool`` gets their staging buffers back. ``pack`` turns the JSON and the parts of a step into the parts that are
+    written.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class Recorder:
         self.durable_step = durable_step
         """The newest step whose record, and every one before it, survives power loss."""
         self.header_bytes = 4 * PAGE
-        """Of a record, about: what the largest took of those written last."""
+        """Approximate bytes of a record's header: those of the largest in the last write."""
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
@@ -138,32 +142,32 @@ class Recorder:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread may still use slots, files and the queue."""
+        """Return whether the thread may still use staging buffers, files and the queue."""
         return self._thread.is_alive()
 
     @property
     def pending(self) -> int:
-        """Steps that are sealed and not durable, and tasks that wait for them."""
+        """The number of finalized steps that are not durable, and of tasks that wait for them."""
         with self._changed:
             return len(self._waiting)
 
     @property
     def pending_bytes(self) -> int:
-        """Of the records of those steps, but for their headers, at most."""
+        """The most bytes of these steps' records, without headers."""
         with self._changed:
             return sum(item.nbytes for item in self._waiting if isinstance(item, Sealed))
 
     @property
     def segment_free_bytes(self) -> int:
-        """Of the journal's present segment."""
+        """The free bytes of the log's current segment."""
         return self._journal.free_bytes
 
     def expect(self, count: int) -> None:
-        """So many records are needed at once: those from one base to the next."""
+        """Set how many records are needed at once: those from one snapshot to the next."""
         self._journal.records_ahead = count
 
     def put(self, item: Sealed | Task) -> None:
-        """Hand over a step or a task. Raises what an earlier write failed with."""
+        """Hand over a step or a task. Raises the error of an earlier write."""
         with self._changed:
             self._raise_failure()
             if isinstance(item, Task) and item.at_once:
@@ -175,8 +179,7 @@ class Recorder:
             self._changed.notify_all()
 
     def do(self, work: Callable[[], T]) -> T:
-        """Have ``work`` done on the thread, before any step that waits, and return its result. Raises as ``wait``
-        does."""
+        """Have the thread do ``work`` before any waiting step, and return the result. Raises as ``wait`` does."""
         results: list[T] = []
         self.put(Task(lambda: results.append(work()), at_once=True))
         with self._changed:
@@ -186,24 +189,26 @@ class Recorder:
         return results[0]
 
     def beat(self) -> None:
-        """Called by a task that gets on: the deadline counts from here."""
+        """Restart the deadline, because the running task has made progress. Called by that task."""
         self._busy_since = awake.now()
 
     def hold(self) -> None:
-        """Nothing waits. The steps put from here on are written, and durable only from ``restart`` on: the base that
-        they follow is not yet."""
+        """Write the steps that follow, but count them as durable only from ``restart`` on.
+
+        The snapshot that they follow is not durable yet. Called while nothing waits.
+        """
         with self._changed:
             assert not self._waiting
             self._held = True
 
     def use(self, pool: SlotPool) -> None:
-        """Take slots from ``pool`` from here on. Nothing waits."""
+        """Use the staging buffers of ``pool`` from here on. Called while nothing waits."""
         with self._changed:
             assert not self._waiting
             self._pool = pool
 
     def restart(self, step: int) -> None:
-        """``step`` is durable otherwise: records go on after it. No step before it waits."""
+        """Continue the log after ``step``, which is durable without a record. Called while no earlier step waits."""
         with self._changed:
             self._raise_failure()
             self._held = False
@@ -213,8 +218,11 @@ class Recorder:
             self._changed.notify_all()
 
     def take_slot(self, wait: bool) -> Slot | None:
-        """A slot for the next step; with ``wait`` when one is free again. Raises what a write failed with,
-        ``WriterHung`` after the deadline, and ``BadInput`` if none will ever be free."""
+        """Return a staging buffer for the next step; with ``wait``, once one is free.
+
+        Raises the error of a failed write, ``WriterHung`` after the deadline, and ``BadInput`` if none will ever be
+        free.
+        """
         slot = self._pool.take()
         while slot is None:
             self._check()
@@ -234,8 +242,10 @@ class Recorder:
         return slot
 
     def wait(self, step: int) -> None:
-        """Return when ``step``, which has been put, is durable. Raises what a write failed with, and ``WriterHung``
-        after the deadline."""
+        """Return when ``step``, which has been put, is durable.
+
+        Raises the error of a failed write, and ``WriterHung`` after the deadline.
+        """
         self._want(step)
         with self._changed:
             while self.durable_step < step:
@@ -243,7 +253,7 @@ class Recorder:
                 self._changed.wait(0.1)
 
     def settle(self) -> None:
-        """Return when nothing waits any more. Raises as ``wait`` does."""
+        """Return when no step or task waits any more. Raises as ``wait`` does."""
         self._want(self.last_put)
         with self._changed:
             while self._waiting or self._at_once:
@@ -251,8 +261,10 @@ class Recorder:
                 self._changed.wait(0.1)
 
     def close(self) -> None:
-        """Write what waits, unless writing has failed, and end the thread. Raises what a write failed with, and
-        ``WriterHung``: the thread is left then."""
+        """Write what waits, unless writing has failed, and end the thread.
+
+        Raises the error of a failed write. Raises ``WriterHung``, and leaves the thread, if that hangs.
+        """
         atexit.unregister(self._at_exit)
         with self._changed:
             self._closing = True
@@ -265,7 +277,10 @@ class Recorder:
         self._raise_failure()
 
     def end_with_process(self) -> None:
-        """As ``close``, of a process that ends without it. Says what is not durable then. Nothing in a fork."""
+        """Close at the end of a process that did not call ``close``, and report steps that are not durable.
+
+        Does nothing in a fork.
+        """
         if os.getpid() != self._process:
             return
         why = "they follow a base that is not there yet"
@@ -320,7 +335,7 @@ class Recorder:
                 return
 
     def _next_group(self) -> list[Sealed] | Task | None:
-        """Wait for what is to be done now; None at the end. Called with the lock."""
+        """Wait for the next work and return it; None at the end. Called with the lock."""
         while True:
             if self._at_once:
                 return self._at_once[0]
@@ -357,7 +372,7 @@ class Recorder:
             failpoints.reach("before_records_write")
             self.header_bytes = self._journal.append(records, self.beat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
-        with self._changed:  # whoever finds nothing waiting any more may free the slots
+        with self._changed:  # a caller that finds nothing waiting may free the buffers
             done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting
             for _ in steps or [group]:
                 done.popleft()
@@ -371,7 +386,7 @@ class Recorder:
 
 
 def _end_with_process(recorder: weakref.ref[Recorder]) -> None:
-    """Called when the interpreter ends, before it stops the threads."""
+    """Close the recorder. Called when the interpreter ends, before it stops the threads."""
     there = recorder()
     if there is not None:
         there.end_with_process()

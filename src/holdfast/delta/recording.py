@@ -1,4 +1,4 @@
-"""Recording: every step is a record on the disk, of which a thread makes bases too."""
+"""Survival by log records: every step is a record on the disk, and snapshots are made beside training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .watching import Recovery, announced
 
 
 class Recording(Survival):
-    """By records, which a ``Recorder`` writes, and bases, which ``Pace`` has made."""
+    """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``Pace`` schedules."""
 
     def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
         super().__init__(loop, options, events)
@@ -57,7 +57,7 @@ class Recording(Survival):
 
     @property
     def durable_step(self) -> int:
-        if self._pace is None:  # the first base is not there yet
+        if self._pace is None:  # the first snapshot is not there yet
             return -1
         if self.agreement is not None:
             return self.agreement.standing.durable_step
@@ -97,7 +97,7 @@ class Recording(Survival):
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
         return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}"
 
-    # Beginning
+    # Start
 
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         loop, self._store = self._loop, store
@@ -119,7 +119,7 @@ class Recording(Survival):
         return found
 
     def begin(self, found: Recovered | None) -> None:
-        self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
+        self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
         entering.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
@@ -151,7 +151,7 @@ class Recording(Survival):
         )  # fmt: skip
 
     def _make_pace(self, recorder: Recorder) -> Pace:
-        """What makes bases; of several ranks each its share."""
+        """Return the snapshot scheduler; with several ranks one that makes this rank's share."""
         loop, options, emit = self._loop, self._options, self._events.emit
         means = Means(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
@@ -167,7 +167,7 @@ class Recording(Survival):
         return pace
 
     def _agree(self, together: Together, recorder: Recorder) -> None:
-        """Find out with the other ranks, from here on, what all have."""
+        """Start the background agreement with the other ranks."""
         loop, store, options = self._loop, self._store, self._options
         together.room = Allotment(
             loop.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
@@ -179,7 +179,7 @@ class Recording(Survival):
         )  # fmt: skip
 
     def _stored_bytes(self) -> int:
-        """Of what this rank stores of the state."""
+        """Return the bytes of the state that this rank stores."""
         return sum(atom.nbytes for held in owned_by(self._loop.state).values() for atom, _ in held.values())
 
     def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
@@ -193,7 +193,7 @@ class Recording(Survival):
     def record(self, updates: Sequence[Update]) -> None:
         slots = [update.slot for update in updates]
         if not updates and self.pace.recording:
-            slots.append(self.take_slot())  # skipped by the loss scaler, and on its way as any other
+            slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step
         if not self.pace.recording or None in slots:
             self.give_back(updates)
             self.pace.lose(self._loop.steps_done)
@@ -228,7 +228,7 @@ class Recording(Survival):
         self.pace.watch(self._loop.state)
         self.whole()
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def whole(self, again: bool = False) -> None:
         self.pace.whole(self._loop.steps_done, again)
@@ -245,7 +245,7 @@ class Recording(Survival):
         return self._recorder is not None and self._recorder.is_alive
 
     def close(self) -> None:
-        with suppress(Exception):  # what failed is told by the recorder
+        with suppress(Exception):  # the recorder reports failures
             if self._pace is not None:
                 self._pace.close()
         if self._recorder is not None:

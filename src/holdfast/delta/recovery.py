@@ -1,9 +1,11 @@
-"""Recovery: the newest whole base of a run, and the records from there on, into a live model.
+"""Recovery of a run: its newest whole snapshot and the log records after it, loaded into a live model.
 
-A base that does not verify gives way to the one before it, whose records reach further back. A record that is missing,
-does not verify, or does not give what training had, ends the chain: the step before it is where the run continues. What
-the device does not give back may be whole: no step is given up for it, unless an earlier one is asked for. All ranks
-recover the same step, the newest that every one of them can have.
+A snapshot that does not verify gives way to the one before it, whose records reach further back. A record ends the
+chain if it is missing, does not verify, or does not reproduce the state of training. The run then continues after the
+step before.
+
+Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
+All ranks recover the same step, the newest that every rank can reach.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
 from ..state.encoding import joined_members
 from ..state.live import LiveState
-from ..store.lines import come_to, left_behind, tip_with, told_of_left
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
-from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
 from ..store.target import Url
 from ..store.verifying import NONE_WHOLE
@@ -33,24 +33,26 @@ from .shell import members_of, places_of
 from .watching import Recovery
 
 BY, RECORDS = "by", "records"
-"""In the record of a timeline, of its writer: how its steps survive."""
+"""The key, and a value, in a timeline's record that name how the writer's steps survive."""
 
 
 @dataclass
 class Recovered:
-    """Where the run continues. ``odd`` is what was wrong with later steps; ``same_cut`` whether every rank stores what
-    the one of its number stored, and does after updates what it did, so that records may follow those that are there.
+    """The point where the run continues.
+
+    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
+    stored, and does the same after updates. Records may then follow the existing ones.
     """
 
     point: Point
     odd: list[str] = field(default_factory=list)
     same_cut: bool = True
     residuals_lost: bool = False
-    """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
+    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
     trained: Collection[str] = ()
-    """Parameters that the last step trained, as far as that is known."""
+    """The parameters that the last step trained, as far as that is known."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """What the last step's record had of all that is no tensor."""
+    """The state that is no tensor, from the record of the last step."""
 
 
 def recover(
@@ -66,18 +68,24 @@ def recover(
     after_update: Callable[[int], None] | None = None,
     watch: Recovery | None = None,
 ) -> Recovered:
-    """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
-    ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
-    those of that point. What ``exact`` asks for is taken of the line of the timeline ``tip``; without one of the
-    present line, or where that has not come so far, which is told, of one that was left. Called on all ranks, which get
-    the same.
+    """Restore model, optimizers and user state to the newest recoverable step.
 
-    Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``Unreadable`` if a later step may
-    be in what cannot be read, ``RunMismatch`` if the run is that of another model (with nothing changed then).
+    Collective: every rank must call this; all ranks restore the same step.
+
+    Args:
+        target: The greatest step that is wanted; None for the newest.
+        tip: The timeline whose steps are recovered; None for the current one.
+        exact: Fail unless precisely ``target`` can be restored.
+        continuing: Only accept a step whose residuals were saved, so that training continues bit for bit.
+        after_update: Called after each replayed update with the number of steps done.
+        watch: Observer of the progress.
+
+    Residuals are restored only if they are those of the restored step.
+
+    Raises ``NoCommit`` if ``target`` cannot be restored, ``Damaged`` if no snapshot is whole, and ``Unreadable`` if a
+    later step may be in data that cannot be read. Raises ``RunMismatch`` if the run belongs to another model, with
+    nothing changed.
     """
-    told = ""
-    if exact and target is not None and tip is None:
-        tip, told = ranks.first_does(lambda: _looked_up(store, target))
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     search = _Search(
         store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
@@ -105,12 +113,13 @@ def recover(
                 ' exactness="state".'
             )
         if exact and line.step != target:
+            elsewhere = store.said_of_timelines(target) if tip is None and target is not None else ""
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
-                f" {odd[-1] if odd else _nothing_after(store, line.step)}"
+                f" {odd[-1] if odd else 'No later step of this line can be had.'}{elsewhere}"
             )
         if target is None and not continuing:
-            # without a journal it is a replica's, whose forks are from steps that were in memory alone
+            # without a log the store is a replica's, whose timelines fork from steps that were in memory alone
             _tell_lost(line, line.acknowledged if streams(store.disk) else -1, odd)
         others = _other_members(line, state)
         same_cut = len(line.chains) == ranks.world_size and all(
@@ -122,7 +131,6 @@ def recover(
         if lost or line.residuals_dropped:
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
-        odd[:0] = [told] * bool(told)
         odd += script.told_of_kept(base, progress)
         trained = line.trained(ranks.rank)
         odd += _told_of_thawed(line.base, state, trained)
@@ -137,21 +145,18 @@ def recover(
             script.scatter(ranks.rank)
         return Recovered(line.point, odd, same_cut, lost, trained, progress)
     if not bases:
-        raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
+        elsewhere = store.said_of_timelines(target) if exact and tip is None and target is not None else ""
+        raise NoCommit(f"{store.root} has no commit of step {target} or before it.{elsewhere}")
     if unread:
         raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
-def _looked_up(store: LocalStore, step: int) -> tuple[int | None, str]:
-    """The timeline of whose line ``step`` is taken, and what is to be told of that."""
-    tip = tip_with(store, step)
-    return tip, told_of_left(store, tip, step)
-
-
 def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
-    """Add to ``odd`` which steps to ``durable_step`` are lost. Raises ``Damaged`` where nothing is left that would say
-    why."""
+    """Add to ``odd`` which steps up to ``durable_step`` are lost.
+
+    Raises ``Damaged`` where the log itself is missing.
+    """
     step, root = line.step, line.store.root
     newest = line.store.timelines()[0].get(line.store.tip())
     is_local = not isinstance(root, Url)  # a bucket has no empty folders
@@ -170,21 +175,13 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
     odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
 
 
-def _nothing_after(store: LocalStore, step: int) -> str:
-    try:
-        spans = in_spans(left_behind(store, max(step, come_to(store, store.tip()))))
-    except DiskFailed as error:
-        return str(error)
-    if not spans:
-        return "Nothing that was recorded after it can still be had."
-    return f"Of what a later resume left behind there is still, for resume(step=): {said_spans(spans)}."
-
-
 def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
-    """Raise ``Damaged`` if no base at or before ``target`` is, of the line that ``recover`` takes, before anything live
-    is touched. Reads one in full."""
+    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
+
+    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
+    """
     odd: list[Damaged] = []
-    for ref in store.line(tip_with(store, target) if tip is None and target is not None else tip):
+    for ref in store.line(tip):
         if target is None or ref.step <= target:
             try:
                 found = store.verify(store.load(ref))
@@ -198,16 +195,19 @@ def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int |
 
 
 def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
-    """Whether its own records changed residuals after they were copied: several ranks copy theirs at several steps."""
+    """Return whether the snapshot's own records changed residuals after they were copied.
+
+    Several ranks copy theirs at several steps.
+    """
     try:
         base = store.load(ref)
         return Line.of(store, base, base.step, tip).residuals_lost
-    except (Damaged, DiskFailed):  # which is told where it is loaded
+    except (Damaged, DiskFailed):  # reported where the snapshot is loaded
         return False
 
 
 def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
-    """Whether this rank stores what the rank of its number stored, as it lay in memory there."""
+    """Return whether this rank stores what the rank of its number stored, with the same memory layout."""
     here = strides_of(state)
     there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
@@ -216,13 +216,15 @@ def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
 
 
 def _updated(line: Line, here: bool) -> bool:
-    """Whether the base was made with ``after_update=``; as ``here`` where it does not say."""
+    """Return whether the snapshot was made with ``after_update=``; ``here`` where its version does not say."""
     return line.base.progress_of(line.base.streams[0]).get("replay", {}).get("after_update", here)
 
 
 def _refuse_other_updates(line: Line, here: bool) -> None:
-    """Raise ``RunMismatch`` where records were made with ``after_update=`` and there is none ``here``, or the other way
-    round: a replay would give other bits."""
+    """Raise ``RunMismatch`` where records were made with ``after_update=`` and it is missing here, or the reverse.
+
+    A replay would give other bits.
+    """
     there = _updated(line, here)
     if there == here or not any(chain.records for chain in line.chains.values()):
         return
@@ -235,8 +237,10 @@ def _refuse_other_updates(line: Line, here: bool) -> None:
 
 
 def _other_members(line: Line, state: LiveState) -> dict[str, str]:
-    """By parameter that is not in the group in which the base says it was: what is to be said of that; nothing of one
-    that was in none."""
+    """Return a text for each parameter that is in another group than the snapshot says.
+
+    The text is empty for a parameter that was in no group.
+    """
     replays = [line.base.progress_of(stream).get("replay") for stream in line.base.streams]
     if not all(replays):
         return {}
@@ -252,15 +256,14 @@ def _other_members(line: Line, state: LiveState) -> dict[str, str]:
 
 
 def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) -> list[str]:
-    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing,
-    nor of those of which this rank has nothing. A base of an earlier version does not say what was frozen."""
+    """Return a warning for parameters that train now and were frozen by the script of the snapshot.
+
+    Parameters in ``trained``, which trained since then, are left out. A snapshot of an earlier version does not say
+    what was frozen.
+    """
     frozen = {name for each in base.streams for name in base.progress_of(each).get("given_frozen") or ()}
     thawed = frozen.difference(trained)
-    now = [
-        p.name
-        for p in state.parameters
-        if p.name in thawed and state.is_trained(p) and not state.lacks(p.name)
-    ]
+    now = [p.name for p in state.parameters if p.name in thawed and state.is_trained(p)]
     if not now:
         return []
     return [
@@ -274,8 +277,10 @@ def _said(place: tuple[int, int] | None) -> str:
 
 
 def _refuse_other_members(line: Line, state: LiveState) -> None:
-    """Raise ``RunMismatch`` where records have a parameter in another group than here: a replay would give other
-    bits."""
+    """Raise ``RunMismatch`` where records have a parameter in another group than here.
+
+    A replay would give other bits.
+    """
     moved = [text for text in _other_members(line, state).values() if text]
     if moved and any(chain.records for chain in line.chains.values()):
         more = f" (and {len(moved) - 1} more are elsewhere too)" if moved[1:] else ""
@@ -287,18 +292,21 @@ def _refuse_other_members(line: Line, state: LiveState) -> None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How far one rank gets from a base: the step that it ``has``, the one that it ``could`` have, and why not more."""
+    """The result of one rank's attempt to recover from a snapshot.
+
+    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
+    """
 
     has: int | None
     could: int | None
     why: str | None
     is_unread: bool = False
-    """Whether the base was not given back, or what leads on from the step that it could have."""
+    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
 
 
 @dataclass
 class _Search:
-    """For the line that a run continues: what is asked of it, and what was wrong on the way."""
+    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
 
     store: LocalStore
     state: LiveState
@@ -310,15 +318,16 @@ class _Search:
     after_update: Callable[[int], None] | None
     watch: Recovery | None
     acknowledged: int = -1
-    """A step that was durable on all streams, as the journals show."""
+    """A step known from the logs to have been durable on all streams."""
     odd: list[str] = field(default_factory=list)
     unread: dict[str, int] = field(default_factory=dict)
-    """By what the device said, the step of the base that it did not give back."""
+    """The step of each snapshot that the device did not return, by the device's message."""
 
     def line_from(self, ref: CommitRef) -> Line | None:
-        """The base ``ref`` and its records in the state; None if it cannot be used.
+        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
 
-        A rank that cannot get as far as the others makes all begin again with less.
+        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
+        call this.
         """
         tried: list[Line] = []
         ended: list[Unreadable] = []
@@ -348,13 +357,13 @@ class _Search:
             target = min(reachable)
             if all(
                 each.is_unread for each in outcomes if each.could == target
-            ):  # others could go on from there
+            ):  # other ranks could continue from there
                 self.ranks.all_do(partial(_tell_unreadable, ended, target))
             if all(each.has == target for each in outcomes):
                 return tried[0]
 
     def _replayed(self, ref: CommitRef, target: int | None) -> Line:
-        """The line to ``target`` at most, which the state is at then."""
+        """Return the line up to ``target``, with the state at its end."""
         line = Line.of(self.store, self.store.load(ref), target, self.tip)
         line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
@@ -368,14 +377,15 @@ class _Search:
 
 
 def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
-    """Raise ``Unreadable`` where the device does not give back what leads on, with the ``step`` that all ranks can
-    have."""
+    """Raise ``Unreadable``, naming the ``step`` that all ranks can reach, where the device does not return what
+    follows.
+    """
     if ended:
         raise Unreadable(ended[0].error, step) from ended[0]
 
 
 def _said_end(line: Line) -> str | None:
-    """Why there is no more of ``line``."""
+    """Return the reason why ``line`` ends; None if there are no later records."""
     harmless = (
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
     )

@@ -1,7 +1,7 @@
-"""Remote: the copy of a run in a bucket, kept up with by a thread of its own while training goes on.
+"""The copy of a run in a bucket, kept up to date by a separate thread while training continues.
 
-It reads what the run has on its disk and nothing else, so training never waits for it, and what fails there is tried
-again at the next look. Times are seconds.
+The thread reads only what the run has on its disk, so training never waits for it. After a failure it tries again in
+the next round. Times are seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from ..store.retention import Keep
 from ..store.target import Url, place_of
 
 SECONDS = 1.0
-"""Between two looks."""
+"""The time between two rounds."""
 
 
 class Remote:
-    """The copy at ``address`` of the run in ``root``. ``start`` it when that can be read, ``close`` it at the end."""
+    """The copy at ``address`` of the run in ``root``.
+
+    Call ``start`` once the run can be read, and ``close`` at the end.
+    """
 
     def __init__(self, root: str | Path, address: str, keep: Keep, events: EventLog) -> None:
-        """Raises ``BadInput``. Nothing is asked yet."""
+        """Prepare the copy, without any request. Raises ``BadInput`` if ``address`` is no place in a bucket."""
         place = place_of(address)
         if not isinstance(place, Url):
             raise BadInput(f"remote = {address!r} is no place in a bucket: give s3://BUCKET/PREFIX")
@@ -49,8 +52,10 @@ class Remote:
         self._thread.start()
 
     def close(self, step: int | None) -> None:
-        """End the thread. With ``step``, the newest of the run, what is missing is copied before, and a warning tells
-        if that is not all. A second call does nothing."""
+        """End the thread. With ``step``, the newest of the run, first copy what is missing.
+
+        Warns if not everything could be copied. A second call does nothing.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -74,14 +79,14 @@ class Remote:
     def _push(self) -> None:
         try:
             done = self._pusher.push()
-        except Exception as error:  # of any kind: whatever it is, training goes on, and it is told
+        except Exception as error:  # any error: training continues, and the error is reported
             known = isinstance(error, HoldfastError | OSError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
             if text != self._error:
                 self._events.emit("push_failed", step=self.durable_step, error=text)
             self._error, self._damaged = text, False
             return
-        if done.damaged or not self._damaged:  # which is told once
+        if done.damaged or not self._damaged:  # damage is reported once
             self._error, self._damaged = (str(done.damaged[-1]), True) if done.damaged else ("", False)
         for damage in done.damaged:
             self._events.emit("push_failed", step=self.durable_step, error=str(damage))

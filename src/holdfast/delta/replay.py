@@ -1,7 +1,7 @@
-"""Replay: records applied to the live model and optimizers, each as the step it was.
+"""Replay: application of log records to the live model and optimizers, each as the step it was.
 
 Each optimizer runs its own ``step``, without hooks, on the gradients that training consumed, with the hyper-parameters
-of that step. What the run held after a step is compared with a fingerprint; where it differs replay stops.
+of that step. After each step the state is compared with a fingerprint; replay stops where they differ.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from .slots import tensors_of
 from .tap import CONSUMED, scale
 
 SAMPLED_BYTES = 64
-"""Of each parameter in a fingerprint."""
+"""Bytes of each parameter that go into a fingerprint."""
 
 
 Strides = Mapping[str, Sequence[int]]
-"""Of parameters that are not contiguous, by name."""
+"""Strides of parameters that are not contiguous, by name."""
 
 
 def fingerprint(parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None) -> str:
-    """The xxh3_64 of some bytes of what this process holds of each parameter, others at each ``step``; as they lie in
-    memory here, or as where parameters had these ``strides``."""
+    """Return the xxh3_64 of some bytes of this process's part of each parameter.
+
+    The sampled bytes differ from ``step`` to step. Memory order is that of the parameters here, or that of ``strides``
+    if these are given.
+    """
     return hashed(sampled(parameters, step, strides))
 
 
 def hashed(samples: torch.Tensor) -> str:
-    """The fingerprint, from what ``sampled`` gave."""
+    """Return the fingerprint of the bytes that ``sampled`` returned."""
     return xxhash.xxh3_64_hexdigest(samples.cpu().numpy().data) if samples.numel() else ""
 
 
 def sampled(
     parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None
 ) -> torch.Tensor:
-    """The bytes that a fingerprint is made of, where the parameters are."""
+    """Return the bytes that a fingerprint is made of, on the parameters' device."""
     samples = []
     for position, parameter in enumerate(parameters):
         held = local_of(parameter.parameter.detach())
@@ -63,15 +66,17 @@ def sampled(
 
 
 def _laid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """Contiguous, with the elements of ``tensor`` in the order in which one of ``strides`` (None: a contiguous one)
-    would have them in memory, if that has no gaps."""
+    """Return a contiguous tensor with the elements of ``tensor`` in the memory order of ``strides``.
+
+    The order is the contiguous one if ``strides`` is None, or has gaps.
+    """
     if strides is not None and _is_dense(torch.empty_strided(tensor.shape, strides, device="meta")):
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return tensor.contiguous()
 
 
 def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
-    """All bytes of a parameter, in the order in which they lie in memory."""
+    """Return all bytes of a parameter, in memory order."""
     tensor = parameter
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
@@ -83,14 +88,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class OtherCut(HoldfastError):
-    """A record is of another parallelism than the state that it is applied to."""
+    """A record belongs to another parallelism than the state that it is applied to."""
 
 
 @dataclass
 class Taken:
-    """What is taken of a record: ``about`` is its JSON. Parameters named in ``skipped`` are left as they are: what was
-    loaded of them is of a later step, or other records have them. ``held`` are those that its rank stores (None: all),
-    and ``spreads`` by update what is used again for the next record."""
+    """The part of a log record that a replay uses; ``about`` is the record's JSON.
+
+    ``skipped`` names parameters that stay as they are: their loaded values are of a later step, or other records have
+    them. ``held`` names the parameters that the record's rank stores (None: all). ``spreads`` holds, by update, buffers
+    that the next record reuses.
+    """
 
     about: dict[str, Any]
     parts: Sequence[memoryview]
@@ -100,8 +108,10 @@ class Taken:
 
 
 def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[], None] | None = None) -> None:
-    """Do the step that ``records`` tell of, each with its part of the gradients; the first tells of the rest. It may
-    write over the memory of their parts."""
+    """Replay one step from ``records``, each of which holds a part of the gradients.
+
+    The first record provides everything else. May overwrite the memory of the parts.
+    """
     first = records[0]
     about = first.about
     for number, update in enumerate(about["updates"]):
@@ -124,17 +134,17 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
     if about["buffers"] is not None and BUFFERS not in first.skipped:
         buffers = tensors_of(first.parts[about["buffers"]])
     if after_update is not None and about["updates"]:
-        # others, such as a count of averages, it finds as the last step left them
+        # after_update finds other buffers, such as a count of averages, as the last step left them
         own = state.buffers(beside=False).keys()
         state.load({key: buffer for key, buffer in buffers.items() if key in own})
         draw_again(about["updates"][-1].get("drawn_after"))
         after_update()
-    state.load(buffers)  # they were recorded after it
+    state.load(buffers)  # recorded after after_update
 
 
 @torch.no_grad()
 def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
-    """Multiply the gradients by what the trainer's were multiplied by: then they are as consumed."""
+    """Multiply the gradients by the recorded clipping factors, so that they are as consumed."""
     for update in record["updates"]:
         if "coefficient" in update:
             grads = tensors_of(parts[update["part"]], "/grad")
@@ -143,7 +153,7 @@ def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
 
 
 def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By parameter, those that update ``number`` consumed, as far as they are taken from this record."""
+    """Return by parameter the gradients that update ``number`` consumed and this record provides."""
     update = record.about["updates"][number]
     stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
     spreads = record.spreads.setdefault(number, {})
@@ -158,12 +168,12 @@ def _step(
     update: dict[str, Any],
 ) -> None:
     consumed, (args, kwargs, *loss) = update["consumed"], update.get("arguments", ((), {}))
-    if loss:  # the step was given a closure that had been called
+    if loss:  # the step had a closure, which was called before
         kwargs = {**kwargs, "closure": closure_again(loss[0])}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]
-    device = there[0] if there else None  # of a rank that stored nothing
+    device = there[0] if there else None  # None for a rank that stored nothing
     keeps_none = type(optimizer).__module__.startswith("torch.optim.")  # of the gradients' memory
     try:
         for parameter in parameters:
@@ -183,7 +193,10 @@ def _step(
 
 
 def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> torch.Tensor:
-    """``grad`` lying in memory as ``parameter`` does, distributed as it is."""
+    """Return ``grad`` with the memory layout and the distribution of ``parameter``.
+
+    Raises ``OtherCut`` if the shapes differ.
+    """
     held = local_of(parameter.detach())
     if held.shape != grad.shape:
         raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
@@ -196,6 +209,6 @@ def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> t
 
 
 def _unhooked_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-    """The optimizer's own ``step``, without the hooks around it."""
+    """Call the optimizer's own ``step``, without the hooks around it."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Replica: the trainer's side of a second process that does every optimizer step after the trainer.
+"""The trainer's side of a replica: a second process that does every optimizer step after the trainer.
 
-The trainer hands over what each step consumed, in shared memory and over a socket; the other process (``host.py``)
-applies it to a state of its own, is the run's only writer, and outlives the trainer. ``replica_step`` is what survives
-the trainer's death, ``durable_step`` what survives power loss. Stands where a ``Recorder`` stands otherwise.
+The trainer hands over what each step consumed, in shared memory and over a socket. The other process (``host.py``)
+applies it to its own state, is the run's only writer, and outlives the trainer. ``replica_step`` survives the trainer's
+death, ``durable_step`` survives power loss. Used in place of a ``Recorder``.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ from .slots import Slot
 from .terms import Terms
 
 LINGER_SECONDS = 600.0
-"""How long a replica waits for another trainer when its own has died and everything is persisted."""
+"""The time that a replica waits for another trainer when its own has died and everything is on the disk."""
 
 BASE_EVERY = 100
-"""Steps between bases where nothing was asked for."""
+"""The default number of steps between snapshots."""
 
 
 class Replica:
-    """Of the run in ``run``. The order of calls: ``start``, ``recover``, ``begin``; then for each step ``take_slot``,
-    ``put`` and ``go_on``."""
+    """The replica of the run in ``run``, as its trainer sees it.
+
+    Call order: ``start``, ``recover``, ``begin``; then for each step ``take_slot``, ``put`` and ``go_on``.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Replica:
         events: EventLog,
         ranks: Ranks,
     ) -> None:
-        """Nothing is started yet. Raises ``BadInput`` if there can be no replica of ``state``."""
+        """Prepare a replica without starting it. Raises ``BadInput`` if ``state`` cannot have one."""
         refuse_what_cannot_be_rebuilt(state)
         if not memory.is_dir():
             raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
@@ -72,7 +74,7 @@ class Replica:
         self._deadline = deadline_seconds
         self._suffix = "" if ranks.alone else f".{ranks.stream}"
         self._place = tier.place_of(run, memory, self._suffix)
-        """The tier, which ``start`` finds."""
+        """The directory of the shared-memory store, as ``start`` finds it."""
         self._memory = memory
         self._terms = Terms(
             os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
@@ -81,21 +83,21 @@ class Replica:
         self.pool: SharedPool | None = None
         self.last_put = -1
         self._handed = self._done = -1
-        """The newest step that the replica has been told of, and that it has done."""
+        """The newest step that the replica has been handed, and the newest that it has done."""
         self._drift: str | None = None
         self._left: list[str] = []
         self._under_way = False
         self._states = 0
-        """That were handed over."""
+        """The number of whole states that were handed over."""
         self._helper = Helper(self._hear, deadline_seconds)
         self._post = Post(self._send, devices_of(p.parameter for p in state.parameters))
         self.agreement: Agreement | None = None
-        """With other ranks, where there are some."""
+        """The agreement with other ranks; None for one process."""
         self._started = False
 
     @property
     def is_alive(self) -> bool:
-        """Whether the other process may still use what it was given."""
+        """Return whether the other process may still use what it was given."""
         return self._helper.is_alive
 
     @property
@@ -105,7 +107,7 @@ class Replica:
 
     @property
     def pending(self) -> int:
-        """Steps that the replica has not done yet."""
+        """The number of steps that the replica has not done yet."""
         return self.last_put - self._done
 
     @property
@@ -115,21 +117,27 @@ class Replica:
             return self.durable_step
         return max(self._handed, self.durable_step)
 
-    # Beginning
+    # Start
 
     def start(self, takes: bool) -> None:
-        """Start the process. When this returns it has the run's lock, and what was there of an earlier replica is
-        finished, unless training ``takes`` what it kept. Raises ``RunLocked`` if the run has another writer."""
+        """Start the process. When this returns the process holds the run's lock, and earlier replicas have finished.
+
+        An earlier replica need not write what it kept if training ``takes`` that. Raises ``RunLocked`` if the run has
+        another writer.
+        """
         self._make_earlier_ones_leave(takes)
         self._start()
 
     def _make_earlier_ones_leave(self, takes: bool) -> None:
-        """Also those of another number of ranks, which bring to the disk what they can, and those of this run in a
-        directory that is not where it was: these finish what they have, and keep it."""
+        """Make earlier replicas of the run finish and end.
+
+        Replicas of another number of ranks write what they can to the disk. Replicas of this run in a directory that
+        was moved finish their work and keep it.
+        """
         self._place = tier.place_for(self._terms.run, self._memory, self._key(), self._suffix)
         self._terms = replace(self._terms, place=str(self._place))
         for place in self._strays():
-            with suppress(RunLocked):  # a copy of this run trains
+            with suppress(RunLocked):  # a copy of this run is training
                 kept.make_earlier_one_leave(place, self._terms.run, self._deadline, False)
         for place in self._places():
             kept.make_earlier_one_leave(
@@ -137,7 +145,7 @@ class Replica:
             )
 
     def _places(self) -> list[Path]:
-        """The tiers of the run on this host, whoever left them."""
+        """Return the shared-memory stores of the run on this host, whoever left them."""
         return tier.places_of(self._terms.run, self._memory, self._key())
 
     def _key(self) -> str:
@@ -146,16 +154,16 @@ class Replica:
             return reader.run_key()
 
     def _strays(self) -> list[Path]:
-        """Return the tiers of this rank that may be this run's, and are not of its directory."""
+        """Return the shared-memory stores of this rank that may belong to this run, but to another directory."""
         found = tier.strays_of(self._terms.run, self._memory, self._key())
         return [place for place in found if tier.suffix_of(place) == self._suffix]
 
     def _kept(self, store: LocalStore) -> list[kept.Kept]:
-        """Return what this rank finds in memory, its own tier's first."""
+        """Return the kept states that this rank finds in memory, those of its own store first."""
         return [each for place in (self._place, *self._strays()) for each in kept.look(place, store)]
 
     def _told_of_stray(self, own: kept.Kept) -> list[str]:
-        """Return what is to be said where a step is taken from a tier that stays as it is."""
+        """Return a warning where a step is taken from a shared-memory store that stays as it is."""
         if Path(own.place) == self._place:
             return []
         owner = tier.owner_of(Path(own.place))
@@ -172,7 +180,7 @@ class Replica:
         self._helper.wait_for_word("entered")
 
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
-        """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
+        """Recover as ``recovery.recover`` does, or from memory if a replica kept a step that is at least as new."""
         odd: list[str] = []
         mine = self._kept(store)
         found = kept.agreed([mine], kept.newest(store, target), target, exact)
@@ -194,7 +202,7 @@ class Replica:
         return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
-        """What is to be told if memory has newer steps than ``step``, which was found on the disk."""
+        """Return a warning if memory has newer steps than ``step``, which was found on the disk."""
         last = kept.newest_of(self._places(), store)
         if last <= step:
             return []
@@ -202,7 +210,10 @@ class Replica:
         return [f"replicas kept steps up to {last} in memory, {why}: the disk was taken, and they go"]
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
-        """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""
+        """Hand over the whole state at ``step``, and begin or continue the run.
+
+        When this returns the replica has the state, and the first step of a new run is durable.
+        """
         self.last_put = self._handed = self._done = step
         self.sync(self._state, step, progress, num_slots, begin=self._beginning(fork))
         self._clean_up_after_others()
@@ -210,14 +221,14 @@ class Replica:
             self.wait(step)
 
     def _clean_up_after_others(self) -> None:
-        """Nothing that other numbers of ranks left in memory is on the run's line any more."""
+        """Remove what other numbers of ranks left in memory; none of it is on the run's timeline any more."""
         for place in self._places():
             suffix = tier.suffix_of(place)
             if suffix not in self._suffixes() or (suffix == self._suffix and place != self._place):
                 tier.remove(place)
 
     def _suffixes(self) -> list[str]:
-        """Of the places of all ranks."""
+        """Return the suffixes of the shared-memory stores of all ranks."""
         return [""]
 
     def _beginning(self, fork: Point | None) -> dict[str, Any]:
@@ -233,8 +244,10 @@ class Replica:
         again: bool = False,
         **more: Any,
     ) -> None:
-        """Hand over the whole of ``state``, which may have another form than before. The replica has it when this
-        returns. ``again`` if it is to make a base also where there is one of the step."""
+        """Hand over the whole of ``state``, whose form may have changed. The replica has it on return.
+
+        ``again`` requests a snapshot even where there is one of the step.
+        """
         self.settle()
         if self.pool is not None:
             self.pool.close()
@@ -258,18 +271,18 @@ class Replica:
         tier.remove(self._place / kept.SYNC)
 
     def _mark(self, state: LiveState) -> dict[str, Any]:
-        """What makes of a state that is handed over one that was kept, where it may come to that."""
+        """Return the progress entries that turn a handed-over state into a kept one, where that may be needed."""
         return {}
 
     def _hand(self, about: dict[str, Any], persist: bool) -> None:
-        """Say that the state is there; a base of it is made at once if the disk has none."""
+        """Announce the handed-over state. With ``persist`` the replica makes a snapshot of it at once."""
         self._under_way = persist
         self._helper.send({**about, "persist": persist})
 
     # Every step
 
     def take_slot(self) -> Slot:
-        """A slot for the next step, when one is free. Raises what the replica failed with."""
+        """Return a free staging buffer for the next step. Raises the replica's error."""
         assert self.pool is not None
         pool, taken = self.pool, list[Slot]()
 
@@ -288,14 +301,16 @@ class Replica:
         return taken[0]
 
     def put(self, sealed: Sealed) -> None:
-        """Hand over a step. When this returns it survives the trainer's death; one that is on its way from a device
-        does when it has arrived, as ``replica_step`` says."""
+        """Hand over a step. When this returns the step survives the trainer's death.
+
+        A step with copies under way from a device does so once they have arrived, as ``replica_step`` says.
+        """
         with self._helper.changed:
             self.last_put = sealed.step
         self._post.put(sealed)
 
     def _send(self, sealed: Sealed) -> None:
-        """To the replica: a step that is there."""
+        """Send a step to the replica once its data has arrived."""
         assert self.pool is not None
         places, data = [], bytearray()
         for part in sealed.parts:
@@ -313,7 +328,10 @@ class Replica:
         failpoints.reach("after_step_handed")
 
     def _place_of(self, part: memoryview, sealed: Sealed) -> list[int] | None:
-        """The number of the slot that ``part`` is of, and of the part in it; None if it is of none."""
+        """Return the number of the staging buffer that holds ``part``, and the number of the part in it.
+
+        Returns None if no staging buffer holds it.
+        """
         assert self.pool is not None
         for slot in sealed.slots:
             for number, own in enumerate(slot.parts):
@@ -322,8 +340,11 @@ class Replica:
         return None
 
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
-        """At the end of ``step``: compare the next ``most_bytes`` of the state when a base is due, and hand everything
-        over anew if the replica has drifted. Raises what the replica failed with."""
+        """Continue the comparison of the state, or begin one when a snapshot is due. Called at the end of ``step``.
+
+        Compares about ``most_bytes``. Hands over the whole state again if the replica has drifted. Raises the replica's
+        error.
+        """
         self._check()
         if self._drift is not None:
             self._resync(step, progress())
@@ -333,8 +354,10 @@ class Replica:
             self._compare(most_bytes)
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]], again: bool = False) -> None:
-        """Compare everything, and have the replica make a base of ``step``, the present one. Durable when this
-        returns; ``again`` after a ``sync`` that asked for it."""
+        """Compare the whole state, and have the replica make a snapshot of ``step``. It is durable on return.
+
+        ``step`` is the current step. ``again`` is set after a ``sync`` that requested a snapshot.
+        """
         if again:
             self._wait_for(lambda: not self._under_way)
         while self.durable_step < step:
@@ -364,10 +387,10 @@ class Replica:
         self._events.emit("drift", step=step, what=what, durable_step=self.durable_step)
         self.sync(self._state, step, progress, len(self.pool.slots))
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def wait(self, step: int) -> None:
-        """Return when ``step``, of which a base is being made, is durable."""
+        """Return when ``step`` is durable. A snapshot of it must be under way."""
         self._wait_for(lambda: self.durable_step >= step)
 
     def settle(self) -> None:
@@ -379,20 +402,20 @@ class Replica:
 
     @property
     def _is_late(self) -> bool:
-        """Whether a step is on its way from a device, of which the replica knows nothing."""
+        """Return whether a step is on its way from a device, so that the replica does not know of it."""
         return self._handed < self.last_put
 
     def _wait_for_post(self) -> None:
-        """Return when the replica has been told of every step: what is sent then comes after those."""
+        """Return when every step has been sent, so that the next message comes after them."""
         self._wait_for(lambda: not self._is_late)
 
     def _check(self) -> None:
-        """Raise what keeps training from going on."""
+        """Raise the error that keeps training from continuing."""
         self._helper.check()
         self._post.check()  # the replica has what had arrived before
 
     def close(self) -> None:
-        """Let the replica persist what it has and end. Raises what it failed with, or what kept a step from it."""
+        """Let the replica write what it has and end. Raises its error, or the one that kept a step from it."""
         if not self._started:
             return
         self._started = False
@@ -404,12 +427,12 @@ class Replica:
             try:
                 self._helper.end()
             finally:
-                if self.pool is not None:  # what it left, if it was killed
+                if self.pool is not None:  # remove what a killed replica left
                     self._clean_up()
         self._post.check()
 
     def _clean_up(self) -> None:
-        """Leave nothing in the tier but a state that the disk does not have."""
+        """Remove everything from the shared-memory store but a state that the disk does not have."""
         if self.durable_step < self.last_put and (self._place / kept.KEPT).exists():
             Disk(self._place).unlink(RING)
             tier.remove(self._place / kept.SYNC)
@@ -417,7 +440,7 @@ class Replica:
             tier.remove(self._place)
 
     def _hear(self, about: dict[str, Any]) -> None:
-        """What the replica says."""
+        """Process a message of the replica. Called by the thread that listens."""
         if "done" in about:
             assert self.pool is not None
             self._done = about["done"]

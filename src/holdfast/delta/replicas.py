@@ -1,8 +1,9 @@
-"""Replicas: the trainer's side where several ranks train, each with a replica of what it stores.
+"""The trainer's side of replicas where several ranks train: each rank's replica holds what that rank stores.
 
-A step survives the trainers' death when all ranks have handed it over, so replicas hold back what they do not know of
-all; what each has then leads to one step. A base is of one step on all ranks, found by counting, and becomes a commit
-when every replica has its share on the disk. What one tells the others goes over the ``Agreement``, as for records.
+A step survives the trainers' death once all ranks have handed it over. So replicas hold back steps that some rank may
+not have, and what all of them have leads to one step. A snapshot is of one step on all ranks, found by counting. It
+becomes a commit when every replica has its share on the disk. Messages between ranks go over the ``Agreement``, as for
+records.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .script import Script
 
 
 def cut_of(state: LiveState, ranks: Ranks) -> str:
-    """Says which part of the state a rank stores."""
+    """Return a digest of the part of the state that a rank stores."""
     boxes = {p.name: state.boxes[p.name].to_json() for p in state.stored}
     return xxhash.xxh3_64_hexdigest(
         json.dumps([ranks.rank, ranks.world_size, boxes], sort_keys=True).encode()
@@ -43,14 +44,18 @@ def cut_of(state: LiveState, ranks: Ranks) -> str:
 
 
 class Replicas(Replica):
-    """That of this rank among ``ranks``. Bases, and what waits for them, are called for on all ranks alike."""
+    """The replica of this rank among ``ranks``.
+
+    Snapshots, and everything that waits for them, are collective: every rank must call them.
+    """
 
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
         super().__init__(*args, ranks=ranks, **options)
         self._ranks = ranks
         self._number = self._shared = self._ended = 0
-        """Of the base that was begun last, of the one of which the replica has said its share, and of the one that is
-        known not to be under way any more."""
+        """Numbers of snapshots: the last begun, the last whose share the replica reported, the last known to have
+        ended.
+        """
         self._base_at = self._next_base = -1
         self._heard_of = (-1, 0)
         self._timeline: dict[str, Any] = {}
@@ -59,16 +64,18 @@ class Replicas(Replica):
 
     @property
     def replica_step(self) -> int:
-        """The newest step that survives the death of all trainers, as far as is known here. Each rank's part in it is
-        what its replica was handed, until it is known that this has drifted or died: to its own rank at once, to others
-        a few hundredths of a second later, and within some seconds if its trainer died with it. Then it is the
-        ``durable_step``, which alone never falls."""
+        """The newest step that survives the death of all trainers, as far as this rank knows.
+
+        Each rank contributes what its replica was handed, until that replica has drifted or died. Its own rank learns
+        that at once, other ranks some hundredths of a second later, or some seconds later if its trainer died with it.
+        The step then falls to the ``durable_step``, which never falls.
+        """
         agreement = self.agreement
         if agreement is None or self._drift is not None or self._helper.failure is not None:
             return self.durable_step
         return max(agreement.standing.durable_step, self.durable_step)
 
-    # Beginning
+    # Start
 
     def start(self, takes: bool) -> None:
         ranks = self._ranks
@@ -77,11 +84,11 @@ class Replicas(Replica):
                 f"base_every is not the same on all ranks ({', '.join(map(str, sorted(asked)))}): give all the same"
             )
         ranks.all_do(lambda: self._make_earlier_ones_leave(takes))
-        ranks.first_does(self._start)  # it enters the run
+        ranks.first_does(self._start)  # the first rank's replica acquires the run
         ranks.all_do(lambda: self._start() if ranks.rank else None)
 
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
-        """As that of one replica: from memory if all ranks can have the same step there."""
+        """Recover as a single replica does: from memory if all ranks can reach the same step there."""
         ranks, odd = self._ranks, list[str]()
         mine = [each for each in self._kept(store) if each.cut == cut_of(self._state, ranks)]
         newest = ranks.first_does(lambda: kept.newest(store, target))
@@ -112,8 +119,10 @@ class Replicas(Replica):
         return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
     def _load(self, own: kept.Kept, step: int, script: Script, progress: dict[str, Any]) -> str | None:
-        """Bring what this rank stores to ``step``, to which its ``own`` leads, and fill ``progress``; why not, if that
-        cannot be."""
+        """Bring this rank's part of the state to ``step``, from its kept state ``own``, and fill ``progress``.
+
+        Returns the reason if that is impossible, otherwise None.
+        """
         part = rebuild(describe(self._state))
         try:
             with tier.opened(own.path) as memory:
@@ -136,7 +145,7 @@ class Replicas(Replica):
 
         self._timeline = timeline = ranks.first_does(lambda: hand_over({}))
         ranks.all_do(lambda: hand_over(timeline) if ranks.rank else None)
-        for rank in range(ranks.world_size):  # all are there now
+        for rank in range(ranks.world_size):  # all replicas exist now
             self._locks.gone(rank)
         self._clean_up_after_others()
         self.agreement = Agreement(
@@ -159,12 +168,14 @@ class Replicas(Replica):
         again: bool = False,
         **more: Any,
     ) -> None:
-        """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
+        """Hand over the state as a single replica does. Until all ranks are at ``step`` the replica keeps its earlier
+        state.
+        """
         self._until_ended()
         super().sync(state, step, progress, num_slots, again, cut=cut_of(state, self._ranks), **more)
 
     def _mark(self, state: LiveState) -> dict[str, Any]:
-        """From the first state on, which opens the timeline, each that is handed over may be what is kept."""
+        """Return the marks of a kept state, for every state after the first, which opens the timeline."""
         run = self._timeline
         return kept.mark([run["id"], run["key"]], cut_of(state, self._ranks)) if self.agreement else {}
 
@@ -172,7 +183,7 @@ class Replicas(Replica):
         return [f".{stream_of(rank)}" for rank in range(self._ranks.world_size)]
 
     def _resync(self, step: int, progress: dict[str, Any]) -> None:
-        """As that of one replica; all ranks make the base for which this one had another state."""
+        """Hand over the state again after drift, and have all ranks make the snapshot that this replica had missed."""
         super()._resync(step, progress)
         assert self.agreement is not None
         self.agreement.call()
@@ -189,8 +200,10 @@ class Replicas(Replica):
         self._look_soon()
 
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
-        """At the end of ``step``: ask for a base when one is due. All ranks find the same step by counting, and wait
-        there for the base before it."""
+        """Begin a snapshot when one is due. Called at the end of ``step``.
+
+        All ranks find the same step by counting, and wait there for the snapshot before it.
+        """
         self._check()
         if self._drift is not None:
             self._resync(step, progress())
@@ -200,7 +213,10 @@ class Replicas(Replica):
             self._next_base = step + self._base_every
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]], again: bool = False) -> None:
-        """A base of ``step``, the present one, at once on all ranks. Durable when this returns."""
+        """Make a snapshot of the current ``step`` on all ranks at once. It is durable on return.
+
+        Collective: every rank must call this.
+        """
         self._until_ended()
         while again or self.durable_step < step:
             again = False
@@ -211,7 +227,7 @@ class Replicas(Replica):
             self._until_ended()
 
     def _ask_for_base(self, step: int) -> None:
-        """Have the replica compare all its tensors, and make its share of a base of ``step``."""
+        """Have the replica compare all its tensors, and make its share of a snapshot of ``step``."""
         assert self.agreement is not None
         self._number, self._base_at = self._number + 1, step
         if self._ranks.rank == 0:
@@ -221,10 +237,10 @@ class Replicas(Replica):
         self._wait_for_post()
         self._helper.send({**about, "values": self._state.values()})
 
-    # What the others are told, and what is heard
+    # Messages to and from the other ranks
 
     def _how_far(self) -> int:
-        """Up to which step this rank's part survives. All are told if the replica has failed."""
+        """Return the step up to which this rank's part survives. Reports a failure of the replica to all ranks."""
         failure = self._helper.failure
         if failure is not None and self.agreement is not None:
             self.agreement.failure = self.agreement.failure or failure
@@ -232,21 +248,24 @@ class Replicas(Replica):
         return self._handed if failure is None and self._drift is None else self.durable_step
 
     def _is_there(self, rank: int) -> bool:
-        """Whether the trainer of ``rank`` lives: its replica has left no note that says otherwise, and lives too."""
+        """Return whether the trainer of ``rank`` lives: its replica lives, and left no note of the trainer's death."""
         return not (is_orphan(self._run, self._timeline["id"], rank) or self._locks.gone(rank))
 
     def _survives(self, rank: int, step: int) -> int:
-        """Of a ``rank`` that has ended: up to ``step`` its replica had all, if that lives or has kept it."""
+        """Return up to which step the part of an ended ``rank`` survives.
+
+        That is ``step`` if its replica lives or has kept the state.
+        """
         has_it = not self._locks.gone(rank) or has_kept(self._run, self._timeline["id"], rank)
         return step if has_it else min(step, self.durable_step)
 
     def _publish(self, refs: list[dict[str, Any]]) -> None:
-        """On the first rank: have the replica make a commit of the shares ``refs``."""
+        """Have the replica publish the shares ``refs``. Called on the first rank."""
         self._helper.send({"publish": refs})
         self._helper.wait_for_word("published")
 
     def _hear_of_all(self, standing: Standing) -> None:
-        """Tell the replica what all ranks have, and what became of a base."""
+        """Tell the replica what all ranks have, and how a snapshot ended."""
         ended = max(standing.published, standing.given_up)
         if (standing.durable_step, ended) == self._heard_of or not self._started:
             return
@@ -269,7 +288,7 @@ class Replicas(Replica):
         elif "share" in about:
             assert self.agreement is not None
             self._shared, ref = about["share"]
-            self.agreement.share(self._shared, -1, ref)  # all have its step, or there would be none
+            self.agreement.share(self._shared, -1, ref)  # all ranks have its step, or there would be no share
         elif "lost" in about:
             assert self.agreement is not None
             self._shared = about["lost"]
@@ -281,11 +300,11 @@ class Replicas(Replica):
             super()._hear(about)
 
     def _until_ended(self) -> None:
-        """Return when no base is under way any more: it is a commit, or was given up."""
+        """Return when no snapshot is under way: the last one is a commit, or was given up."""
         self._wait_for(lambda: self._ended >= self._number)
 
     def _wait_for(self, reached: Callable[[], bool]) -> None:
-        """As that of one replica, which owes nothing while it waits for what other ranks are to do first."""
+        """Wait as a single replica does, but demand nothing from the replica while other ranks have to act first."""
         agreement = self.agreement
         if agreement is None:
             return super()._wait_for(reached)
@@ -312,8 +331,11 @@ class Replicas(Replica):
             self.agreement.look_soon()
 
     def close(self) -> None:
-        """Let the replica end; where not everything is durable it is left alone, as when its trainer dies: it keeps
-        what it has for the next one. Raises what it failed with."""
+        """End the replica if everything is durable; otherwise disconnect from it.
+
+        A disconnected replica keeps its state for the next trainer, as after this one's death. Raises the replica's
+        error.
+        """
         if not self._started:
             return
         self._started = False

@@ -1,4 +1,4 @@
-"""Replicating: every step is handed to a replica, the run's only writer, which makes all bases."""
+"""Survival by a replica: every step is handed to a second process, the run's only writer, which makes all snapshots."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .tap import Tap, Update
 
 
 class Replicating(Survival):
-    """By the replica of the run in ``run``, which keeps things in ``memory``."""
+    """Survival by the replica of the run in ``run``, which keeps its shared-memory store in ``memory``."""
 
     beside = True
 
     def __init__(
         self, loop: Loop, options: Options, events: EventLog, *, run: str | Path, memory: Path
     ) -> None:
-        """Raises ``BadInput`` if there can be no replica of the loop's state."""
+        """Prepare the replica. Raises ``BadInput`` if the training state cannot have one."""
         super().__init__(loop, options, events)
         self._memory = memory.absolute()
         self.replica = (Replica if loop.ranks.alone else Replicas)(
@@ -69,11 +69,14 @@ class Replicating(Survival):
     def about(self) -> dict[str, Any]:
         return super().about() | {"replica_in": str(self._memory)}
 
-    # Beginning
+    # Start
 
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
-        """As ever; with a replica there are no residuals, so training goes on from every step as it did. What was kept
-        several ranks cannot take by themselves: whether all have their parts shows when all have looked."""
+        """Start the replica, and restore the state from memory or from the disk; None if the run has no step.
+
+        With a replica there are no residuals, so training continues exactly from every step. Of several ranks none can
+        take a kept state by itself, because all must first see whether all have their parts.
+        """
         self.replica.start(takes=self._loop.ranks.alone and asked.target is None)
         see_alike(store, self._loop.ranks)
         if not store.commits():
@@ -83,15 +86,18 @@ class Replicating(Survival):
     def begin(self, found: Recovered | None) -> None:
         self.begun, loop = True, self._loop
         point = None if found is None else found.point
-        self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
+        self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         try:
             self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
-        finally:  # others are told of an error
+        finally:  # even after an error, which the other ranks must learn
             self.agreement = self.replica.agreement
 
     def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
-        """Copies that a device makes take its time whenever they are begun: there is nothing to be had from beginning
-        early, and which are to be made again could not be asked without waiting."""
+        """Return the tap: one that copies early, unless gradients are on a device.
+
+        Copies by a device take its time whenever they begin, so early ones gain nothing. The device would also have to
+        be waited for, to learn which copies to repeat.
+        """
         loop = self._loop
         if devices_of(p.parameter for p in loop.state.parameters):
             return Tap(loop.state, loop.codec, take_slot, clip_norm)
@@ -115,16 +121,16 @@ class Replicating(Survival):
         loop, num_slots = self._loop, self._slots_that_fit()
         self.replica.sync(loop.state, loop.steps_done, loop.progress(), num_slots)
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     def whole(self, again: bool = False) -> None:
         loop = self._loop
-        if again:  # what it has of the script is of the last step
+        if again:  # the replica's user state is that of the last step
             self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots, again=True)
         self.replica.save(loop.steps_done, loop.progress, again)
 
     def _go_without_base(self) -> None:
-        if not self._loop.ranks.alone:  # else the replica makes one of what it has
+        if not self._loop.ranks.alone:  # alone, the replica makes a snapshot of what it has
             super()._go_without_base()
 
     def wait(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""Ring: slots in memory that two processes share. One fills them, the other uses what is in them.
+"""Staging buffers in memory that two processes share: one fills them, the other uses the content.
 
-Sizes are bytes. The memory is a file that has no name any more as soon as both have it, so nothing is left of it when
-both have ended, however they did.
+The memory is a file that is unlinked as soon as both processes have mapped it. So nothing is left of it when both have
+ended, in whatever way. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from .slots import Slot, SlotPool
 RING = "ring"
 
 ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhere is refused."
-"""For who cannot have a ring pinned."""
+"""Advice where the shared memory cannot be pinned."""
 
 
 class SharedPool(SlotPool):
-    """``count`` slots in the file ``ring`` of a tier, which is made and whose every page is faulted in; pinned, where
-    gradients come from ``devices``."""
+    """A pool of ``count`` staging buffers in the new file ``ring`` of a shared-memory store.
+
+    Every page is faulted in. Pinned where gradients come from ``devices``.
+    """
 
     def __init__(
         self, place: Path, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()
@@ -36,7 +38,7 @@ class SharedPool(SlotPool):
         disk = Disk(place)
         disk.allocate(
             RING, max(1, count * self.slot_bytes)
-        )  # or a write would end the process for want of space
+        )  # otherwise a write without free space would end the process
         self._ring = Ring(place, self.part_bytes, count)
         self.slots = [
             Slot(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
@@ -50,7 +52,7 @@ class SharedPool(SlotPool):
 
 
 class Ring:
-    """The memory of ``count`` slots, each with parts of ``part_bytes``."""
+    """The shared memory of ``count`` staging buffers, each with parts of ``part_bytes``."""
 
     def __init__(self, place: Path, part_bytes: Sequence[int], count: int) -> None:
         self._part_bytes = list(part_bytes)
@@ -67,7 +69,7 @@ class Ring:
         return parts
 
     def close(self) -> None:
-        """Let go of the memory; what still looks at it keeps it."""
+        """Release the memory; buffers that still refer to it keep it alive."""
         with suppress(BufferError):
             self._view.release()
             self._memory.close()

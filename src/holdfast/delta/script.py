@@ -1,4 +1,4 @@
-"""Script: what the user's training script holds besides the model and its optimizers' tensors.
+"""User state: what the training script holds besides the model and its optimizers' tensors.
 
 Random generators, hyper-parameters, learning-rate schedule, data position and loss scale, by value, as JSON.
 """
@@ -31,25 +31,28 @@ from .computing import computing
 from .hidden import refuse_unstorable
 
 LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
-"""Of tensors in ``also=``, which are text in every record: more is told, and refused of a run that begins."""
+"""Bounds of the tensors in ``also=``, which become text in every log record.
+
+Above the first there is a warning; above the second a new run is refused.
+"""
 
 LOOK_EVERY = 100
-"""Steps between two looks at how much that is."""
+"""Steps between two measurements of these tensors."""
 
 MOVING = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
-"""In the state of a scheduler: where it is, and learning rates."""
+"""Keys of a scheduler's state that change with its position, and learning rates."""
 
 PLAIN = (bool, int, float, str)
 
 KNOWN = ("scheduler", "loader", "scaler")
-"""What is not ``also=``."""
+"""Names of user state that is not ``also=``."""
 
 Stateful = Mapping[str, Any]
-"""By name: objects with ``state_dict`` and ``load_state_dict``."""
+"""Objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 
 class Script:
-    """``optimizers`` for their hyper-parameters, and ``things`` that keep a state of their own."""
+    """The user state: the hyper-parameters of ``optimizers``, and ``things`` with a state of their own."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], things: Stateful) -> None:
         for name, thing in things.items():
@@ -62,15 +65,15 @@ class Script:
             _refuse_unstorable(name, thing)
         self._optimizers, self.things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
-        """By optimizer, as the script had them before a resume put the run's in their place."""
+        """Hyper-parameters by optimizer, as the script gave them before a resume restored those of the run."""
         self.given_schedule = _given_to(things.get("scheduler"))
-        """The same of the scheduler and of those in it, by attribute and the way to it, as JSON."""
+        """The scheduler's attributes as the script gave them, and those of nested schedulers, by path, as JSON."""
         self.text_bytes = 0
-        """Of memory, about, that tensors in ``also=`` take as text in each record that waits."""
+        """The approximate memory that tensors in ``also=`` take as text in each waiting record."""
         self._looks, self._told = 0, False
 
     def now(self) -> dict[str, Any]:
-        """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
+        """Return the user state as JSON. Raises ``BadInput`` naming the first object that cannot be stored by value."""
         states = {name: thing.state_dict() for name, thing in self.things.items()}
         if self._looks % LOOK_EVERY == 0:
             self._weigh(states)
@@ -84,8 +87,7 @@ class Script:
         }
 
     def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
-        """As JSON what there is now, but for random generators and things that are not ``which``, which stay as
-        ``before``."""
+        """Return ``before`` with the current hyper-parameters and the current state of objects ``which``, as JSON."""
         own = {name: thing for name, thing in self.things.items() if which(name, thing)}
         things = {
             **before["things"],
@@ -95,7 +97,7 @@ class Script:
         return {**before, "groups": groups, "things": things}
 
     def refuse_large(self) -> None:
-        """Raise ``BadInput`` for tensors in ``also=`` that would make a run too slow: before there is one."""
+        """Raise ``BadInput`` for tensors in ``also=`` that would make every step slow. Called before a run begins."""
         states = {name: thing.state_dict() for name, thing in self.things.items() if name not in KNOWN}
         nbytes = {name: tensor_bytes(state) for name, state in states.items()}
         if sum(nbytes.values()) > MOST_BYTES:
@@ -104,14 +106,17 @@ class Script:
     def _weigh(self, states: Mapping[str, Any]) -> None:
         nbytes = {name: tensor_bytes(state) for name, state in states.items() if name not in KNOWN}
         total = sum(nbytes.values())
-        self.text_bytes = 2 * (4 * total // 3)  # base64; while it is written, once more
+        self.text_bytes = 2 * (4 * total // 3)  # base64, and a second copy while it is written
         if total > LARGE_BYTES and not self._told:
             self._told = True
             warnings.warn(f"{_large(nbytes)}, which takes time and memory in every step", stacklevel=7)
 
     def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None:
-        """Raise ``RunMismatch`` if ``progress`` is that of another script, or of a loader that cannot go on from
-        what ``wrote`` ranks had with ``num_ranks`` of them."""
+        """Raise ``RunMismatch`` if ``progress`` belongs to another script.
+
+        Raises it as well for a loader that cannot continue on ``num_ranks`` ranks from the positions that ``wrote``
+        ranks had.
+        """
         if "optimizers" not in progress:
             raise RunMismatch(
                 "the run was not made by a Checkpointer, and has no records. Go on with what made it, such as"
@@ -139,14 +144,15 @@ class Script:
         self.check_place({"ranks": wrote, **progress}, num_ranks)
 
     def check_place(self, progress: dict[str, Any], num_ranks: int) -> None:
-        """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with so many
-        ranks."""
+        """Raise ``RunMismatch`` if the loader cannot continue from ``progress``, of any run, on ``num_ranks`` ranks."""
         refuse_other_ranks(self.things.get("loader"), progress, num_ranks)
 
     def told_of_kept(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
-        """Which hyper-parameters were given otherwise than to the script that made ``base``, and will be those of
-        ``progress`` all the same, and what was passed that the run does not have. A base of an earlier version does not
-        say what was given."""
+        """Return warnings of given settings that the run overrides, and of objects that the run does not have.
+
+        A hyper-parameter is named if the script that made the snapshot ``base`` was given another value, and that of
+        ``progress`` stays in force. A snapshot of an earlier version does not say what was given.
+        """
         each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
         told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
         told.append(self._told_of_schedule(base.get("given_schedule", {}), progress))
@@ -176,8 +182,10 @@ class Script:
         )
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
-        """Put what there is in the progress of some other run, of any format, where it belongs; what is not as it was
-        is told in what is returned. A rank that is not the first has random numbers of its own."""
+        """Restore user state from the ``progress`` of another run, of any format, and return warnings of differences.
+
+        Ranks other than the first get random numbers of their own.
+        """
         left = adopt(self.things, progress)
         if "random" in progress:
             restore_random_state(decode(progress["random"]))
@@ -186,28 +194,31 @@ class Script:
         return left
 
     def scatter(self, rank: int) -> None:
-        """Give a rank that the run did not have random numbers of its own, by those restored and its number."""
+        """Seed the generators of a rank that the run did not have, from the restored state and the rank."""
         seed = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data, seed=rank)
         torch.manual_seed(seed % 2**63)
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Put everything where ``progress`` has it."""
+        """Restore all user state from ``progress``."""
         for name, thing in self.things.items():
             if name in progress["things"]:
                 thing.load_state_dict(decode(progress["things"][name]))
         for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
             load_hyper_parameters(optimizer.param_groups, groups)
             if _is_fused(groups) != _is_fused(given):
-                # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
+                # torch's optimizers tell a GradScaler so when they are made: they unscale by themselves
                 cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)
         restore_random_state(decode(progress["random"]))
 
 
 def _refuse_unstorable(name: str, thing: Any) -> None:
-    """Raise ``BadInput``, before there is a run, for a state that would not come back. Of a loader, which may begin to
-    load when it is asked, and of what cannot say its state yet, that shows when the run begins."""
+    """Raise ``BadInput``, before a run begins, for a state that would not be restored unchanged.
+
+    Not checked for a loader, which may begin to load when its state is requested, nor for objects without a state yet.
+    Their errors appear when the run begins.
+    """
     if name == "loader":
         return
     try:
@@ -219,14 +230,16 @@ def _refuse_unstorable(name: str, thing: Any) -> None:
 
 
 def _given_to(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler has been given, as far as that is plain."""
+    """Return the plain values that a scheduler was given."""
     state = {} if scheduler is None else scheduler.state_dict()
     return _numbers_of(state) if isinstance(state, Mapping) else {}
 
 
 def _numbers_of(state: Mapping[Any, Any], way: str = "") -> dict[str, Any]:
-    """The plain values in the state of a scheduler, and of those in it, by the ``way`` to each, as JSON. Not where it
-    is, nor the learning rates, which the optimizer's groups say."""
+    """Return the plain values in the state of a scheduler and of nested ones, by path ``way``, as JSON.
+
+    Leaves out its position, and learning rates, which the optimizer's groups hold.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{way}{key}"
@@ -249,7 +262,7 @@ def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Of the tensors and arrays in a ``state_dict``."""
+    """Return the bytes of the tensors and arrays in a ``state_dict``."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.nbytes
     if isinstance(value, Mapping):
@@ -267,7 +280,7 @@ def _large(nbytes: Mapping[str, int]) -> str:
 
 
 class NoScript(Script):
-    """Stands where there is no script: nothing is checked, and nothing put anywhere."""
+    """A stand-in where there is no script: it checks and restores nothing."""
 
     def __init__(self) -> None:
         super().__init__((), {})

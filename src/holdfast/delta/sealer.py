@@ -1,4 +1,4 @@
-"""Sealer: makes of a step that was done what its record holds. Nothing of that changes any more."""
+"""The builder of log records: it turns a completed step into an immutable record."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ from .replay import hashed, sampled
 from .tap import Update
 
 SAMPLES = ""
-"""The key of what the fingerprint is made of, among those of buffers."""
+"""The key, beside those of buffers, of the bytes from which the fingerprint is made."""
 
 
 class Sealer:
-    """Of one run: buffers are recorded where they are not as they were when they were last. So are long texts of the
-    script, if ``shortens``: of one that was gone on with, what was added."""
+    """The builder of one run's records.
+
+    Buffers are recorded when they differ from the last recorded value. With ``shortens``, so are long texts of the
+    script: of a text that grew only the addition is recorded.
+    """
 
     def __init__(self, state: LiveState, shortens: bool = False) -> None:
         self._digests: dict[str, str] = {}
         self._shortens = shortens
         self._progress: dict[str, Any] | None = None
-        """Of the record before, with texts as they are; None if the next is to stand without it."""
+        """The progress of the record before, with full texts; None if the next record must not depend on it."""
         self._forgotten = False
         self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
 
     def forget(self) -> None:
-        """The next record follows a base, whatever was recorded before it."""
+        """Make the next record independent of earlier ones, because it follows a snapshot."""
         self._forgotten = True
 
     def seal(
         self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
     ) -> Sealed:
-        """``step``, which ``state`` is at. What is on a device is put into it when it has left that."""
+        """Build the record of ``step``, at which ``state`` is.
+
+        Data on a device is added to the record once it has left the device.
+        """
         parts, slots = [], []
         forgotten, self._forgotten = self._forgotten, False
         told = shorten(progress, None if forgotten else self._progress)
@@ -64,7 +70,7 @@ class Sealer:
         return sealed
 
     def _put(self, sealed: Sealed, seen: dict[str, torch.Tensor], forgotten: bool) -> None:
-        """Into the record what was ``seen``: fingerprint, and buffers that changed. In the order of steps."""
+        """Add to the record the fingerprint and the changed buffers among ``seen``. Called in the order of steps."""
         if forgotten:
             self._digests.clear()
         samples, changed = seen.pop(SAMPLES), {}
@@ -79,7 +85,7 @@ class Sealer:
         sealed.about["fingerprint"] = hashed(samples)
 
     def _buffers(self, state: LiveState) -> dict[str, torch.Tensor]:
-        """All buffers, of the shapes and dtypes that they had."""
+        """Return all buffers. Raises ``BadInput`` for one whose shape or dtype has changed."""
         found = {}
         for key, (atom, tensor) in state.buffers().items():
             now = (atom.dtype, atom.shape)

@@ -1,4 +1,4 @@
-"""Shares: what one stream has of a base, loaded into a live state."""
+"""One writer's share of a snapshot, loaded into a live state. A writer's part of a run is called a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..io.buffers import Buffer
-from ..state.atoms import CARRIED, RESIDUAL
+from ..state.atoms import CARRIED, RESIDUAL, SUBSPACE
 from ..state.boxes import Box
 from ..state.live import BUFFERS, LiveState
 from ..state.stretches import FLAT, Region, regions_of
@@ -21,19 +21,22 @@ from .slots import tensors_of
 
 
 class Share:
-    """What ``stream`` has of ``base``. Its tensors have *owners*: a parameter that they are of, or all buffers."""
+    """The share of ``stream`` in the snapshot ``base``.
+
+    Its tensors have *owners*: the parameter that they belong to, or all buffers.
+    """
 
     def __init__(self, store: LocalStore, base: Manifest, stream: str) -> None:
         self._store, self._base, self._stream = store, base, stream
 
     @cached_property
     def atoms(self) -> dict[str, dict[str, Any]]:
-        """By key."""
+        """The tensor entries of the share, by key."""
         return index_of_stream(self._store.disk, self._base, self._stream)["atoms"]
 
     @cached_property
     def boxes(self) -> dict[str, Region]:
-        """By parameter the region that the writer stored."""
+        """The region of each parameter that the writer stored."""
         return {
             atom["name"]: regions_of(atom["shape"], atom["fragments"])[0]
             for atom in self.atoms.values()
@@ -42,7 +45,7 @@ class Share:
 
     @property
     def files(self) -> dict[str, FileRef]:
-        """By unit."""
+        """The files of the share, by chunk."""
         return self._base.files_of(self._stream)
 
     @property
@@ -51,7 +54,10 @@ class Share:
 
     @property
     def has_foreign_residuals(self) -> bool:
-        """Whether it has residuals of parameters that its writer does not store: each rank had residuals of its own."""
+        """Return whether the share has residuals of parameters that its writer does not store.
+
+        That is so where each rank had residuals of its own.
+        """
         return any(
             atom["slot"] == RESIDUAL and f"{atom['name']}/param" not in self.atoms
             for atom in self.atoms.values()
@@ -59,13 +65,13 @@ class Share:
 
     @property
     def residual_step(self) -> int:
-        """The step of its residuals; that of the base if it has none."""
+        """The step of the share's residuals; that of the snapshot if it has none."""
         carried = [atom for atom in self.atoms.values() if atom["slot"] in CARRIED]
         return min((self._step_of(f) for atom in carried for f in atom["fragments"]), default=self._base.step)
 
     @property
     def steps_loaded(self) -> dict[str, int]:
-        """By owner, the step of what is loaded of it first: of all that is there of it, or of some rows."""
+        """The step of each owner's content that is loaded first: all of it, or some rows."""
         return {
             _owner(atom): min(self._step_of(fragment) for fragment in atom["fragments"])
             for atom in self.atoms.values()
@@ -73,8 +79,11 @@ class Share:
         }
 
     def later_rows(self, names: Collection[str]) -> dict[int, set[str]]:
-        """By step the units that hold rows of one of the parameters ``names`` of which other rows are of an earlier
-        step. They are loaded when replay has come there; until then it updates those rows too, for nothing."""
+        """Return by step the chunks with rows of the parameters ``names`` whose other rows are of an earlier step.
+
+        They are loaded when replay has reached that step. Until then replay updates these rows, too, and the result is
+        discarded.
+        """
         found: dict[int, set[str]] = {}
         for atom in self.atoms.values():
             if atom["name"] not in names:
@@ -92,8 +101,13 @@ class Share:
         wanted: Collection[str],
         loaded: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Of what the files of ``units`` hold load what is of owners that are ``wanted``; residuals, which are of
-        parameters as well, with ``RESIDUAL`` among them. ``loaded`` is told bytes."""
+        """Load from the files of ``units`` the content of the owners ``wanted``.
+
+        Args:
+            units: The chunks to read.
+            wanted: The owners to load. With ``RESIDUAL`` among them, the parameters' residuals as well.
+            loaded: Called with the bytes of each file.
+        """
         files = {unit: file for unit, file in self.files.items() if unit in units}
         for unit, tensors in _read(self._store, files, loaded):
             told = {self._placed[unit, there]: tensor for there, tensor in tensors.items()}
@@ -101,7 +115,7 @@ class Share:
             if all(box is None for _, box, _ in found):
                 state.load({key: tensor for key, _, tensor in found})
                 continue
-            # one by one: an optimizer has its slots in the order in which they are given
+            # one by one, since an optimizer keeps its state in the order in which it is given
             for key, box, tensor in found:
                 if box is None:
                     state.load({key: tensor})
@@ -111,8 +125,10 @@ class Share:
 
     @cached_property
     def _placed(self) -> dict[tuple[str, str], tuple[str, Box | None]]:
-        """By unit and name in its file, of which atom a tensor is, and, if it is not all that its writer stored of that
-        as a tensor of that shape, which region."""
+        """The tensor entry and the region of each stored tensor, by chunk and name in its file.
+
+        The region is None for a tensor that is all that its writer stored of the entry, in that shape.
+        """
         return {
             (fragment["unit"], fragment["key"]): (
                 key,
@@ -123,9 +139,14 @@ class Share:
         }
 
     def _is_wanted(self, key: str, wanted: Collection[str], state: LiveState) -> bool:
-        """Whether a tensor is of one of the owners ``wanted``, or a residual of this rank's own."""
+        """Return whether a tensor belongs to the owners ``wanted``, or is one of this rank's residuals.
+
+        False for subspaces, which an earlier version stored and nothing uses.
+        """
         owner, slot = _owner(self.atoms[key]), self.atoms[key]["slot"]
-        return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
+        if slot == SUBSPACE:
+            return False
+        return owner in wanted or (slot == RESIDUAL and RESIDUAL in wanted and owner in state.boxes)
 
     def _step_of(self, fragment: dict[str, Any]) -> int:
         step = self._base.files[fragment["unit"]].step
@@ -139,7 +160,7 @@ def _owner(atom: dict[str, Any]) -> str:
 def _read(
     store: LocalStore, files: Mapping[str, FileRef], loaded: Callable[[int], None]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The verified tensors of each of ``files``, by unit, whose memory is used again for the next but one."""
+    """Yield the verified tensors of each of ``files``, by chunk. Their memory is reused two files later."""
     units, refs = list(files), list(files.values())
     buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
     futures: list[tuple[memoryview, Future]] = []

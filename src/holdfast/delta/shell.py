@@ -1,6 +1,6 @@
-"""Shells: a model of nothing but parameters and buffers, and optimizers of a class, made without the script.
+"""Factory of models that are only parameters and buffers, and of optimizers of a given class, without the script.
 
-For who knows a run's tensors by name and its optimizers by class, and does not have the code that made them.
+For callers that know a run's tensors by name and its optimizers by class, but do not have the code that made them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..state.live import LiveState
 
 
 def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A tree of modules that has ``tensors`` at their names: parameters as such, others as buffers."""
+    """Return a tree of modules that holds ``tensors`` at their names: parameters as such, others as buffers."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, leaf = name.split(".")
@@ -30,12 +30,12 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def members_of(state: LiveState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of the parameters of each group."""
+    """Return the names of the parameters in each group."""
     return [[state.name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def places_of(optimizers: Sequence[Sequence[Sequence[str]]]) -> dict[str, tuple[int, int]]:
-    """By parameter, in which optimizer and which of its groups it is, from the ``members_of`` each."""
+    """Return for each parameter the numbers of its optimizer and group, from the ``members_of`` all optimizers."""
     return {
         name: (number, group)
         for number, groups in enumerate(optimizers)
@@ -51,8 +51,11 @@ def optimizer_of(
     parameters: Mapping[str, torch.Tensor],
     defaults: Any = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the class ``kind`` without state, made as ``copy.deepcopy`` makes one: by its ``__setstate__``
-    instead of ``__init__``. ``groups`` and ``defaults`` are hyper-parameters, as JSON."""
+    """Return an optimizer of the class ``kind`` without state.
+
+    Made as ``copy.deepcopy`` does, by ``__setstate__`` instead of ``__init__``. ``groups`` and ``defaults`` are
+    hyper-parameters, as JSON.
+    """
     made = kind.__new__(kind)
     made.__setstate__({
         "defaults": decode(defaults or {}),

@@ -1,4 +1,4 @@
-"""SIGTERM: what a scheduler sends some time before it takes the machine away."""
+"""Handling of SIGTERM, which a cluster scheduler sends some time before it takes the machine away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 
 class SigTerm:
-    """Notes the first SIGTERM; a second one ends the process at once."""
+    """A watcher that notes the first SIGTERM. A second one ends the process at once."""
 
     def __init__(self) -> None:
         self.arrived = False
@@ -18,7 +18,7 @@ class SigTerm:
 
     @classmethod
     def watched(cls) -> Self | None:
-        """One that is watching; None where the script has a handler of its own, or this is not the main thread."""
+        """Return an active watcher; None where the script has its own handler, or outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return None
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -28,13 +28,13 @@ class SigTerm:
         return self
 
     def restore(self) -> None:
-        """Watch no longer, unless somebody else does by now."""
-        main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        """Stop watching, unless the script has set another handler meanwhile."""
+        main = threading.current_thread() is threading.main_thread()  # only that thread may set handlers
         if main and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.arrived = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.getpid() != self._process:  # a forked child, which nobody else would end
+        if os.getpid() != self._process:  # a forked child, which nothing else would end
             signal.raise_signal(signal.SIGTERM)

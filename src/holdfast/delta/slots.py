@@ -1,8 +1,8 @@
-"""Slots: memory that gradients are copied into, faulted in once and owned by the recorder until it is written.
+"""Staging buffers: memory into which gradients are copied, owned by the recorder until it is written.
 
-Sizes are bytes. One slot holds what one iteration consumes: for each optimizer a *part*, the image of a safetensors
-file with what the codec makes of the gradients of all its trained parameters, in whole pages. All slots have one
-layout, so that no memory is taken while training runs.
+Every page is faulted in once. One buffer holds what one iteration consumes. For each optimizer it has a *part*: the
+bytes of a safetensors file with the encoded gradients of all its trained parameters, in whole pages. All buffers have
+one layout, so that no memory is allocated during training. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from .leaving import Departures, pinned
 
 
 class Slot:
-    """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name (by key, where a
-    codec has other arrays)."""
+    """A staging buffer for one iteration.
+
+    ``parts`` holds its memory by optimizer. ``tensors`` holds the views of each part by parameter name, or by key where
+    a codec has other arrays.
+    """
 
     def __init__(
         self,
@@ -32,8 +35,10 @@ class Slot:
         departures: Departures | None = None,
         advice: str = "",
     ) -> None:
-        """In memory of its own, or in ``parts``, which somebody else frees; pinned where there are ``departures``.
-        ``advice`` is for who cannot have that."""
+        """Allocate the buffer, or use ``parts``, which the caller frees. Pinned where there are ``departures``.
+
+        ``advice`` completes the warning where pinning fails.
+        """
         self.layouts = layouts
         self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts if parts is None]
         self.parts = [buffer.view for buffer in self._memory] if parts is None else list(parts)
@@ -55,17 +60,17 @@ class Slot:
 
     @property
     def is_late(self) -> bool:
-        """Whether anything may be under way."""
+        """Return whether any copy into the buffer may be under way."""
         return bool(self._marks)
 
     @torch.no_grad()
     def put(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], lasting: bool = False
     ) -> None:
-        """Copy ``sources`` into ``targets``, which are places in this slot; ``settle`` waits for what may be under way.
+        """Copy ``sources`` into ``targets``, which are views of this buffer. ``settle`` waits for copies under way.
 
         Args:
-            lasting: nobody writes to the sources after this, and nobody else holds them.
+            lasting: True if nobody writes to the sources any more, and nobody else holds them.
         """
         if not targets:
             return
@@ -75,7 +80,7 @@ class Slot:
             self._marks += self._departures.send(targets, sources, lasting)
 
     def settle(self) -> None:
-        """Return when everything has arrived."""
+        """Return when all copies have arrived."""
         for mark in self._marks:
             mark.synchronize()
         self._marks.clear()
@@ -92,7 +97,7 @@ class Slot:
 
 
 class SlotPool:
-    """``count`` slots, for gradients on ``devices``. One thread takes, another gives back."""
+    """A pool of ``count`` staging buffers, for gradients on ``devices``. One thread takes, another gives back."""
 
     def __init__(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()) -> None:
         self.devices = list(devices)
@@ -103,13 +108,13 @@ class SlotPool:
         self._changed = threading.Condition()
 
     def take(self, timeout: float = 0.0) -> Slot | None:
-        """A free slot; None if there is none within ``timeout`` seconds."""
+        """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:
             if not self._free and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
             slot = self._free.pop() if self._free else None
         if slot is not None:
-            slot.settle()  # one given back without a record may have copies under way
+            slot.settle()  # a buffer given back without a record may have copies under way
         return slot
 
     def give(self, slots: Sequence[Slot]) -> None:
@@ -118,13 +123,13 @@ class SlotPool:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free all memory. Nothing may be under way."""
+        """Free all memory. Called while nothing is under way."""
         for slot in self.slots:
             slot.free()
 
 
 def tensors_of(part: memoryview, suffix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in a part, by their keys without ``suffix``."""
+    """Return the tensors in a part, by their keys without ``suffix``."""
     return _views(part, Layout.parse(part), suffix)
 
 

@@ -1,8 +1,8 @@
-"""Sparse: a flat tensor as the values of some of its elements, and where they are.
+"""Sparse form of a flat tensor: the values of some of its elements, and their places.
 
-An element's place is its block and a 16-bit index in it; a block of ``BLOCK`` elements (the last one of a tensor is
-shorter) says how many it has. One that has all its elements needs no indices. Elements that are not there are +0.0,
-and any element may be there, zeros as well.
+An element's place is its block and a 16-bit index within the block. A block has ``BLOCK`` elements, the last one of a
+tensor fewer, and a count of its stored elements. A block that stores all its elements needs no indices. Missing
+elements are +0.0. Any element may be stored, zeros as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 Arrays = dict[str, torch.Tensor]
-"""Flat tensors by what they are: those of several parameters, one behind the other, make a part of a record."""
+"""Flat arrays by name. Those of several parameters, one behind the other, make a part of a log record."""
 
 Take = Callable[[str, torch.dtype, int], torch.Tensor]
-"""The next so many elements of the array of that name and dtype."""
+"""Returns the next so many elements of the array of that name and dtype."""
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of so many bytes."""
+"""The integer dtype of so many bytes."""
 
 
 def num_blocks(elements: int, block: int) -> int:
@@ -27,7 +27,7 @@ def num_blocks(elements: int, block: int) -> int:
 
 
 def lengths_of(elements: int, block: int, device: torch.device) -> torch.Tensor:
-    """How many elements each block has."""
+    """Return the number of elements in each block."""
     lengths = torch.full((num_blocks(elements, block),), block, device=device)
     if elements % block:
         lengths[-1] = elements % block
@@ -35,7 +35,7 @@ def lengths_of(elements: int, block: int, device: torch.device) -> torch.Tensor:
 
 
 def pick(flat: torch.Tensor, chosen: torch.Tensor, block: int) -> Arrays:
-    """The elements of ``flat`` where ``chosen`` is true, and all of a block where that takes no more bytes."""
+    """Return the elements of ``flat`` where ``chosen`` is true; a whole block where that takes no more bytes."""
     lengths, size = lengths_of(flat.numel(), block, flat.device), flat.element_size()
     places, counts = _places_of(chosen, block)
     whole = counts * (2 + size) >= lengths * size
@@ -54,8 +54,8 @@ def pick(flat: torch.Tensor, chosen: torch.Tensor, block: int) -> Arrays:
 
 
 def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where ``chosen`` is true, and in each block how often."""
-    if chosen.device.type == "cpu":  # several times as fast as torch's
+    """Return the places where ``chosen`` is true, and their number in each block."""
+    if chosen.device.type == "cpu":  # several times as fast as torch's version
         places = torch.from_numpy(np.flatnonzero(chosen.numpy()))
     else:
         places = chosen.nonzero().squeeze(1)
@@ -64,7 +64,7 @@ def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 
 def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
-    """The flat tensor that ``take`` gives the arrays of."""
+    """Return the flat tensor whose arrays ``take`` gives."""
     places, values = _located(take, elements, dtype, block)
     flat = torch.zeros(elements, dtype=dtype, device=values.device)
     flat[places] = values
@@ -72,14 +72,17 @@ def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.T
 
 
 def spread_into(flat: torch.Tensor, take: Take, block: int) -> torch.Tensor:
-    """Make ``flat`` that tensor. Returns where it has elements; all others are +0.0."""
+    """Write the tensor whose arrays ``take`` gives into ``flat``.
+
+    Returns the places of its stored elements; all others are +0.0.
+    """
     places, values = _located(take, flat.numel(), flat.dtype, block)
     flat.zero_()[places] = values
     return places
 
 
 def _located(take: Take, elements: int, dtype: torch.dtype, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of the elements that ``take`` gives, and their values."""
+    """Return the places of the elements that ``take`` gives, and their values."""
     counts = take("counts", torch.uint16, num_blocks(elements, block))
     lengths = lengths_of(elements, block, counts.device)
     starts = torch.arange(counts.numel(), device=counts.device) * block
@@ -89,7 +92,7 @@ def _located(take: Take, elements: int, dtype: torch.dtype, block: int) -> tuple
 def _taken(
     take: Take, counts: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where elements are, and their values; of blocks of ``lengths`` that begin at ``starts``."""
+    """Return the places and the values of elements, for blocks of ``lengths`` that begin at ``starts``."""
     counts = counts.to(torch.int64)
     whole = counts == lengths
     values = take("values", dtype, int(counts.sum()))
@@ -104,8 +107,10 @@ def _taken(
 
 
 class Spread:
-    """The flat tensors of several parameters, of ``sizes`` elements, as ``spread`` gives each, for one record after the
-    other: their memory is used again, and of it only what the record before wrote is cleared."""
+    """Flat tensors of several parameters, of ``sizes`` elements, whose memory is reused from record to record.
+
+    Each has the values that ``spread`` gives. Only what the record before wrote is cleared.
+    """
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, block: int, device: torch.device) -> None:
         self._dtype = dtype
@@ -116,12 +121,12 @@ class Spread:
         self.tensors = self._flat.split(list(sizes))
 
     def fill(self, take: Take) -> None:
-        """``take`` gives the arrays of all parameters, one behind the other."""
+        """Set all tensors from the arrays that ``take`` gives, one parameter behind the other."""
         counts = take("counts", torch.uint16, len(self._lengths))
         places, values = _taken(take, counts, self._lengths, self._starts, self._dtype)
         if self._flat._version == self._version:
             self._flat[self._written] = 0
-        else:  # the optimizer made something else of them; fused kernels unscale unseen, and zeros stay zeros
+        else:  # the optimizer changed them; fused kernels unscale unnoticed, and zeros stay zeros
             self._flat.zero_()
         self._flat[places] = values
         self._written, self._version = places, self._flat._version

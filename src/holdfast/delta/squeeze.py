@@ -1,7 +1,7 @@
-"""Squeeze: memory made smaller in place, bit for bit: bytes of one significance together, then zstd.
+"""Lossless compression in place: bytes of one significance are grouped, then compressed by zstd.
 
-Signs and exponents of neighbouring numbers are alike, their mantissas are noise; apart from each other, the former
-shrink and the latter are left as they are. Sizes are bytes.
+Signs and exponents of neighbouring numbers are similar, while mantissas are noise. Separated, the former shrink and the
+latter are stored as they are. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ LEVEL = 1
 
 
 def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
-    """Squeeze ``view``, whole pages of elements of ``width``, into its own beginning. Returns that, in whole pages, and
-    what ``unsqueeze`` needs, as JSON."""
+    """Compress ``view``, whole pages of elements of ``width``, into its own beginning.
+
+    Returns that beginning, in whole pages, and what ``unsqueeze`` needs, as JSON.
+    """
     import zstandard
 
     compressor, sizes, end = zstandard.ZstdCompressor(level=LEVEL), [], 0
@@ -27,7 +29,7 @@ def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
         chunk = np.frombuffer(view[start : start + CHUNK], np.uint8)
         planes = np.ascontiguousarray(
             chunk.reshape(-1, width).T
-        )  # a copy: what follows writes over the chunk
+        )  # a copy, since the code below overwrites the chunk
         if planes.base is not None:
             planes = planes.copy()
         for plane in planes:
@@ -42,7 +44,7 @@ def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
 
 
 def unsqueeze(part: memoryview, frames: dict[str, Any]) -> memoryview:
-    """The memory that ``squeeze`` was given."""
+    """Return the memory that was passed to ``squeeze``. Raises ``BadInput`` without the package zstandard."""
     try:
         import zstandard
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Standing: the state of a run at a step, in memory, without the script that trained it."""
+"""The state of a run at a given step, in memory, without the script that trained it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from .script import NoScript
 
 
 class _Kept(NoScript):
-    """Stands where the script would be, and keeps what it would be put to."""
+    """A stand-in for the script that keeps the progress which would be restored."""
 
     def restore(self, progress: dict[str, Any]) -> None:
         self.progress = progress
 
 
 def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
-    """What the run in ``root`` has at ``step`` of the line of ``tip``, from the base before it and the records after
-    that; and the progress of its script there.
+    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
 
-    Takes no lock and changes nothing. Raises ``NoCommit`` if no records lead there, ``BadInput`` if it takes the script
-    to bring the state there.
+    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
+    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
     """
     with LocalStore(root) as store:
         line = store.line(tip)
         base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
         threads = torch.get_num_threads()
         try:
-            state = rebuilt(base, store.atoms(base))  # which computes with as many threads as the run did
+            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
             found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
         finally:
             torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
-"""Survival: how the steps of a run outlive the process that does them.
+"""Survival backends: how the steps of a run outlive the process that does them.
 
-There are two ways: every step is recorded on the disk (``recording.py``), or a second process does every step as well
-(``replicating.py``). What a ``Checkpointer`` asks of either is here, and what both do alike.
+There are two: every step is recorded on the disk (``recording.py``), or a second process does every step as well
+(``replicating.py``). This module holds their interface, as ``Checkpointer`` uses it, and what both do alike.
 """
 
 from __future__ import annotations
@@ -27,34 +27,40 @@ from .watching import Recovery
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``resume`` was asked for: the step ``target``, or the newest before it unless ``exact``, or the newest."""
+    """The request of a ``resume``: the step ``target``, the newest up to it unless ``exact``, or the newest of all."""
 
     target: int | None
     exact: bool
     continuing: bool
-    """Only a step from which training goes on as it did."""
+    """Accept only a step from which training continues bit for bit."""
     show: Callable[[Recovery], None] | None
-    """Told how it gets on."""
+    """Called with the progress of the recovery."""
 
 
 class Survival(ABC):
-    """Of the steps of ``loop``. The order of calls: ``enter``, ``begin``; for each step ``take_slot``, ``record`` and
-    ``go_on``; at the end ``finish``, ``close`` and ``let_go``. Called on all ranks, but for ``take_slot``."""
+    """The interface of a survival backend, for the steps of ``loop``.
+
+    1. ``enter`` and ``begin``.
+    2. For each step ``take_slot``, ``record`` and ``go_on``.
+    3. At the end ``finish``, ``close`` and ``let_go``.
+
+    Collective except for ``take_slot``: every rank must call each.
+    """
 
     beside = False
-    """Whether a replica does every step as well."""
+    """True if a replica does every step as well."""
 
     def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
-        """Nothing is begun. Raises ``BadInput`` if there is no memory for two steps."""
+        """Prepare the backend. Raises ``BadInput`` if the memory is too small for two steps."""
         self._loop, self._options, self._events = loop, options, events
         self.staging_bytes = options.staging_bytes
         self._num_slots = self._slots_that_fit()
         self._sealer = Sealer(loop.state, shortens=not self.beside)  # a replica's record stands alone
         self.agreement: Agreement | None = None
-        """With the other ranks, from ``begin`` on, where there are some."""
+        """The agreement with the other ranks, from ``begin`` on; None for one process."""
         self.begun = False
 
-    # How far it is
+    # Progress
 
     @property
     @abstractmethod
@@ -69,23 +75,23 @@ class Survival(ABC):
     @property
     @abstractmethod
     def base_step(self) -> int:
-        """That of the newest base, as far as this rank knows."""
+        """The step of the newest snapshot, as far as this rank knows."""
 
     @property
     @abstractmethod
     def complete(self) -> bool:
-        """Whether every step done is durable, or on its way to be."""
+        """Return whether every step done is durable, or on its way to be."""
 
     @abstractmethod
     def has(self, step: int) -> bool:
-        """Whether this rank has ``step`` durable, or on its way to be, without another base."""
+        """Return whether ``step`` is durable on this rank, or will be without another snapshot."""
 
     @abstractmethod
     def standing(self) -> dict[str, Any]:
-        """What was written, and what waits in memory, for the log."""
+        """Return what was written and what waits in memory, for the event log."""
 
     def about(self) -> dict[str, Any]:
-        """What it has to work with, for the log."""
+        """Return the resources of the backend, for the event log."""
         ring_bytes = len(self.pool.slots) * self.pool.slot_bytes
         return {
             "replica": self.beside, "memory": self._options.memory_bytes, "storage": self._options.storage_bytes,
@@ -94,85 +100,86 @@ class Survival(ABC):
 
     @property
     def recovered_by(self) -> str:
-        """How ``enter`` came to its step, for a person; empty where that is not known."""
+        """The way in which ``enter`` recovered its step, for a person; empty where that is not known."""
         return ""
 
-    # Beginning
+    # Start
 
     @abstractmethod
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
-        """Be the run's writer, and bring the loop to the step that ``recover`` finds; None if the run has none."""
+        """Become the run's writer, and restore the newest recoverable step; None if the run has none."""
 
     @abstractmethod
     def begin(self, found: Recovered | None) -> None:
-        """Go on after what was found, with the loop where it is now. When this returns, the step it is at is kept."""
+        """Continue after the recovered step, with the loop where it is now. The current step is safe on return."""
 
     @abstractmethod
     def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
-        """What sees the steps of the loop."""
+        """Return the tap that sees the steps of the loop."""
 
     # Every step
 
     @property
     @abstractmethod
     def pool(self) -> SlotPool:
-        """What updates are copied into."""
+        """The staging buffers into which updates are copied."""
 
     @abstractmethod
     def take_slot(self) -> Slot | None:
-        """A slot for the next step; None where the disk is behind and nobody is to wait for it."""
+        """Return a staging buffer for the next step; None where the disk is behind and nobody shall wait."""
 
     @abstractmethod
     def record(self, updates: Sequence[Update]) -> None:
         """Keep the step that ``updates`` have done."""
 
     def lose(self, updates: Sequence[Update], why: str) -> None:
-        """As ``record``, of a step that no record would bring back, which this rank alone may know."""
-        self.record(updates)  # a replica that differs is found by its fingerprint
+        """Keep a step that no record would reproduce, which only this rank may know."""
+        self.record(updates)  # the fingerprint finds a replica that differs
 
     @abstractmethod
     def go_on(self) -> None:
-        """The step is over: do of the next base what is due."""
+        """Do the due work of the next snapshot. Called at the end of each step."""
 
     @abstractmethod
     def adapt(self) -> None:
-        """The loop has another form than before, as its last ``look`` says: keep its present step, and go on from
-        there."""
+        """Keep the current step after the state has changed its form, as the loop's last ``look`` found."""
 
     def stepped(self, seconds: float, stall_seconds: float) -> None:
-        """The step took ``seconds``, of which training waited for ``stall_seconds``."""
+        """Note that the step took ``seconds``, including ``stall_seconds`` that training waited."""
         return
 
     def give_back(self, updates: Sequence[Update]) -> None:
-        """Of ``updates`` nothing is kept."""
+        """Release the staging buffers of ``updates``, which are not kept."""
         self.pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
-    # Waiting and ending
+    # Waiting and shutdown
 
     @abstractmethod
     def whole(self, again: bool = False) -> None:
-        """Make a base of the present step, durable when this returns; ``again`` if one of this step does not hold what
-        there is now."""
+        """Make a snapshot of the current step. It is durable on return.
+
+        ``again`` replaces a snapshot of this step that lacks later changes.
+        """
 
     @abstractmethod
     def wait(self, step: int) -> None:
-        """Return when ``step``, of which there is a record or a base under way, is durable on all ranks."""
+        """Return when ``step`` is durable on all ranks. It has a record, or a snapshot under way."""
 
     @abstractmethod
     def settle(self) -> None:
         """Return when nothing is under way any more."""
 
     def finish(self) -> None:
-        """Make a base where what is durable does not hold all that there is."""
+        """Make a snapshot if what is durable lacks something. Collective: every rank must call this."""
         if not self.begun:
             return
         begun = self._loop.has_begun_another
         residuals = {} if begun else self._loop.state.residuals
         if residuals:
-            self.settle()  # a base that is under way may be of this very step
+            self.settle()  # a snapshot under way may be of this very step
         moved = not begun and self._loop.schedule_moved
         needed = not self.complete or moved or bool(residuals and self.base_step < self._loop.steps_done)
-        asked = self._loop.ranks.everyone((needed, moved))  # each may know of another newest base
+        asked = self._loop.ranks.everyone((needed, moved))  # ranks may know different snapshots
         if not any(needed for needed, _ in asked):
             return
         if any(self._loop.ranks.everyone(self._loop.has_moved_on)):
@@ -182,7 +189,7 @@ class Survival(ABC):
             self.whole(again=any(moved for _, moved in asked))
 
     def _go_without_base(self) -> None:
-        """There can be none of the present step any more, and no record has it."""
+        """Warn that the current step can have no snapshot any more, and has no record."""
         step, durable = self._loop.steps_done, self.durable_step
         warnings.warn(
             f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
@@ -193,30 +200,33 @@ class Survival(ABC):
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether anything is at work still that uses slots, files or the lock."""
+        """Return whether anything still uses staging buffers, files or the lock."""
 
     @abstractmethod
     def close(self) -> None:
-        """Begin nothing any more, and end what works beside training. Raises what it failed with."""
+        """Begin nothing more, and end the work beside training. Raises the error of that work."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Free all memory. Nothing is at work any more."""
+        """Free all memory. Called when nothing is at work any more."""
 
     # With other ranks
 
     def check(self) -> None:
-        """Raise what went wrong on any rank."""
+        """Raise the error of any rank."""
         if self.agreement is not None:
             self.agreement.check()
 
     def fail(self, error: BaseException) -> None:
-        """Tell every rank that this one does not go on."""
+        """Report to every rank that this one has failed."""
         if self.agreement is not None:
             self.agreement.fail(error)
 
     def meet(self, stop: bool) -> str:
-        """What all ranks do at once after this step, of which any may want to ``stop``: "stop", "base" or nothing."""
+        """Return what all ranks do together after this step: "stop", "base" or nothing.
+
+        ``stop`` says whether this rank wants to stop; any rank may.
+        """
         if self.agreement is None:
             return "stop" if stop else ""
         if stop:
@@ -229,7 +239,7 @@ class Survival(ABC):
             self.agreement.wait(step)
 
     def part(self, orderly: bool) -> None:
-        """Agree on nothing any more; ``orderly`` if no rank is left behind."""
+        """End the agreement; ``orderly`` if no rank is left behind."""
         if self.agreement is not None:
             self.agreement.close(orderly)
 

@@ -1,8 +1,8 @@
-"""Tap: sees what each optimizer step consumes, and copies it before the step can change it.
+"""Optimizer hooks that copy what each optimizer step consumes, before the step can change it.
 
-Attached as a pre-hook of each optimizer, it runs after averaging, unscaling and clipping, and after other pre-hooks.
-What is copied is what the codec makes of the gradients; which of them are None, the hyper-parameters, and what a fused
-optimizer takes from a ``GradScaler`` are kept by value.
+A tap is a pre-hook of each optimizer. It runs after averaging, unscaling and clipping, and after other pre-hooks. It
+copies what the codec makes of the gradients. It keeps by value which gradients are None, the hyper-parameters, and what
+a fused optimizer takes from a ``GradScaler``.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ from .slots import Slot
 from .unseen import Unseen
 
 CONSUMED = ("grad_scale", "found_inf")
-"""Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
+"""Attributes through which a ``GradScaler`` passes values to a fused optimizer."""
 
 OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
-"""Of an update, what records have only where there is any."""
+"""Fields of an update that records contain only where they have a value."""
 
 
 @dataclass
 class Update:
-    """One optimizer step: its hyper-parameters by group, as JSON, and the names of the parameters without gradient."""
+    """One optimizer step: its hyper-parameters by group, as JSON, and the names of parameters without gradient."""
 
     optimizer: int
     slot: Slot | None
-    """Whose memory ``part`` is; None where there was no room."""
+    """The staging buffer that owns ``part``; None where there was no room."""
     part: memoryview | None
-    """What is to be written of the gradients; None where there is none of them."""
+    """The memory to be written for the gradients; None where there is none."""
     codec: dict[str, Any]
     groups: list[dict[str, Any]]
     without: list[str]
     consumed: dict[str, float]
     coefficient: Any = None
-    """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as consumed."""
+    """The factor, as JSON, by which the copied gradients are still to be multiplied; None where they are as consumed.
+    """
     arguments: Any = None
-    """As JSON, what ``step`` was given, by position and by name; None where that was nothing."""
+    """The arguments of ``step``, by position and by name, as JSON; None without any."""
     drawn: Any = None
-    """As JSON, the random generators before the step; None where it drew nothing."""
+    """The state of the random generators before the step, as JSON; None where the step drew nothing."""
     drawn_after: Any = None
-    """The same of ``after_update``, with the last update of an iteration."""
+    """The state of the generators before ``after_update``, in the last update of an iteration."""
     own: Any = None
-    """As JSON, what else than the parameters' state of the optimizer was changed since its last step; None if nothing
-    was."""
+    """The optimizer's own state, besides that of parameters, that changed since its last step, as JSON; None if none.
+    """
 
     def about(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the update as JSON."""
         return {
             "optimizer": self.optimizer,
             "groups": self.groups,
@@ -76,7 +77,7 @@ class Update:
 
 
 class Tap:
-    """Collects the updates of an iteration. ``take_slot`` gives memory for the next, or None."""
+    """A collector of the updates of an iteration. ``take_slot`` returns memory for the next one, or None."""
 
     def __init__(
         self,
@@ -88,32 +89,37 @@ class Tap:
         self._codec, self._take_slot, self._clip_norm = codec, take_slot, clip_norm
         self._see(state)
         self.updates: list[Update] = []
-        """Since the iteration began."""
+        """The updates since the iteration began."""
         self.changed = False
-        """Whether a step could not be recorded, as all ranks know: slots have no place for a gradient (a parameter was
-        added, or is trained now, or left a group, or a group came or went), another pre-hook was to run after this one,
-        or an update failed."""
+        """True if a step could not be recorded, for a reason that all ranks see.
+
+        One reason is that staging buffers have no place for a gradient: a parameter was added, is trained now, or left
+        a group, or a group came or went. Others are that another pre-hook was to run after this one, or that an update
+        failed.
+        """
         self.lost = ""
-        """Why the step cannot be brought back by a record, as this rank alone may know: parameters or optimizers' state
-        were changed otherwise than by steps, or gradients had no room."""
+        """The reason why no record can reproduce the step, which only this rank may know; empty without one.
+
+        Parameters or optimizer state were changed by something else than steps, or gradients had no room.
+        """
         self.begins: Callable[[], None] = lambda: None
         """Called before the first update of an iteration."""
         self.compiled = False
-        """Whether a step was one that torch.compile made."""
+        """True if torch.compile made a step."""
         self.seconds = 0.0
-        """Spent in hooks since the iteration began."""
+        """Seconds spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
         self._switched: list[torch.optim.Optimizer] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
         self._generators: list[Any] = [None for _ in state.optimizers]
-        """By optimizer, as they were before the update that is open."""
+        """The state of the random generators before the open update of each optimizer."""
         self._changes = Unseen(state)
         self._settled = False
-        """Whether nothing that is watched has been changed on purpose since the iteration's changes were looked for."""
+        """True if no watched state was changed by intention since the last scan for changes."""
 
     def watch(self, state: LiveState) -> None:
-        """From here on ``state`` says what there is."""
+        """Use ``state`` as the training state from here on."""
         self._see(state)
         self.changed = False
         self._changes.watch(state)
@@ -124,7 +130,7 @@ class Tap:
         self._members = [_members(optimizer) for optimizer in state.optimizers]
 
     def attach(self) -> None:
-        """Raises ``BadInput`` if an optimizer has another tap."""
+        """Attach the hooks. Raises ``BadInput`` if an optimizer has another tap."""
         for index, optimizer in enumerate(self._state.optimizers):
             if any(isinstance(hook, _Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
                 raise BadInput(
@@ -135,7 +141,7 @@ class Tap:
             self._hooks.append((optimizer, hook))
             ended = optimizer.register_step_post_hook(_end_hook_of(self, index))
             self._ended.append(ended)
-            # first, since what other hooks change is not the optimizer's
+            # first, since changes by other hooks are not the optimizer's
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(
                 ended.id, last=False
             )
@@ -143,8 +149,10 @@ class Tap:
         self._changes.settle()
 
     def _watch_modes(self, optimizer: Any) -> None:
-        """Have it known when ``train()`` or ``eval()`` of a schedule-free optimizer has moved parameters, which may be
-        done where no count of changes tells."""
+        """Notice when ``train()`` or ``eval()`` of a schedule-free optimizer moves parameters.
+
+        Change counters may not show it.
+        """
         for name in ("train", "eval"):
             if not (
                 callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
@@ -171,19 +179,20 @@ class Tap:
         self._ended.clear()
 
     def settle(self) -> None:
-        """The step is over. Other pre-hooks, which may change gradients, run first from here on."""
+        """End the step, and move this hook behind other pre-hooks, which may change gradients."""
         if not self._settled:
             self._changes.settle()
-        self._changes.idle = 0  # what was skipped is a step, too
+        self._changes.idle = 0  # a skipped step is a step, too
         self.lost = ""
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
 
     def take(self) -> list[Update]:
-        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``lost`` if
-        parameters were changed otherwise than by them.
+        """Return the updates of the iteration, and end it.
 
-        Raises ``BadInput`` after a step that was compiled."""
+        Sets ``changed`` if an update did not return, and ``lost`` if anything else changed parameters. Raises
+        ``BadInput`` after a compiled step.
+        """
         if self.compiled:
             raise BadInput(
                 "the optimizer's step was compiled, and has other bits than its own code, with which records are"
@@ -199,16 +208,16 @@ class Tap:
 
     @property
     def has_changes(self) -> bool:
-        """Whether parameters or optimizers' state are not as the last step left them."""
+        """Return whether parameters or optimizer state differ from what the last step left."""
         return bool(self.lost) or self._changes.is_other or any(own.has_changed for own in self._state.own)
 
     def saved(self) -> None:
-        """A base of what there is now was made."""
+        """Accept the current state as known, because a snapshot of it was made."""
         self._changes.settle()
         self.lost = ""
 
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
-        """Of optimizer ``index``, or of all."""
+        """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
         self._settled = not self.changed and not any(self._open)
         if self._settled and self._changes.found(updated, index):
             self.lost = self.lost or (
@@ -216,7 +225,7 @@ class Tap:
             )
 
     def after_step(self, index: int) -> None:
-        """The post-hook of optimizer ``index``, which an update that fails does not reach."""
+        """End an update of optimizer ``index``: its post-hook. An update that fails does not reach it."""
         self._open[index] -= 1
         if self._open[index]:
             return
@@ -228,7 +237,7 @@ class Tap:
             update.drawn = self._drawn_since(self._generators[index])
 
     def do_after(self, after_update: Callable[[], None], updates: list[Update]) -> None:
-        """Call ``after_update``, after the last of ``updates``."""
+        """Call ``after_update`` after the last of ``updates``, and note the random numbers that it draws."""
         before = generators()
         self._settled = False
         after_update()
@@ -243,11 +252,15 @@ class Tap:
         return drawn
 
     def is_open(self, index: int) -> bool:
-        """Whether a step of optimizer ``index`` has begun, and has not ended."""
+        """Return whether a step of optimizer ``index`` has begun and not ended."""
         return self._open[index] > 0
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool) -> None:
-        """The pre-hook of optimizer ``index``; ``within`` another step of it."""
+        """Record what a step consumes: the pre-hook of optimizer ``index``.
+
+        ``within`` is true inside another step of the same optimizer. Raises ``BadInput`` for a step that cannot be
+        recorded.
+        """
         started = time.perf_counter()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and not isinstance(closure, Computed):
@@ -257,16 +270,14 @@ class Tap:
                 f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
             )
         optimizer = self._state.optimizers[index]
-        if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update
+        if self._open[index] and within:  # a subclass calls the step() it overrides: the same update
             self._open[index] += 1
             return
-        if self._open[index]:  # which has raised, and what it has changed by then is in no record
+        if self._open[index]:  # the open update raised, and no record has what it had changed by then
             self._open[index], self.changed = 0, True
-        for flattened in self._state.flattened:
-            flattened.held()  # gathered ones it would update for nothing
         if not self.updates:
             self.begins()
-        self._look_for_changes(True, index)  # by the script, since the last step, or by other pre-hooks
+        self._look_for_changes(True, index)  # made by the script or by other pre-hooks
         trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")
@@ -278,9 +289,8 @@ class Tap:
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
-        # All ranks see the same here, whatever each of them stores: they go on without a record together.
+        # All ranks see the same here, whatever each of them stores, so they skip the record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
-        known &= self._have_places(index)
         room = slot if known and self._is_last(index) else None
         if slot is not room:
             self.changed = True
@@ -294,7 +304,7 @@ class Tap:
             update.part, update.coefficient = self._consume(
                 room, index, trained, scaled.get("found_inf", 0.0) > 0
             )
-        except BaseException:  # what it has changed by then is in no record
+        except BaseException:  # no record has what it had changed by then
             self.changed = True
             raise
         failpoints.reach("after_gradients_copied")
@@ -307,20 +317,22 @@ class Tap:
     def _consume(
         self, slot: Slot | None, index: int, trained: Trained, skipped: bool
     ) -> tuple[memoryview | None, Any]:
-        """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
-        the part to be written, and what it is still to be multiplied by: nothing here."""
+        """Turn the gradients into those that the optimizer consumes, and write them into ``slot`` if there is one.
+
+        Returns the part to be written, and the factor still to be applied to it: None here.
+        """
         self._clipped(index, {name: p.grad for name, p in trained if p.grad is not None})
         started = time.perf_counter()
-        consumed = self._codec.consume(trained, self._state.residuals, skipped)  # alike on all ranks
+        consumed = self._codec.consume(trained, self._state.residuals, skipped)  # the same on all ranks
         if self._codec.changes_training:
-            self.seconds -= time.perf_counter() - started  # what training asked for, recorded or not
+            self.seconds -= time.perf_counter() - started  # training asked for this, recorded or not
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}
         return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Clip ``grads``, if that was asked for. Returns what they were multiplied by."""
+        """Clip ``grads`` if that is configured, and return the factor."""
         if self._clip_norm is None or not grads:
             return None
         if getattr(self._state.optimizers[index], "grad_scale", None) is not None:
@@ -335,14 +347,8 @@ class Tap:
         optimizer, hook = self._hooks[index]
         return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
 
-    def _have_places(self, index: int) -> bool:
-        """Whether slots have a place for every flattened parameter of an optimizer that is trained now: of one of which
-        a rank has nothing it sees no gradient."""
-        mine = (p for p in self._state.flattened if self._state.optimizer_of(p) == index)
-        return all(p.name in self._places[index] for p in mine if p.parameter.requires_grad)
-
     def _slot_for(self, index: int) -> Slot | None:
-        """The iteration's slot, or another one if this optimizer has stepped before in it and a record is made."""
+        """Return the iteration's staging buffer, or another one if this optimizer steps again and is recorded."""
         if self.updates and (self.changed or all(update.optimizer != index for update in self.updates)):
             return self.updates[-1].slot
         return self._take_slot()
@@ -356,7 +362,7 @@ class _Hook:
     index: int
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # what is traced here is all that happens in each later call
+        if torch.compiler.is_compiling():  # the trace holds all that happens in later calls
             self.tap.compiled = True
         else:
             within = self.tap.is_open(self.index) and _is_within(optimizer, sys._getframe(1))
@@ -364,7 +370,7 @@ class _Hook:
 
 
 def _is_within(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:
-    """Whether ``frame``, which torch wraps around a step of ``optimizer``, was called by such another one."""
+    """Return whether ``frame``, which torch wraps around a step of ``optimizer``, runs inside another such frame."""
     caller = frame.f_back
     while caller is not None:
         if caller.f_code is frame.f_code and caller.f_locals.get("self") is optimizer:
@@ -382,8 +388,10 @@ def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
 
 
 def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` does, for gradients. Returns what they were multiplied by. Where they are
-    shards all ranks have to call it."""
+    """Clip ``grads`` as ``torch.nn.utils.clip_grad_norm_`` does, and return the factor.
+
+    Collective where gradients are shards: every rank must call this.
+    """
     norm = torch.nn.utils.get_total_norm(grads)
     norm = cast(Any, norm).full_tensor() if is_distributed(norm) else norm
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -398,16 +406,16 @@ def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
 
 
 Place = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
-"""Shape and dtype of a gradient that slots have room for, and how its parameter lies in memory, of which bases tell."""
+"""Shape and dtype of a gradient that fits, and the strides of its parameter, which snapshots hold."""
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """By group, which parameters it has."""
+    """Return the ids of the parameters in each group."""
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _places(state: LiveState) -> list[dict[str, Place]]:
-    """For each optimizer, by parameter: of those, too, that other ranks store."""
+    """Return the places of each optimizer's parameters, by name, including those that other ranks store."""
     return [
         {p.name: (state.boxes[p.name].shape, p.parameter.dtype, p.parameter.stride()) for p in trained}
         for trained in trained_of(state, everywhere=True)
@@ -415,7 +423,7 @@ def _places(state: LiveState) -> list[dict[str, Place]]:
 
 
 def _fit(trained: Trained, places: dict[str, Place]) -> bool:
-    """Whether each gradient has a place of its shape and dtype, and each parameter lies as it did."""
+    """Return whether each gradient fits its place, and each parameter has the strides that it had."""
     return all(
         p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype, p.stride())
         for name, p in trained
@@ -439,8 +447,11 @@ def _refuse_odd(name: str, grad: torch.Tensor) -> None:
 
 
 def _arguments(args: tuple, kwargs: dict[str, Any], closure: Computed | None) -> Any:
-    """As JSON, but for a closure that is None; of another what a replay needs. Raises ``BadInput`` for what no record
-    holds by value."""
+    """Return the arguments of ``step`` as JSON, without a closure that is None; None if nothing is left.
+
+    A called closure is stored as what a replay needs. Raises ``BadInput`` for an argument that no record holds by
+    value.
+    """
     named = {name: value for name, value in kwargs.items() if name != "closure"}
     args = args if closure is None else args[1:]
     loss = None if closure is None else closure.about()

@@ -1,4 +1,4 @@
-"""Terms: what a replica's process is told when it starts."""
+"""The configuration of a replica's process, passed to it when it starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Terms:
-    """``memory`` bounds the copies for a base, in bytes."""
+    """The configuration of a replica's process. ``memory`` bounds the copies for a snapshot, in bytes."""
 
     run: str
     place: str

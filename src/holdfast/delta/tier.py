@@ -1,10 +1,14 @@
-"""Tier: where a replica keeps things in shared memory, and a whole state there in the format of any run directory.
+"""The shared-memory store of a replica: a whole state in ``/dev/shm``, in the format of a run directory.
 
-A run's tier is a directory of its own in ``/dev/shm``: what is in it survives the processes, and not the machine. A
-file in it says whose it is: by the key of the run, which its timelines have, and by the directory itself (device and
-inode), which a rename, a link, a bind mount or a container's mount leave as they are. So a run that was moved finds its
-memory, and a copy, which has the same key, does not take that of the run that it was copied from. A new run in a
-directory with the inode of one that was removed has another key, and does not take that run's memory either.
+The store of a run is a directory that survives the processes, but not the machine. A file in it names the owner, by two
+marks:
+
+- the key of the run, which the run's timelines have;
+- the run's directory, by device and inode. A rename, a link, a bind mount or a container's mount leave these as they
+  are.
+
+So a run that was moved finds its store. A copy of a run has the same key, and does not take the store of the original.
+A new run in a directory with the inode of a removed one has another key, and does not take that store either.
 """
 
 from __future__ import annotations
@@ -36,16 +40,16 @@ from .recorder import Inline
 MEMORY = Path("/dev/shm")
 
 OWNER = "run.json"
-"""In a tier: whose it is."""
+"""The file in the store that names the owner."""
 
 MOST_OWNER_BYTES = 1 << 16
 
 FOLDERS = ("state", "sync")
-"""In a tier: what ``kept`` has there."""
+"""The folders of kept states in the store."""
 
 
 class MemoryDisk(Disk):
-    """A directory in memory: space is taken when it is written."""
+    """A directory in memory, where space is taken only when it is written."""
 
     def allocate(self, path: str, nbytes: int) -> None:
         with open_file(self.root / path, write=True, create=True, direct=False) as file:
@@ -54,7 +58,7 @@ class MemoryDisk(Disk):
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose a tier is: the run's directory, by its path and by what no rename changes, and the run's key."""
+    """The owner of a store: the key of the run, and the run's directory by path, device and inode."""
 
     run: str
     device: int
@@ -70,17 +74,17 @@ class Owner:
         return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
     def is_run(self, path: str | Path, key: str) -> bool:
-        """Return whether this is the run with ``key`` ("": not begun yet) in the directory at ``path``.
+        """Return whether the owner is the run with ``key`` ("": not begun yet) in the directory at ``path``.
 
-        An owner without a key had not begun when it was written, and is known by the directory alone.
+        An owner written before its run began has no key, and is known by the directory alone.
         """
         return self.is_at(path) and self.key in ("", key)
 
 
 def say_owner(place: Path, run: str | Path, key: str) -> None:
-    """Write into the tier that it is that of the run in directory ``run``, which has this key ("": none yet).
+    """Write into the store that it belongs to the run in directory ``run``, with ``key`` ("": none yet).
 
-    Nothing is written where the directory is not there: a rank that sees another one is refused later.
+    Does nothing if the directory does not exist: a rank that sees another directory is refused later.
     """
     try:
         found = os.stat(run)
@@ -92,7 +96,7 @@ def say_owner(place: Path, run: str | Path, key: str) -> None:
 
 
 def owner_of(place: Path) -> Owner | None:
-    """Return whose the tier is; None where that cannot be read, as in one of an earlier version."""
+    """Return the owner of the store; None where it cannot be read, as in a store of an earlier version."""
     try:
         owner = Owner(**load_json(read_regular(place / OWNER, MOST_OWNER_BYTES)))
     except (OSError, Damaged, ValueError, TypeError):
@@ -102,14 +106,17 @@ def owner_of(place: Path) -> Owner | None:
 
 
 def place_of(run: str | Path, memory: Path, suffix: str = "", number: int = 0) -> Path:
-    """The tier that a run begun in directory ``run`` gets, or the next by ``number`` where another run has that; of
-    several ranks each has its own ``suffix``. Where a run has one it is found by its owner."""
+    """Return the path of the store for a new run in directory ``run``.
+
+    ``number`` counts up where another run has that path. Each of several ranks has its own ``suffix``. An existing
+    store is found by its owner instead.
+    """
     name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(run)) + b"\0%d" % number * bool(number))
     return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
 def place_for(run: str | Path, memory: Path, key: str, suffix: str = "") -> Path:
-    """Return the tier that the run with ``key`` has already, or one that no other has."""
+    """Return the store that the run with ``key`` has already, or a path that no other run uses."""
     own = [place for place in places_of(run, memory, key) if suffix_of(place) == suffix]
     if own:
         return max(own, key=lambda place: (any((place / name).is_dir() for name in FOLDERS), place.name))
@@ -123,12 +130,12 @@ def _is_of_another(place: Path, run: str | Path, key: str) -> bool:
 
 
 def places_of(run: str | Path, memory: Path, key: str) -> list[Path]:
-    """Return the tiers that the run in directory ``run`` has on this host, of whatever ranks left them.
+    """Return the stores that the run in directory ``run`` has on this host, of all ranks.
 
     Args:
-        run: The directory. Its inode may be that of another run's directory that was removed.
-        memory: Where tiers are.
-        key: The run's; "" if it is not begun, which has no tier with a key.
+        run: The directory. Its inode may be that of another run's removed directory.
+        memory: The directory that holds stores.
+        key: The key of the run; "" if the run is not begun, so that no store with a key belongs to it.
     """
     name = place_of(run, memory).name
 
@@ -140,10 +147,9 @@ def places_of(run: str | Path, memory: Path, key: str) -> list[Path]:
 
 
 def strays_of(run: str | Path, memory: Path, key: str) -> list[Path]:
-    """Return the tiers of a run with this ``key`` that is not where it was any more.
+    """Return the stores of a run with this ``key`` whose directory is no longer in its place.
 
-    It is this run, moved to another disk, or one that it is a copy of. They may be read, and are not this one's to
-    remove.
+    They belong to this run, moved to another disk, or to a run that it is a copy of. They may be read, but not removed.
     """
 
     def is_stray(place: Path) -> bool:
@@ -154,28 +160,28 @@ def strays_of(run: str | Path, memory: Path, key: str) -> list[Path]:
 
 
 def _is_where_it_was(owner: Owner) -> bool:
-    """Return whether the owner's directory still holds its run, and not another one in a directory with its inode."""
+    """Return whether the owner's directory still holds its run, and not another run with the same inode."""
     if not owner.is_at(owner.run):
         return False
     try:
         return RunReader(owner.run).run_key() == owner.key
-    except (HoldfastError, OSError):  # it cannot be read, so nothing says that it is another one
+    except (HoldfastError, OSError):  # unreadable, so nothing says that it is another run
         return True
 
 
 def suffix_of(place: Path) -> str:
-    """Return what says of which rank a tier is."""
+    """Return the part of the store's name that says which rank it belongs to."""
     return "".join(place.name.partition(".")[1:])
 
 
 def _tiers(memory: Path) -> list[Path]:
-    """Return the tiers of all runs of this user."""
+    """Return the stores of all runs of this user."""
     found = sorted(memory.glob(f"holdfast-{os.getuid()}-*"))
     return [path for path in found if os.lstat(path).st_uid == os.getuid() and not path.is_symlink()]
 
 
 def make(place: Path) -> None:
-    """Make the directory of a tier, for this user alone. Raises ``BadInput`` if it is somebody else's."""
+    """Make the directory of a store, for this user alone. Raises ``BadInput`` if it belongs to somebody else."""
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         status = os.lstat(place)
@@ -191,13 +197,13 @@ def make(place: Path) -> None:
 
 
 def remove(place: Path) -> None:
-    """Remove ``place`` and all that is in it, if it is there."""
+    """Remove ``place`` with its content, if it exists."""
     shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager
 def opened(place: Path) -> Iterator[LocalStore]:
-    """The store in ``place``, for reading and for ``put``."""
+    """Open the store in ``place``, for reading and for ``put``."""
     store = LocalStore(place, retain=1, disk=MemoryDisk(place), direct=False)
     try:
         yield store
@@ -208,8 +214,7 @@ def opened(place: Path) -> Iterator[LocalStore]:
 def put(
     place: Path, state: LiveState, step: int, progress: dict[str, Any], records: Sequence[Record] = ()
 ) -> None:
-    """Make ``place``, which is not there, hold ``state`` at ``step``, as a commit that stands alone, and the
-    ``records`` that follow it."""
+    """Write ``state`` at ``step`` to the new store ``place``, as a commit of its own, followed by ``records``."""
     with opened(place) as store:
         store.enter()
         store.begin(None)

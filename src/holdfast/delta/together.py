@@ -1,4 +1,4 @@
-"""Together: a base that several ranks make, each its share. The first rank says when, and makes it a commit."""
+"""Snapshots of several ranks, each of which writes its share. The first rank begins and publishes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .bases import BaseMaker
 
 
 class Together:
-    """What ``Pace`` does otherwise where there are several ranks. ``emit`` writes an event."""
+    """The parts of ``Pace`` that differ with several ranks. ``emit`` writes an event."""
 
     def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
         self._ranks, self._store, self._emit = ranks, store, emit
@@ -24,15 +24,18 @@ class Together:
         self.alike = Alike(ranks, emit)
         self._number = 0
         self.sharing = False
-        """Whether the share of the base that is under way waits for the records before it."""
+        """True while the share of the snapshot under way waits for the records before it."""
 
     def call(self) -> None:
-        """Have all ranks make a base at once, as soon as they can."""
+        """Have all ranks make a snapshot at once, as soon as they can."""
         assert self.agreement is not None
         self.agreement.call()
 
     def is_due(self, due: bool, bases: BaseMaker) -> bool:
-        """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""
+        """Return whether this rank is to begin a snapshot.
+
+        The first rank begins one when it is ``due`` there. The others follow when they learn of it.
+        """
         assert self.agreement is not None
         if self._ranks.rank == 0:
             if due:
@@ -46,7 +49,7 @@ class Together:
         return True
 
     def see_published(self, bases: BaseMaker) -> int | None:
-        """The step of the base that is under way, if the first rank has made it a commit."""
+        """Return the step of the snapshot under way if the first rank has published it; otherwise None."""
         assert self.agreement is not None
         if not (bases.under_way and self.agreement.standing.published >= self._number > 0):
             return None
@@ -54,21 +57,26 @@ class Together:
         return self._store.line()[0].step
 
     def share(self, share: Share) -> None:
-        """This rank's part of the base that is under way is durable."""
+        """Report that this rank's share of the snapshot under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
         self.sharing = False
 
     def nothing_else(self) -> None:
-        """No base begun before becomes a commit any more, and all ranks know of those that did: what was written for
-        others may be written over. Called on all."""
+        """Prevent the publication of earlier snapshots, and make those published known to all ranks.
+
+        Files written for other snapshots may be overwritten afterwards. Collective: every rank must call this.
+        """
         assert self.agreement is not None
         self._ranks.first_does(self.agreement.end_bases)
         if self._ranks.rank:
             self._store.follow()
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all, after ``nothing_else``."""
+        """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
+
+        Collective: every rank must call this.
+        """
         refs = self._ranks.all_do(lambda: share().ref)
         self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:
@@ -76,7 +84,7 @@ class Together:
         bases.published()
 
     def publish_shares(self, refs: list[dict[str, Any]]) -> None:
-        """On the first rank: make a commit of what the ranks have."""
+        """Publish the shares of all ranks as a commit. Called on the first rank."""
         assert self.agreement is not None
         manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
         self._store.prune_journal()

@@ -1,8 +1,8 @@
-"""Unseen: parameters and optimizers' state that something else than an optimizer changes, which records do not hold.
+"""Detection of changes to parameters and optimizer state that no optimizer step made, and that records do not hold.
 
-Each tensor counts its changes in place. The count moves by what an optimizer does, and by what is done to the tensor
-itself; not by what is done through ``.data`` or NumPy, but a parameter that is given other memory is seen by its place.
-This is asked three times in every step, so that each look is a few passes over flat lists.
+Each tensor counts its changes in place. The counter shows changes by an optimizer and to the tensor itself, but not
+those through ``.data`` or NumPy. A parameter that gets other memory is noticed by its address. Every step runs three
+scans, so each is a few passes over flat lists.
 """
 
 from __future__ import annotations
@@ -24,27 +24,35 @@ from ..state.cuts import is_distributed
 from ..state.live import LiveState, local_held
 
 PATIENCE = 1000
-"""Iterations, more than gradients are accumulated over."""
+"""The number of iterations without a step that is an error: more than gradients are accumulated over."""
 
 HINT = 100
-"""Iterations without a step that are told, unless gradients are accumulated."""
+"""The number of iterations without a step that causes a warning, unless gradients are accumulated."""
 
 Marks = tuple[list[int], list[int], list[int], list[Any]]
-"""Of parameters how often they were changed and where they lie, of an optimizer's state which things it has and how
-often those were changed, or what they are."""
+"""The state as the last scan saw it.
+
+1. Change counts of the parameters.
+2. Addresses of the parameters.
+3. Identities of the values of the optimizer's state.
+4. Change counts of these values, or marks of those that are no tensors.
+"""
 
 
 class Unseen:
-    """Of what ``state`` says there is. ``settle`` at the end of each step, ``stepped`` after each optimizer's."""
+    """A detector of external changes to ``state``.
+
+    Call ``settle`` at the end of each step, and ``stepped`` after each optimizer's step.
+    """
 
     def __init__(self, state: LiveState) -> None:
         self._told = self._hinted = False
         self.idle = 0
-        """Iterations since an optimizer stepped last."""
+        """The number of iterations since an optimizer stepped last."""
         self.watch(state)
 
     def watch(self, state: LiveState) -> None:
-        """From here on ``state`` says what there is."""
+        """Use ``state`` as the state to watch from here on."""
         self._state = state
         self._names: list[list[str]] = [[] for _ in (*state.optimizers, None)]
         self._parameters: list[list[torch.Tensor]] = [[] for _ in self._names]
@@ -58,25 +66,25 @@ class Unseen:
         self.settle()
 
     def settle(self) -> None:
-        """What there is now is known."""
+        """Accept the current state as known."""
         self._marks = [self._now(place) for place in range(len(self._parameters))]
 
     def stepped(self, index: int) -> None:
-        """What optimizer ``index`` has done is known."""
+        """Accept the changes by optimizer ``index`` as known."""
         for place in self._linked[index]:
             self._marks[place] = self._now(place)
 
     @property
     def is_other(self) -> bool:
-        """Whether anything is not as it was known last."""
+        """Return whether anything differs from the state known last."""
         return any(self._now(place) != marks for place, marks in enumerate(self._marks))
 
     def found(self, updated: bool, index: int | None = None) -> bool:
-        """Whether anything was changed otherwise, or anything that optimizer ``index`` has, with a warning at the first
-        time. What there is now is known then.
+        """Return whether anything unknown changed the state, or that of optimizer ``index``, and accept the state as
+        known.
 
-        Raises ``BadInput`` after ``PATIENCE`` iterations in which no optimizer ``updated`` anything: nothing of the run
-        would be recorded.
+        Warns the first time. Raises ``BadInput`` after ``PATIENCE`` iterations in which no optimizer ``updated``
+        anything, since nothing of the run would be recorded.
         """
         names: list[str] = []
         for place in range(len(self._marks)) if index is None else self._linked[index]:
@@ -106,9 +114,8 @@ class Unseen:
             )
         if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
             self._hinted = True
-            # FSDP keeps those of passes without an exchange where they are not seen
-            hidden = self._any_distributed or bool(self._state.flattened)
-            maybe = " Where gradients are accumulated over as many, nothing is wrong." * hidden
+            # FSDP stores gradients of passes without an exchange elsewhere
+            maybe = " Where gradients are accumulated over as many, nothing is wrong." * self._any_distributed
             warnings.warn(
                 f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
                 f" nothing was recorded.{maybe} {way_out} After {PATIENCE} this is an error.",
@@ -116,7 +123,7 @@ class Unseen:
             )
 
     def _accumulates(self) -> bool:
-        """Whether some gradient was added to in about as many iterations as no optimizer has stepped in."""
+        """Return whether some gradient was added to about as often as iterations passed without a step."""
         grads = [parameter.grad for parameter in chain.from_iterable(self._parameters)]
         local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
         return any(changes_of(grad) >= self.idle // 2 for grad in local)
@@ -127,13 +134,13 @@ class Unseen:
         return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held)
 
     def _addresses(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Where what this process holds of each lies in memory."""
+        """Return the addresses of this process's part of each parameter."""
         if self._any_distributed:
             parameters = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
         return list(map(torch.Tensor.data_ptr, parameters))
 
     def _changed(self, place: int, before: Marks, now: Marks) -> list[str]:
-        """Names of what is not as it was ``before``."""
+        """Return the names of what differs from ``before``."""
         were, are = zip(before[0], before[1], strict=True), zip(now[0], now[1], strict=True)
         names = [name for name, a, b in zip(self._names[place], were, are, strict=True) if a != b]
         if before[2:] != now[2:]:
@@ -142,7 +149,7 @@ class Unseen:
 
 
 def _linked(parameters: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
-    """Return by place the places with parameters of the same storages: views of one storage are counted as one."""
+    """Return by place the places whose parameters share storage, since views of one storage have one counter."""
     places_of: dict[int, set[int]] = {}
     for place, held in enumerate(parameters):
         for tensor in map(local_held, held):
@@ -160,19 +167,19 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def _changes(things: Sequence[Any]) -> list[Any]:
-    """How often each was changed, or what it is if it is no tensor."""
+    """Return the change count of each tensor, and a mark of everything else."""
     try:
         return list(map(_VERSION, things))
-    except (AttributeError, RuntimeError):  # no tensor, or one of inference mode
+    except (AttributeError, RuntimeError):  # not a tensor, or a tensor of inference mode
         return [changes_of(thing) if isinstance(thing, torch.Tensor) else mark_of(thing) for thing in things]
 
 
 def mark_of(value: Any, odd: list[Any] | None = None) -> Any:
-    """Return what is another one when ``value``, or anything in it, has changed in place or was exchanged.
+    """Return a mark that differs once ``value``, or anything in it, was changed in place or replaced.
 
     Args:
         value: A value of an optimizer's state, or of an attribute.
-        odd: Gets everything in it that is neither a number, text or tensor nor a plain container of such.
+        odd: Collects everything in the value that is neither a number, text or tensor nor a plain container of these.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -201,7 +208,7 @@ def _hashed(value: Any) -> str:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a random generator, of torch, NumPy or Python."""
+    """Return the state of a random generator of torch, NumPy or Python."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
     if isinstance(generator, np.random.Generator):
@@ -212,14 +219,14 @@ def generator_state(generator: Any) -> Any:
 
 
 def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """What it has in its state of its ``parameters``: of several that were joined each has that of all."""
+    """Return the values of the optimizer's state for ``parameters``. Joined parameters each return that of all."""
     every = filter(None, map(optimizer.state.get, parameters))
     try:
         return list(chain.from_iterable(map(dict.values, every)))
-    except TypeError:  # no dictionary of slots, which is refused after the first step
+    except TypeError:  # not a dictionary, which is refused after the first step
         return []
 
 
 def changes_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; of a tensor of inference mode nobody counts."""
+    """Return how often a tensor was changed in place; 0 for a tensor of inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,11 +1,12 @@
-"""Visiting: tensors that rest on the host, and go to a device, a few at a time, to be updated there.
+"""Device updates of tensors that are stored on the host and copied to the device a few at a time.
 
-A device's kernels round otherwise than the host's, so the replica of a trainer on a device has the same device do its
-updates: then both have the same bits. Sizes are bytes. Not run on a device yet.
+A device's kernels round otherwise than the host's. So the replica of a trainer on a device runs its updates on the same
+device, and both have the same bits. Sizes are bytes. Never run on a device so far.
 
-1. Homes are pinned once. On one stream tensors come from there, while the device updates those before them.
-2. The stream that computes waits for their event, and updates them.
-3. A third stream waits for the update and brings them home. Nobody may look at a home before ``Homes.settle``.
+1. Host memory is pinned once. One stream copies tensors from there, while the device updates earlier ones.
+2. The compute stream waits for the copies' event, and updates the tensors.
+3. A third stream waits for the update and copies the tensors back. The host memory must not be read before
+   ``Homes.settle``.
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ from ..units import MiB, round_up
 from .leaving import pinned
 
 VISIT_BYTES = 256 << 20
-"""Of parameters that go together, with their gradients and what their optimizer holds; one goes in any case."""
+"""Bytes of the parameters copied together, with gradients and optimizer state; at least one parameter is copied."""
 
 ARENA_BYTES = 64 * MiB
-"""Homes that are pinned together; a larger one is pinned by itself."""
+"""Bytes of host memory that are pinned together; a larger tensor is pinned by itself."""
 
 ALIGN = 256
 AWAY = 2
-"""Groups of parameters that may be on their way home when the next one goes."""
+"""Groups of parameters that may still be on their way back when the next group is copied."""
 
 
 class Homes:
-    """Pinned memory for tensors that visit ``device``, and the streams on which they come and go."""
+    """Pinned host memory for tensors that are updated on ``device``, and the streams of both directions."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._coming, self._going = new_stream(device), new_stream(device)
         self._buffers: list[Buffer] = []
         self._left = 0
-        """Of the newest buffer."""
+        """The free bytes of the newest buffer."""
         self._known: set[int] = set()
-        """Addresses of homes."""
+        """The addresses of tensors in this memory."""
         self._under_way: deque[Any] = deque()
-        """Of each group on its way home, the event of its end."""
+        """The end event of each group on its way back."""
         self._newest: Any = None
 
     def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` in pinned memory: itself, if it is there. One on a device has no values there yet."""
+        """Return ``tensor`` in pinned memory: itself, if it is there already. The copy of a device tensor has no values
+        yet.
+        """
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
         if tensor.data_ptr() in self._known:
@@ -60,7 +63,7 @@ class Homes:
         return home if is_accelerator(tensor.device) else home.copy_(tensor)
 
     def make_room(self) -> None:
-        """Wait until ``AWAY`` groups at most are on their way home. Called before the next one goes."""
+        """Wait until at most ``AWAY`` groups are on their way back. Called before the next group is copied."""
         if self._newest is not None:
             self._under_way.append(self._newest)
             self._newest = None
@@ -68,7 +71,7 @@ class Homes:
             self._under_way.popleft().synchronize()
 
     def come(self, homes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies on the device, which the stream that computes waits for."""
+        """Return copies on the device. The compute stream waits for them."""
         computing = current_stream(self._device)
         with on_stream(self._coming):
             there = [home.to(self._device, non_blocking=True, copy=True) for home in homes]
@@ -78,7 +81,7 @@ class Homes:
         return there
 
     def go(self, homes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy ``tensors`` to their homes, when what computes with them now is over."""
+        """Begin to copy ``tensors`` back to ``homes``, once the work queued on them now is over."""
         self._going.wait_event(record_event(current_stream(self._device)))
         with on_stream(self._going):
             torch._foreach_copy_(list(homes), list(tensors), non_blocking=True)
@@ -87,14 +90,14 @@ class Homes:
             tensor.record_stream(self._going)
 
     def settle(self) -> None:
-        """Return when all is at home."""
+        """Return when all tensors are back in host memory."""
         if self._newest is not None:
             self._newest.synchronize()  # and all before it, on the same stream
         self._newest = None
         self._under_way.clear()
 
     def free(self) -> None:
-        """Hand the memory back. Nothing rests in it any more."""
+        """Free the memory. Called when no tensor uses it any more."""
         self.settle()
         for buffer in self._buffers:
             if buffer.unpin is not None:
@@ -117,8 +120,10 @@ class Homes:
 
 
 class Visit:
-    """``parameter`` on ``device``, with what its ``optimizer`` holds for it, but for the slots ``on_host``. With
-    ``homes``, copies are under way when what began them returns."""
+    """A stay of ``parameter`` on ``device``, with its state in ``optimizer`` except for the names ``on_host``.
+
+    With ``homes``, copies may still be under way after construction.
+    """
 
     def __init__(
         self,
@@ -143,7 +148,7 @@ class Visit:
 
     @torch.no_grad()
     def end(self) -> set[str]:
-        """All is at home again, or on its way. Returns the slots that the optimizer had on the host meanwhile."""
+        """Copy everything back, or begin to, and return the names of optimizer state that stayed on the host."""
         device = self._parameter.device
         held = self._optimizer.state.get(self._parameter, {})
         stayed = {slot for slot in tensors_in(held) if held[slot].device != device}
@@ -159,7 +164,7 @@ class Visit:
         return stayed
 
     def _home_of(self, slot: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Where ``tensor`` is to rest: where the slot did, if it fits there."""
+        """Return the host memory for ``tensor``: that of the same state before, if it fits."""
         home = self._homes.get(slot)
         if home is not None and (home.shape, home.dtype) == (tensor.shape, tensor.dtype):
             return home
@@ -169,11 +174,11 @@ class Visit:
 
 
 def tensors_in(held: Mapping[str, object]) -> list[str]:
-    """The slots that hold tensors."""
+    """Return the names of the state that are tensors."""
     return [slot for slot, value in held.items() if isinstance(value, torch.Tensor)]
 
 
 def visit_bytes(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
-    """What a parameter takes on the device, its gradient included."""
+    """Return the bytes that a parameter takes on the device, including its gradient and its optimizer state."""
     held = optimizer.state.get(parameter, {})
     return 2 * parameter.nbytes + sum(held[slot].nbytes for slot in tensors_in(held))

@@ -1,4 +1,4 @@
-"""Watching a recovery: how long it will take, how far it is, and what it took. Seconds, bytes."""
+"""Progress of a recovery: its predicted duration, how far it is, and what it took. Seconds, bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..units import counted, format_bytes, format_seconds
 
 READ_BYTES_PER_SECOND = 500_000_000.0
 REPLAY_BYTES_PER_SECOND = 1_000_000_000.0
-"""Of gradients that an optimizer applies. Both are believed until a recovery of the run was timed."""
+"""Bytes of gradients that an optimizer applies in a second.
+
+Both rates are assumed until a recovery of the run was timed.
+"""
 
 
 class Recovery:
-    """One recovery. ``tell`` is called with it whenever it has got on."""
+    """The progress of one recovery. ``tell`` is called with this object whenever it has advanced."""
 
     def __init__(
         self, tell: Callable[[Recovery], None] | None = None, clock: Callable[[], float] = time.perf_counter
@@ -33,7 +36,7 @@ class Recovery:
 
     @property
     def text(self) -> str:
-        """What is done, for a person.
+        """A description of the work, for a person.
 
         >>> recovery = Recovery()
         >>> recovery.base_bytes, recovery.num_records, recovery.predicted_seconds = 1_500_000_000, 100, 12.0
@@ -46,14 +49,14 @@ class Recovery:
 
     @property
     def done_share(self) -> float:
-        """By the prediction, of 1."""
+        """The completed share of the predicted time, from 0 to 1."""
         whole = self.base_bytes / self._read_rate + self.num_records * self._replay_seconds
         done = self.loaded_bytes / self._read_rate + self.replayed_records * self._replay_seconds
         return 1.0 if self.over or not whole else min(done / whole, 1.0)
 
     @property
     def rates(self) -> dict[str, float]:
-        """What the next one is predicted by: as measured by this one, where it did any."""
+        """The rates that predict the next recovery: measured by this one where possible."""
         rates = dict(self._rates)
         if self.loaded_bytes and self.load_seconds > 0:
             rates["read_bytes_per_second"] = self.loaded_bytes / self.load_seconds
@@ -70,7 +73,10 @@ class Recovery:
         return self._ended_at - self._loaded_at
 
     def begins(self, base: Manifest, chains: Sequence[Chain]) -> None:
-        """``base`` is loaded, and the records of its ``chains`` are replayed; another one's if this one is damaged."""
+        """Begin with the snapshot ``base`` and the records of its ``chains``.
+
+        Called again for another snapshot if this one is damaged.
+        """
         self._rates = dict(base.progress_of(chains[0].stream).get("rates", {}))
         self.base_step, self.to_step = base.step, chains[0].last.step
         self.base_bytes, self.num_records = base.total_bytes, sum(len(chain.records) for chain in chains)
@@ -95,7 +101,7 @@ class Recovery:
         self._told()
 
     def facts(self) -> dict[str, Any]:
-        """For the event at its end."""
+        """Return the facts for the event at the end of the recovery."""
         return {
             "base_step": self.base_step, "base_bytes": self.base_bytes, "records": self.replayed_records,
             "predicted_seconds": self.predicted_seconds, "load_seconds": self.load_seconds,
@@ -119,7 +125,7 @@ class Recovery:
 def announced(
     emit: Callable[..., None], show: Callable[[Recovery], None] | None = None
 ) -> Callable[[Recovery], None]:
-    """Tells ``show``, and the log, by ``emit``, what is to come when it begins."""
+    """Return a callback that passes progress to ``show``, and announces the recovery in the log by ``emit``."""
 
     def tell(recovery: Recovery) -> None:
         if not recovery.loaded_bytes and not recovery.over:

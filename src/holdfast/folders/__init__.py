@@ -1,1 +1,1 @@
-"""Pretrained models: folders as Hugging Face's libraries keep them, streamed in and given back."""
+"""Pretrained models: folders in the format of Hugging Face's libraries, streamed in and written back."""

@@ -1,8 +1,8 @@
-"""Exports to folders of Hugging Face: what is written loads whole, or nothing is written.
+"""Exports to folders of Hugging Face, written only if the result loads whole.
 
-``from_pretrained`` fills a tensor that it does not find with random values and says so in a log line. So the names and
-shapes of a folder are compared with those of the model that its ``config.json`` describes before a byte is written.
-Called by ``holdfast convert --to huggingface``.
+``from_pretrained`` fills a tensor that it does not find with random values and says so only in a log line. So the
+names and shapes of a folder are compared, before a byte is written, with those of the model that its ``config.json``
+describes. Called by ``holdfast convert --to huggingface``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ADDED = re.compile(
     r"(?P<layer>.+)\.(?P<what>lora_\w+)\.(?P<adapter>[^.]+?)(?P<end>\.weight|\.bias)?"
     r"|(?P<module>.+)\.modules_to_save\.(?P<of>[^.]+)\.(?P<rest>.+)"
 )
-"""Names of tensors that PEFT adds to a model."""
+"""The names of tensors that PEFT adds to a model."""
 
 
 def loadable(source: Source, folder: Path, *, renamed: bool) -> Source:
     """Return ``source`` under the names that ``folder`` has for the model that its ``config.json`` describes.
 
-    ``renamed``: rules gave the tensors these names already. Raises ``RunMismatch`` if ``from_pretrained`` would not
-    find a tensor of the model, or not use one that is written. The model is of the class that was saved, or the causal
-    language model of that configuration.
+    The model is of the class that was saved, or else the causal language model of that configuration. ``renamed``
+    means that rules gave the tensors these names already. Raises ``RunMismatch`` if ``from_pretrained`` would not
+    find a tensor of the model, or would not use one that is written.
     """
     try:
         return _written_for(empty_model(folder, as_saved=True), source, folder, renamed)
@@ -80,7 +80,7 @@ def refuse_unloadable(written: Source, model: nn.Module, folder: str) -> None:
 
 
 def refuse_nameless(source: Source) -> None:
-    """Raise ``BadInput``: nothing says which model of transformers ``source`` is a state of."""
+    """Raise ``BadInput``, because nothing names the transformers model that ``source`` is a state of."""
     raise BadInput(
         f"{source.path} does not say which model it is of, and a folder without its config.json loads as random"
         f" weights. {_way_out(source)}"
@@ -105,7 +105,7 @@ def _is_weight(slot: str) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """By name of a tensor that is another's under a second name, the first name."""
+    """Return the first name of each tensor that has a second name, by the second name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -120,7 +120,10 @@ def _matches(name: str, patterns: Any) -> bool:
 
 @dataclass
 class Adapter:
-    """The tensors of one adapter of LoRA in a source, by key of the source their names in PEFT's file."""
+    """The tensors of one LoRA adapter in a source.
+
+    ``names`` gives each tensor's name in PEFT's file by its key in the source.
+    """
 
     config: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)
@@ -129,8 +132,9 @@ class Adapter:
 def adapter_in(source: Source, folder: Path) -> Adapter:
     """Return the adapter in ``source`` that the ``adapter_config.json`` in ``folder`` describes.
 
-    Raises ``BadInput`` for kinds other than LoRA or a file that is no such configuration, ``RunMismatch`` if the
-    tensors are not those that the configuration describes, or others were trained beside them.
+    Raises:
+        BadInput: The kind is not LoRA, or the file is no such configuration.
+        RunMismatch: The tensors are not those that the configuration describes, or others were trained besides.
     """
     config = _config_in(folder)
     added = {
@@ -175,10 +179,10 @@ def _name_in_file(match: re.Match[str]) -> str:
 def _refuse_other_layers(
     source: Source, folder: Path, config: dict[str, Any], added: Mapping[str, re.Match[str]]
 ) -> None:
-    """Raise ``RunMismatch`` if a layer, a saved module or a rank is not the one that ``config`` says."""
+    """Raise ``RunMismatch`` if a layer, a saved module or a rank differs from ``config``."""
     for option, group in (("target_modules", "layer"), ("modules_to_save", "module")):
         said, there = config.get(option), {match[group] for match in added.values() if match[group]}
-        if isinstance(said, str):  # a pattern of names
+        if isinstance(said, str):  # a pattern of names cannot be compared
             continue
         strange = [name for name in there if not _ends_with_one(name, said or ())]
         lacking = [name for name in said or () if not any(_ends_with_one(each, [name]) for each in there)]

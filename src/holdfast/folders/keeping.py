@@ -1,4 +1,7 @@
-"""Keeping: what of a folder a run needs beside its tensors, so that it goes on and is given back without it."""
+"""Keeping: copies into a run the files of a model's folder other than weights.
+
+With these, the run resumes and is exported without the original folder.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from ..universal.convert.huggingface import INDEX, SINGLE
 
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""What a folder of an adapter of PEFT has."""
+"""The files of a folder that holds an adapter of PEFT."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
-"""Ends of the names of files that hold weights in other formats."""
+"""The suffixes of files that hold weights in other formats."""
 
 MODEL = "model"
-"""The directory in that of a run where it is kept."""
+"""The directory within a run for these files."""
 
 
 def checked(folder: str | Path) -> Path:
-    """``folder``, which has a configuration. Raises ``BadInput`` if it has none."""
+    """Return ``folder`` as a path. Raises ``BadInput`` if it has no configuration."""
     path = home_path(folder)
     if not (path / CONFIG).is_file():
         what = "is not a directory" if not path.is_dir() else f"has no {CONFIG}"
@@ -34,13 +37,16 @@ def checked(folder: str | Path) -> Path:
 
 
 def kept_folder(run: Path) -> Path | None:
-    """Where what is needed of its folder lies, if the run has one."""
+    """Return the directory of the kept files, or None if the run has none."""
     return run / MODEL if (run / MODEL / CONFIG).is_file() else None
 
 
 def keep(folder: Path, destination: Path, dtype: str | None = None) -> None:
-    """Copy all files of ``folder`` but weights to ``destination``, durably: configuration, tokenizer, templates,
-    licence. The configuration comes last, and says ``dtype`` if that is given."""
+    """Copy all files of ``folder`` except weights to ``destination``, durably.
+
+    These are configuration, tokenizer, templates and licence. The configuration comes last, with its dtype set to
+    ``dtype`` if that is given.
+    """
     disk = Disk(destination)
     disk.makedirs("")
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and _goes_along(path)]

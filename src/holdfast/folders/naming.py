@@ -1,8 +1,8 @@
-"""Naming: the tensors of a folder as its model holds them, and the other way round.
+"""Naming: translates between the tensors of a folder and those of its model, in both directions.
 
-Folders and models name some tensors differently, and a mixture of experts is stored an expert at a time where its model
-holds all of a layer in one tensor. What becomes of what is transformers' own knowledge (its weight conversions), used
-here for one group of tensors at a time, as they are read: nothing is converted before somebody asks for it.
+Folders and models name some tensors differently, and a mixture of experts is stored one expert at a time where its
+model holds all of a layer in one tensor. The translation itself is transformers' own (its weight conversions). It is
+applied here to one group of tensors at a time, as they are read: nothing is converted before it is requested.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ from ..universal.restore import read_tensors
 from ..universal.source import Made, Part, Source, Stored, places_of
 
 KEPT_GROUPS = 2
-"""Whose converted tensors stay in memory; tensors of one are asked for one after the other."""
+"""The number of groups whose converted tensors stay in memory.
+
+Tensors of one group are requested one after the other.
+"""
 
 
 @dataclass
 class Group:
-    """Tensors that become others together: ``members`` by their place in the conversion, ``first`` one of their names
-    afterwards. Without a converter it is one tensor under another name."""
+    """Tensors that are converted together.
+
+    ``first`` is one of their names afterwards. Without a converter, the group is one tensor under another name.
+    """
 
     first: str
     converter: Any = None
     members: list[tuple[str, str]] = field(default_factory=list)
-    """The pattern that each matched, and its name."""
+    """The pattern that each tensor matched, and its name, in the order of the conversion."""
 
     def identity(self) -> list[Any]:
-        """What is made of what, as JSON."""
+        """Return a JSON description of the conversion and its inputs."""
         steps = [
             [
                 type(each).__name__,
@@ -54,7 +59,7 @@ class Group:
         return [self.first, self.members, steps]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """What ``tensors``, by name, become."""
+        """Return the converted tensors by name, from ``tensors`` by name."""
         if self.converter is None:
             return {self.first: tensors[self.members[0][1]]}
         converter = deepcopy(self.converter)
@@ -65,9 +70,11 @@ class Group:
 
 
 def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Converted:
-    """``source``, a folder, under the names that ``model`` has for its parameters and buffers, which are those of
-    ``here``. What the model is known to ignore is left out. Raises ``Damaged`` if its tensors do not make those of the
-    model."""
+    """Return ``source``, a folder, under the names that ``model`` has for its parameters and buffers.
+
+    ``here`` holds these names. Tensors that the model is known to ignore are left out. Raises ``Damaged`` if the
+    folder's tensors do not make those of the model.
+    """
     renamings, converters = _apart(_known(model))
     prefix = str(getattr(model, "base_model_prefix", ""))
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
@@ -84,8 +91,10 @@ def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Conve
 
 
 def as_folder(source: Source, model: nn.Module) -> Converted:
-    """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing, and
-    none of the buffers that ``model`` makes itself."""
+    """Return ``source``, a state of ``model``, under the names of its folder.
+
+    The state of the optimizer and the buffers that ``model`` makes itself are left out.
+    """
     forward = [each for each in _known(model, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     renamings, converters = _apart([each.reverse_transform() for each in reversed(forward)])
     groups: dict[str, Group] = {}
@@ -101,11 +110,17 @@ def as_folder(source: Source, model: nn.Module) -> Converted:
 
 
 class Converted(Made):
-    """What ``groups`` of the tensors of ``source`` become. A tensor that only has another name is read where it lies;
-    of others the whole group is read and converted when one of them is asked for, and kept for the next."""
+    """The tensors that ``groups`` of the tensors of ``source`` become.
+
+    A tensor that only has another name is read where it lies. Of other groups, the whole group is read and converted
+    when one of its tensors is requested, and kept for the next.
+    """
 
     def __init__(self, source: Source, groups: Iterable[Group], model: Any, renamings: Any = ()) -> None:
-        """Raises ``Damaged`` if the tensors of a group do not fit together."""
+        """Describe the resulting tensors without reading data.
+
+        Raises ``Damaged`` if the tensors of a group do not fit together.
+        """
         super().__init__(source)
         self._model, self._renamings = model, renamings
         self._by_name = {each.atom.name: each for each in source.atoms.values() if _is_weight(each)}
@@ -117,8 +132,10 @@ class Converted(Made):
             self._add_group(group)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call tensors by other names: of a model that was wrapped, or given adapters. Of two that become one, the
-        first."""
+        """Rename tensors for a model that was wrapped or given adapters.
+
+        Of two tensors that get one name, the first stays.
+        """
         before, self.atoms = self.atoms, {}
         for stored in before.values():
             atom = replace(stored.atom, name=names.get(stored.atom.name, stored.atom.name))
@@ -178,7 +195,10 @@ class Converted(Made):
 
 
 def _names(source: Source) -> list[str]:
-    """Of parameters and buffers, numbers in them in their order: experts are put together in it."""
+    """Return the names of parameters and buffers, with the numbers in them in numeric order.
+
+    Experts are put together in that order.
+    """
     names = [stored.atom.name for stored in source.atoms.values() if _is_weight(stored)]
     return sorted(
         names, key=lambda name: [(not p.isdigit(), int(p) if p.isdigit() else p) for p in name.split(".")]
@@ -194,14 +214,14 @@ def _empty(atom: Atom) -> torch.Tensor:
 
 
 def _known(model: Any, **options: Any) -> list[Any]:
-    """What transformers knows of the names in folders of ``model``."""
+    """Return the weight conversions that transformers knows for folders of ``model``."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(model, **options)
 
 
 def _apart(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that rename, and those that convert."""
+    """Return the transforms that rename, and those that convert."""
     converts = [hasattr(each, "operations") for each in transforms]
     pairs = list(zip(transforms, converts, strict=True))
     return [each for each, yes in pairs if not yes], [each for each, yes in pairs if yes]
@@ -218,7 +238,7 @@ def _under(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converted(name: str, converters: list[Any]) -> tuple[str, str | None, Any]:
-    """The name after the one converter that takes ``name``, the pattern that it matched, and the converter."""
+    """Return the name after the one converter that accepts ``name``, the matched pattern, and the converter."""
     for each in converters:
         new, pattern = each.rename_source_key(name)
         if pattern is not None:
@@ -227,7 +247,7 @@ def _converted(name: str, converters: list[Any]) -> tuple[str, str | None, Any]:
 
 
 def _with_prefix(name: str, prefix: str, here: Mapping[str, Any]) -> str:
-    """``name`` with or without that of the model below its head, whichever ``here`` has."""
+    """Return ``name`` with or without the prefix of the model below its head, whichever ``here`` has."""
     for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if each in here:
             return each

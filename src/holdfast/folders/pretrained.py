@@ -1,6 +1,6 @@
-"""Folders of Hugging Face: a model on ``meta`` from ``config.json``, and its weights as a source, read unit by unit.
+"""Folders of Hugging Face: a model on ``meta`` from ``config.json``, and its weights as a source.
 
-The model is never whole in memory: its modules are built empty, and what its files hold goes tensor by tensor to where
+The model is never whole in memory. Its modules are built empty, and each tensor of its files goes directly to where
 the run keeps it. transformers is imported when a folder is opened, and nothing is downloaded.
 """
 
@@ -27,10 +27,11 @@ from .naming import Converted, by_model
 
 
 def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
-    """The causal language model in ``folder``, its parameters on ``meta``, and its weights, for ``offload(source=)``.
+    """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
-    ``folder`` is as ``save_pretrained`` writes it. Raises ``BadInput`` if it is no such folder, or transformers is not
-    installed; ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
+    ``folder`` is as ``save_pretrained`` writes it.
+    Raises ``BadInput`` if it is no such folder, or transformers is not installed.
+    Raises ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
 
         model, weights = holdfast.pretrained("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -43,9 +44,9 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
 
 
 def transformers_for(what: str) -> Any:
-    """The library. Raises ``BadInput`` if it is not installed."""
+    """Return the transformers library. Raises ``BadInput`` if it is not installed."""
     try:
-        with deferred():  # it takes a key press in the middle for one more thing that is not installed
+        with deferred():  # an interrupted import would report a package as not installed
             return import_module("transformers")
     except ImportError as error:
         raise BadInput(
@@ -54,8 +55,11 @@ def transformers_for(what: str) -> Any:
 
 
 def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
-    """The causal language model that ``config.json`` describes, in training mode, with its parameters on ``meta``; with
-    ``as_saved`` a model of the class that was saved, where ``config.json`` says it."""
+    """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
+
+    It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
+    that. Raises ``ModelNotSupported`` for quantised weights and for models that need code of their own.
+    """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
     if told.get("quantization_config"):
@@ -86,7 +90,7 @@ def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    """What ``config.json`` says."""
+    """Return the content of ``config.json``. Raises ``BadInput`` if it is not a JSON object."""
     try:
         told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -108,22 +112,24 @@ def _refuse_others(path: Path) -> None:
 
 
 class Weights:
-    """What the files of a folder hold, as a state that a fresh run of ``offload`` begins from: the parameters and
-    buffers of ``model``, which may be wrapped or given adapters afterwards: its parameters are known again."""
+    """The parameters and buffers of a folder, as the state that a fresh run of ``offload`` begins from.
+
+    ``model`` may be wrapped or given adapters afterwards; its parameters are found again.
+    """
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path, self._model, self._shapes = path, model, model.state_dict()
         self._named = dict(model.named_parameters(remove_duplicate=False))
 
     def open(self) -> Beginning:
-        """Raises ``BadInput`` if there are none, ``Damaged`` if the files are not whole."""
+        """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
         _refuse_others(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         return _Begins(source, self._named, self.path)
 
 
 class _Begins(Beginning):
-    """Weights alone: the optimizer's state, the schedule and the rest begin with the run."""
+    """An initial state of weights alone: the optimizer's state, the schedule and the rest begin with the run."""
 
     fresh = True
 
@@ -132,8 +138,11 @@ class _Begins(Beginning):
         self._converted, self._named = source, named
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Raises ``RunMismatch`` if a parameter that the model had from the beginning is not in the folder. What was
-        added to it since is initialised as in any fresh run."""
+        """Match the folder's tensors to the captured parameters, and return notes on unused ones.
+
+        Raises ``RunMismatch`` if the folder lacks a parameter that the model had from the beginning. Parameters that
+        were added since are initialised as in any fresh run.
+        """
         names = {id(each.parameter): each.names for each in captured.parameters}
         now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
         self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
@@ -150,5 +159,5 @@ class _Begins(Beginning):
         return [f"nothing here wants its {name}" for name in self._match.unused]
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
-        """They are the script's own."""
+        """Return True, which leaves the hyper-parameters to the script."""
         return True

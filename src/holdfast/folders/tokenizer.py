@@ -16,19 +16,21 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-"""What a tokenizer may consist of."""
+"""The files of which a tokenizer may consist."""
 
 
 class Tokenizer:
-    """The tokenizer in ``folder``. ``begin`` and ``end`` are what it puts around a document: the ids that it adds to
-    any text, and the one that ends texts."""
+    """The tokenizer in ``folder``.
+
+    ``begin`` holds the ids that it adds before any text, ``end`` the id that ends texts.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``BadInput`` if there is none, or transformers is not installed."""
+        """Load the tokenizer. Raises ``BadInput`` if there is none, or transformers is not installed."""
         path = checked(folder)
         transformers = transformers_for(f"the tokenizer in {path}")
         try:
-            with deferred():  # what is imported now tells of a key press as of what is not installed
+            with deferred():  # an interrupted import would report a package as not installed
                 self._own: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
             raise BadInput(
@@ -51,8 +53,11 @@ class Tokenizer:
         return len(self._own)
 
     def _before_text(self, last: int | None) -> list[int]:
-        """What comes before a letter, which tells the mark that begins a text from the one that ends it where both are
-        the same; where the letter is not found, what is around nothing but for the latter."""
+        """Return the ids that the tokenizer puts before a text.
+
+        They are those before a letter, which separates the mark of the beginning from that of the end where both are
+        equal. If the letter is not found, they are the ids around an empty text without the mark of the end.
+        """
         found, bare = (self._own("a", add_special_tokens=marks)["input_ids"] for marks in (True, False))
         for place in range(len(found) if bare else 0):
             if found[place : place + len(bare)] == bare:
@@ -60,11 +65,14 @@ class Tokenizer:
         return [each for each in self._own("")["input_ids"] if each != last]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Their ids, with nothing around them."""
+        """Return the ids of ``texts``, without ids around them."""
         return self._own(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def encode_with_ends(self, texts: list[str]) -> list[tuple[list[int], list[int]]] | None:
-        """The same, and for each id the number of characters up to its end; None where the tokenizer does not say."""
+        """Return the ids of ``texts`` and, for each id, the number of characters up to its end.
+
+        Returns None where the tokenizer does not know these numbers.
+        """
         if not self._own.is_fast:
             return None
         if not texts:

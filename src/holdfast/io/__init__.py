@@ -1,1 +1,1 @@
-"""How bytes move: buffers, queues, threads. Knows offsets and memory, not tensors; never syncs."""
+"""The movement of bytes: buffers, queues, threads. Knows offsets and memory, not tensors; never syncs."""

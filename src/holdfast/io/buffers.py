@@ -1,8 +1,8 @@
 """Buffers: page-aligned memory for direct I/O, from one pool.
 
-Sizes are bytes, rounded up to whole pages. A buffer is an anonymous private ``mmap`` of exactly its
-size and is kept for the next ``take`` of that size, because a training step asks for the same few
-sizes again and again. How many there are is bounded by the plan, which has counted them all beforehand.
+A buffer is an anonymous private ``mmap`` of exactly its size. It is kept for the next ``take`` of that size, because
+a training step asks for the same few sizes again and again. The plan bounds the number of buffers, because it has
+counted them all beforehand. Sizes are bytes, rounded up to whole pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HUGE_PAGE = 2 * MiB
 
 
 class Buffer:
-    """Page-aligned memory. ``view`` is writable, one byte per item; ``kind`` is what it is used for now."""
+    """Page-aligned memory. ``view`` is writable, one byte per item; ``kind`` is its current use."""
 
     __slots__ = ("_memory", "kind", "nbytes", "unpin", "view")
 
@@ -32,31 +32,31 @@ class Buffer:
         self.unpin: Callable[[], object] | None = None
 
     def keep_from_forks(self, kept: bool = True) -> None:
-        """Leave the memory out of processes that fork from this one, or no longer do.
+        """Exclude the memory from processes that fork from this one, or include it again.
 
-        A device copies from and to pages, not addresses: a fork that shares them makes the system give others to who
-        writes next, or copy all of them for every worker of a loader.
+        A device copies from and to pages, not addresses. If a fork shared them, the next write would move this
+        process to other pages, or copy all of them for every worker of a loader.
         """
         advice = getattr(mmap, "MADV_DONTFORK" if kept else "MADV_DOFORK", None)
         if advice is not None:
             self._memory.madvise(advice)
 
     def free(self) -> None:
-        """Hand the memory back to the system, even if somebody still looks at it (and then sees zeros)."""
+        """Return the memory to the system, even if somebody still holds a view of it (which then shows zeros)."""
         try:
             self.view.release()
             self._memory.close()
-        except BufferError:  # a tensor or a slice of the view is still alive; its pages can go all the same
+        except BufferError:  # a tensor or a slice of the view is still alive, but its pages can go
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 EIGHTHS = 8
-"""Sizes that ``classed`` knows of between a power of two and the next."""
+"""The number of sizes that ``classed`` knows between a power of two and the next."""
 
 
 def classed(nbytes: int) -> int:
-    """Return the next of eight sizes between powers of two that has room for ``nbytes``: at most an eighth more.
+    """Return the next of eight sizes between powers of two that holds ``nbytes``, at most an eighth more.
 
     >>> classed(1000), classed(1025), classed(9)
     (1024, 1152, 9)
@@ -66,7 +66,7 @@ def classed(nbytes: int) -> int:
 
 
 class BufferPool:
-    """Hands out buffers of exact sizes. Safe to use from several threads; ``take`` never waits."""
+    """A pool of buffers of exact sizes. Safe to use from several threads; ``take`` never waits."""
 
     def __init__(
         self,
@@ -74,9 +74,13 @@ class BufferPool:
         pinned_kinds: Collection[str] = (),
         pinned_limit: int | None = None,
     ) -> None:
-        """Memory for ``pinned_kinds`` is pinned by ``pin``, once, until what that returns is called; None says that it
-        could not be. Idle pinned buffers go back to the system where a new one would make more than ``pinned_limit``
-        bytes."""
+        """Prepare an empty pool.
+
+        Args:
+            pin: Pins memory and returns a function that unpins it, or None if the memory could not be pinned.
+            pinned_kinds: The kinds whose memory is pinned, once, when it is made.
+            pinned_limit: The most pinned bytes; idle pinned buffers are freed before a new one would exceed it.
+        """
         self.pinned_limit = pinned_limit
         self.pins = pin is not None
         self._pin, self._pinned_kinds = pin, frozenset(pinned_kinds if pin else ())
@@ -85,15 +89,15 @@ class BufferPool:
         self.in_use_bytes = 0
         self.idle_bytes = 0
         self.most_by_kind: dict[str, int] = {}
-        """What was in use at once at most, by what for."""
+        """The most bytes that were in use at once, by kind."""
         self._by_kind: Counter[str] = Counter()
         self._idle: dict[tuple[bool, int], list[Buffer]] = defaultdict(list)
-        """By whether they are for ``pinned_kinds``, and their size."""
+        """The idle buffers, by whether they are for ``pinned_kinds`` and by size."""
         self._in_use: set[int] = set()
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, kind: str) -> Buffer:
-        """A buffer of ``nbytes`` rounded up to whole pages. Its content is whatever was there before."""
+        """Return a buffer of ``nbytes`` rounded up to whole pages. Its content is undefined."""
         size, pinned = round_up(max(nbytes, 1)), kind in self._pinned_kinds
         with self._lock:
             idle = self._idle.get((pinned, size))
@@ -113,22 +117,27 @@ class BufferPool:
             return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """Give ``buffer`` back. Nobody may read or write it afterwards, no transfer may be under way."""
+        """Give ``buffer`` back for reuse.
+
+        Nobody may read or write it afterwards, and no transfer may be under way.
+        """
         with self._lock:
             self._returned(buffer)
             self._idle[buffer.kind in self._pinned_kinds, buffer.nbytes].append(buffer)
             self.idle_bytes += buffer.nbytes
 
     def drop(self, buffer: Buffer) -> None:
-        """Give ``buffer`` back, and its memory to the system: the next to need it is not this pool."""
+        """Give ``buffer`` back and return its memory to the system, because this pool will not need it."""
         with self._lock:
             self._returned(buffer)
             self._unpin_it(buffer)
         buffer.free()
 
     def _make_room(self, nbytes: int) -> None:
-        """Free idle pinned buffers, those that were idle longest first of each size, until ``nbytes`` fit below the
-        limit or none is left."""
+        """Free idle pinned buffers until ``nbytes`` fit below the limit or none is left.
+
+        Of each size, the buffers that were idle longest go first.
+        """
         if self.pinned_limit is None:
             return
         for (pinned, size), idle in self._idle.items():
@@ -163,15 +172,17 @@ class BufferPool:
         self._by_kind[buffer.kind] -= buffer.nbytes
 
     def close(self) -> None:
-        """Free the idle buffers. Those in use are freed when their holders let go of them; nothing is pinned any more,
-        so no transfer of a device may be under way."""
+        """Free the idle buffers and unpin all others, which are freed when their holders release them.
+
+        No transfer of a device may be under way.
+        """
         with self._lock:
             for buffer in list(self._pinned):
                 self._unpin_it(buffer)
         self.free_idle()
 
     def free_idle(self) -> None:
-        """Hand the memory of idle buffers back to the system: what comes next takes other sizes."""
+        """Return the memory of idle buffers to the system, because other sizes will be needed next."""
         with self._lock:
             for buffer in (buffer for buffers in self._idle.values() for buffer in buffers):
                 if buffer in self._pinned:

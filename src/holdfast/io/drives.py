@@ -1,6 +1,6 @@
-"""Queues of several drives behind the interface of one: a transfer goes to the queue of the drive its file is on.
+"""Queues of several drives with the interface of one: a transfer goes to its file's drive.
 
-Each drive has threads, lanes and limits of its own, so that a slow or busy one holds up no other.
+Each drive has threads, lanes and limits of its own, so that a slow or busy drive holds up no other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.io.queue import IOQueue, Request
 
 
 class DriveQueues(IOQueue):
-    """The queue of a run's own drive, and one for files in each of ``directories``, which are other drives."""
+    """The queue of a run's own drive, and one queue for each of ``directories``, which are on other drives."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class DriveQueues(IOQueue):
         total_limit: int | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Threads and limits are those of each drive."""
+        """Start the queues. Threads and limits are those of each drive."""
         super().__init__(threads, read_limit, write_limit, total_limit, prepare)
         self.others = {
             directory: IOQueue(threads, read_limit, write_limit, total_limit, prepare)
@@ -42,14 +42,14 @@ class DriveQueues(IOQueue):
         priority: int,
         finish: Callable[[], Any] | None = None,
     ) -> Future:
-        """As ``IOQueue.submit``; the files of one group are on one drive."""
+        """Queue ``requests`` as ``IOQueue.submit`` does. The files of one group must be on one drive."""
         path = getattr(requests[0].file, "path", None) if requests else None
         queue = None if path is None else self.others.get(path.parent)
         submit = super().submit if queue is None else queue.submit
         return submit(requests, kind=kind, phase=phase, priority=priority, finish=finish)
 
     def counters(self) -> dict[tuple[str, str, str], int]:
-        """Of all drives."""
+        """Return the bytes that moved on all drives together."""
         total: Counter[tuple[str, str, str]] = Counter(super().counters())
         for queue in self.others.values():
             total.update(queue.counters())

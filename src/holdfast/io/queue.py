@@ -1,9 +1,9 @@
 """One queue for one device: all of a run's transfers, by priority, on a few threads.
 
-Sizes are bytes, times are seconds. A *group* is a list of requests with one future; groups go by
-(priority, arrival), their requests in order. Reads and writes are two lanes over the same threads, and
-neither lane may take the last thread, so that a read that somebody waits for never queues behind a
-throttled or syncing writer. Bytes in flight are bounded by threads x request size.
+A *group* is a list of requests with one future. Groups go by (priority, arrival), their requests in order. Reads and
+writes are two lanes over the same threads. Neither lane may take the last thread, so a read that somebody waits for
+never queues behind a throttled or syncing writer. Bytes in flight are bounded by threads x request size. Sizes are
+bytes, times are seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holdfast.errors import QueueClosed
 from holdfast.units import MiB
 
 REQUEST_BYTES = 4 * MiB
-"""The most one request moves, and so the granularity of priorities."""
+"""The most bytes that one request moves, and so the granularity of priorities."""
 
 
 class ReadWrite(Protocol):
-    """What a request needs of a file."""
+    """The operations that a request needs of a file."""
 
     def read(self, view: memoryview, offset: int) -> None: ...
     def write(self, view: memoryview, offset: int) -> None: ...
@@ -33,7 +33,10 @@ class ReadWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One transfer. ``before`` runs on the I/O thread before a write, ``after`` after a read has landed."""
+    """One transfer.
+
+    ``before`` runs on the I/O thread before a write, ``after`` runs there after a read is complete.
+    """
 
     file: ReadWrite
     view: memoryview
@@ -44,7 +47,7 @@ class Request:
 
 
 class Throttle:
-    """A device of ``bytes_per_second`` (None: as fast as it goes): a token bucket of one request's size."""
+    """A limit of ``bytes_per_second`` (None: unlimited), as a token bucket of one request's size."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Throttle:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> float:
-        """Take the device for ``nbytes``: the time at which it will be done with them."""
+        """Reserve the device for ``nbytes`` and return the time at which it will be done with them."""
         if self.bytes_per_second is None:
             return 0.0
         with self._lock:
@@ -72,7 +75,7 @@ class Throttle:
             return self._free_at
 
     def wait(self, until: float) -> None:
-        """Return at the time ``until`` that ``reserve`` gave."""
+        """Sleep until the time ``until``, which ``reserve`` returned."""
         if self.bytes_per_second is not None and (seconds := until - self._clock()) > 0:
             self._sleep(seconds)
 
@@ -91,7 +94,7 @@ class _Group:
 
 
 class _Lane:
-    """Groups that wait, and how many threads work for this direction."""
+    """The waiting groups of one direction, and the number of threads that work for it."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int, _Group]] = []
@@ -109,8 +112,10 @@ class IOQueue:
         total_limit: int | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Limits are bytes per second; ``total_limit`` is shared by reads and writes, as a device's are. Each thread
-        calls ``prepare`` first."""
+        """Start the threads, each of which calls ``prepare`` first.
+
+        Limits are bytes per second. ``total_limit`` is shared by reads and writes, as a device's is.
+        """
         if threads < 1:
             raise ValueError(f"an I/O queue needs at least one thread, got {threads}")
         self._lanes = {False: _Lane(), True: _Lane()}
@@ -129,7 +134,7 @@ class IOQueue:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # a key press
+        except BaseException:  # such as KeyboardInterrupt
             self.close()
             raise
 
@@ -144,9 +149,9 @@ class IOQueue:
     ) -> Future:
         """Queue ``requests`` (all reads or all writes) as one group; a smaller ``priority`` goes first.
 
-        The future is done when no request touches its memory any more. Its result is that of ``finish``,
-        which runs on an I/O thread after the last request; its exception is the first one, after which
-        the rest of the group is dropped. ``Future.cancel`` works until the first request has begun.
+        The future is done when no request uses its memory any more. Its result is that of ``finish``, which runs on
+        an I/O thread after the last request. Its exception is the first one, after which the rest of the group is
+        dropped. ``Future.cancel`` works until the first request has begun. Raises ``QueueClosed`` after ``close``.
         """
         write = requests[0].write if requests else True
         if any(request.write != write for request in requests):
@@ -161,12 +166,12 @@ class IOQueue:
         return group.future
 
     def counters(self) -> dict[tuple[str, str, str], int]:
-        """Bytes that really moved, by ("read" or "write", kind, phase)."""
+        """Return the bytes that really moved, by ("read" or "write", kind, phase)."""
         with self._wake:
             return dict(self._counters)
 
     def close(self) -> None:
-        """Finish the transfers under way, fail what has not begun with ``QueueClosed``, join the threads."""
+        """Finish the transfers under way, fail the waiting ones with ``QueueClosed``, and join the threads."""
         with self._wake:
             self._closed = True
             waiting = [item[2] for lane in self._lanes.values() for item in lane.heap]
@@ -181,7 +186,7 @@ class IOQueue:
                 thread.join()
 
     def _drop(self, group: _Group) -> bool:
-        """Fail ``group`` as closed; True if nothing of it is under way, so that it ends now."""
+        """Fail ``group`` as closed. Return True if nothing of it is under way, so that it ends now."""
         group.error = group.error or QueueClosed("the I/O queue was closed before this transfer was done")
         return group.active == 0
 
@@ -192,7 +197,7 @@ class IOQueue:
             group.future.set_exception(group.error)
 
     def _work(self) -> None:
-        """A thread: take the most urgent request that may run, move it, end its group if it was the last."""
+        """Run one thread: move the most urgent request that may run, and end its group after the last one."""
         self._prepare()
         while True:
             with self._wake:
@@ -211,14 +216,14 @@ class IOQueue:
                 group.error = group.error or error
                 ended = group.active == 0 and (group.error is not None or group.next >= len(group.requests))
                 if ended:
-                    group.active = 1  # nobody else ends it
+                    group.active = 1  # keeps other threads from ending it
             if ended:
                 self._end(group)
             with self._wake:
                 self._lanes[write].workers -= 1
 
     def _take(self) -> tuple[bool, _Group, Request | None] | None:
-        """The next request with its lane, or None if there is nothing that may run. Called with the lock."""
+        """Return the next request with its lane, or None if nothing may run. Call it with the lock held."""
         while True:
             open_lanes = [
                 (lane.heap[0][:2], write)
@@ -232,7 +237,7 @@ class IOQueue:
             group = lane.heap[0][2]
             if group.error is None and not group.started:
                 group.started = group.future.set_running_or_notify_cancel()
-            if group.error is not None or not group.started:  # failed meanwhile, or cancelled
+            if group.error is not None or not group.started:  # failed or cancelled meanwhile
                 heapq.heappop(lane.heap)
                 continue
             request = group.requests[group.next] if group.requests else None
@@ -244,7 +249,7 @@ class IOQueue:
             return write, group, request
 
     def _move(self, write: bool, group: _Group, request: Request) -> BaseException | None:
-        """Do one transfer. Returns what went wrong with it."""
+        """Do one transfer and return its error, if any."""
         try:
             if write and request.before is not None:
                 request.before()
@@ -266,7 +271,7 @@ class IOQueue:
 
     @staticmethod
     def _end(group: _Group) -> None:
-        """Give the group's future its result. Called once, by the thread that did the last request."""
+        """Set the result of the group's future. Called once, by the thread that did the last request."""
         result = None
         if group.error is None:
             try:

@@ -1,8 +1,8 @@
-"""Files for direct I/O from threads: ``preadv`` and ``pwritev`` that transfer all or fail with a name.
+"""Files for direct I/O from threads: ``preadv`` and ``pwritev`` that transfer all bytes or fail.
 
-Offsets and lengths are bytes; in direct mode they and the memory are multiples of a page. A transfer
-loops over short ones and interrupted ones. Where a file system refuses O_DIRECT (at open or at the
-first transfer) the file is used buffered, with one warning per directory. Nothing is synced here.
+In direct mode, offsets, lengths and memory are multiples of a page. A transfer repeats short and interrupted calls.
+Where a file system refuses O_DIRECT (at open or at the first transfer), the file is used buffered, with one warning
+per directory. Nothing is synced here. Offsets and lengths are bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.regular import open_regular
 from holdfast.units import PAGE, format_bytes
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""0 where the system has none (macOS)."""
+"""The flag of direct I/O, 0 on a system that has none (macOS)."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _STALLS = 16  # short transfers in a row that do not advance by a page
@@ -29,7 +29,7 @@ _warned_directories: set[str] = set()
 
 
 class BufferedIOWarning(UserWarning):
-    """Direct I/O was asked for and the file system refused it; the page cache is used instead."""
+    """The warning that a file system refused direct I/O, so that the page cache is used."""
 
 
 class File:
@@ -41,7 +41,7 @@ class File:
         self.direct = direct
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``offset``: all of it, or ``DiskFailed``. An EIO is tried once more."""
+        """Fill all of ``view`` from ``offset``, or raise ``DiskFailed``. An EIO is tried once more."""
         self._transfer(os.preadv, view, offset, "read")
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -83,7 +83,7 @@ class File:
                 continue
             if done + count == len(view):
                 return
-            advanced = count - count % PAGE if self.direct else count  # direct I/O goes on from a whole page
+            advanced = count - count % PAGE if self.direct else count  # direct I/O continues at a whole page
             stalls = 0 if advanced else stalls + 1
             if count == 0 or stalls > _STALLS or self._ended(verb, offset + done + count):
                 raise self._short(verb, offset, len(view), done + count)
@@ -121,10 +121,10 @@ class File:
 
 
 def open_file(path: str | Path, *, write: bool, create: bool = False, direct: bool = True) -> File:
-    """Open ``path`` for reading, or for both; ``create`` makes it if it is absent.
+    """Open ``path`` for reading, or with ``write`` for both; ``create`` makes it if it is absent.
 
-    Raises ``FileNotFoundError`` if it is absent, ``Damaged`` if it is no regular file, and ``DiskFailed`` if it cannot
-    be opened otherwise.
+    Raises ``FileNotFoundError`` if it is absent, ``Damaged`` if it is not a regular file, and ``DiskFailed`` for
+    other failures.
     """
     path = Path(path)
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
@@ -144,7 +144,7 @@ def open_file(path: str | Path, *, write: bool, create: bool = False, direct: bo
 
 
 def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
-    """The error for ``nbytes`` that did not fit at ``path``."""
+    """Return the error for ``nbytes`` that did not fit at ``path``."""
     try:
         status = os.statvfs(path.parent)
         free = status.f_bavail * status.f_frsize
@@ -159,7 +159,7 @@ def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
 
 
 def advice_of(error: OSError, otherwise: str) -> str:
-    """Return the way out of an error of the system: ``otherwise``, where it has none of its own."""
+    """Return the advice for an error of the system, or ``otherwise`` where there is none of its own."""
     if error.errno == errno.EMFILE:
         return (
             f"This process has as many files open as it may ({_most_open()}): raise that with `ulimit -n`, or"

@@ -1,13 +1,12 @@
-"""Decoder: the reference language model, a Llama in one sitting.
+"""The reference language model: a Llama in one file.
 
-Tokens are embedded, pass through a list of equal blocks (attention, then a gated MLP, each added to a
-residual stream), and are scored against the vocabulary. Nothing here knows about offloading: the blocks
-are a plain ``nn.ModuleList``, and that is all ``holdfast.offload`` needs. The one decision: positions
-enter as a table computed once and handed to every block, so that a block owns nothing but parameters and
-can be built, run and thrown away by itself.
+Tokens are embedded, pass through a list of equal blocks (attention, then a gated MLP, each added to a residual stream),
+and are scored against the vocabulary. Nothing here knows about offloading: the blocks are a plain ``nn.ModuleList``,
+and ``holdfast.offload`` needs nothing else. Positions enter as a table that is computed once and passed to every block.
+So a block owns nothing but parameters and can be built, run and thrown away by itself.
 
-Shapes are suffixes: B batch, T tokens, D width of the stream, H query heads, G key/value heads,
-K head size, V vocabulary.
+Shapes are suffixes: B batch, T tokens, D width of the stream, H query heads, G key/value heads, K head size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy (nats) of ``targets`` int64[B, T] if given, else logits fp32[B, T, V]."""
+        """Return the mean cross-entropy (nats) of ``targets`` int64[B, T] if given, else logits fp32[B, T, V]."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise BadInput(f"{length} tokens in a sequence; the model's context is {self.config.context}")
@@ -98,7 +97,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: what attention and then the MLP have to add to the stream."""
+    """One layer: adds the results of attention and then of the MLP to the stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class MLP(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A matrix without bias that knows the spread of its initial values."""
+    """A matrix without bias that stores the spread of its initial values."""
 
     def __init__(self, inputs: int, outputs: int, std: float = INIT_STD) -> None:
         self.std = std  # before the constructor of Linear, which initialises
@@ -168,14 +167,17 @@ class Embedding(nn.Embedding):
 
 
 def residual_std(config: DecoderConfig) -> float:
-    """Of what is added to the stream: 2 * blocks such terms together have the spread of one."""
+    """Return the spread of a matrix whose result is added to the stream.
+
+    2 * blocks such terms together have the spread of one.
+    """
     return INIT_STD / (2 * config.blocks) ** 0.5
 
 
 def rotary_table(context: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines fp32[context, head_size / 2] of position times frequency.
+    """Return cosines and sines fp32[context, head_size / 2] of position times frequency.
 
-    On the CPU and with values even while parameters are being made on the meta device.
+    They are on the CPU with real values even while parameters are created on the meta device.
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     positions = torch.arange(context, dtype=torch.float32, device="cpu")
@@ -184,7 +186,7 @@ def rotary_table(context: int, head_size: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + K/2]) by its position's angle, in the precision of the table."""
+    """Rotate each pair (x[i], x[i + K/2]) by its position's angle, in the precision of the table."""
     first, second = x_BHTK.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BHTK.dtype)

@@ -1,4 +1,4 @@
-"""The reference decoder as others call it: a Llama of Hugging Face's library computes the same."""
+"""The reference decoder in the format of Hugging Face's library, whose Llama computes the same."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from .decoder import DecoderConfig
 
 PACK = "decoder-to-llama"
-"""The rules that give its tensors their names there."""
+"""The rules that give the decoder's tensors their names in that library."""
 
 
 def llama_config(config: DecoderConfig) -> dict[str, Any]:
-    """What ``config.json`` beside the tensors says."""
+    """Return the content of ``config.json`` beside the tensors."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""Times of a decoder's block on a device: its forward and backward pass, for the probe."""
+"""Measures the forward and backward pass of a decoder's block on a device, for the probe."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ ON_CPU = ModelProfile(
     vocabulary=256,
     sequence=256,
 )
-"""What is timed unless a model is named."""
+"""The block that is timed unless a model is named."""
 
 ON_DEVICE = replace(ON_CPU, width=4096, heads=32, hidden=11008, sequence=2048, micro_batch=2)
 
 TIMES = 2
-"""That a pass is timed at least, the one that does not count among them."""
+"""Least number of times that a pass is timed, including the first, which does not count."""
 
 
 def measure_block(
     device: torch.device, model: ModelProfile | None, seconds: float, dtype: torch.dtype
 ) -> BlockTimes:
-    """Time a decoder's block in ``dtype``, of ``model``'s sizes if one of those is done in time and fits on the device.
-    It has a gated MLP and no biases, whatever the model has."""
+    """Time a decoder's block in ``dtype``, with ``model``'s sizes if it is fast enough and fits on the device.
+
+    The block has a gated MLP and no biases, whatever the model has.
+    """
     usual = ON_DEVICE if is_accelerator(device) else ON_CPU
     if model is None:
         return _time_block(device, usual, seconds, dtype)

@@ -1,1 +1,1 @@
-"""Fits: training with the state on the SSD, in an order of operations that ``plan`` wrote."""
+"""Out-of-core training: the state lives on the SSD, and the engine runs the operation lists that ``plan`` writes."""

@@ -1,4 +1,7 @@
-"""Adapters: initial values of LoRA of PEFT, which puts what it adds to a layer on ``meta`` if the layer is there."""
+"""Initial values of PEFT's LoRA adapters.
+
+PEFT creates an adapter on ``meta`` if the layer that it is added to is on ``meta``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from torch import nn
 from ..errors import ModelNotSupported
 
 DRAWN = (True, False, "gaussian")
-"""Initialisations of LoRA that need nothing of the layer."""
+"""Initialisations of LoRA that need no values of the layer."""
 
 
 def layers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """By the identity of each module that an adapter consists of, the layer that it was added to."""
+    """Return the adapted layer of each module that belongs to an adapter, by the module's ``id``."""
     found: dict[int, nn.Module] = {}
     layers: list[Any] = [m for m in model.modules() if callable(getattr(m, "reset_lora_parameters", None))]
     for layer in layers:
@@ -24,8 +27,10 @@ def layers_of(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
-    """Let PEFT draw the values of ``layers``. Raises ``ModelNotSupported`` for adapters whose values are made of those
-    of their layers."""
+    """Let PEFT initialise the adapters of ``layers``.
+
+    Raises ``ModelNotSupported`` for adapters whose initial values are computed from the values of their layers.
+    """
     configs: list[Any] = [getattr(module, "peft_config", None) for module in model.modules()]
     told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
     for layer in layers:
@@ -42,7 +47,8 @@ def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
 
 
 def _refuse_other_kinds(name: str, config: Any) -> None:
-    """AdaLoRA is built like LoRA and begins otherwise."""
+    """Raise ``ModelNotSupported`` for adapters such as AdaLoRA, which are built like LoRA but initialised
+    differently."""
     kind = getattr(config, "peft_type", "LORA")
     if kind != "LORA":
         raise ModelNotSupported(

@@ -1,7 +1,7 @@
-"""Alike: what several ranks have to be given alike, compared before anything depends on it.
+"""Checks that all ranks were given the same arguments, before anything depends on them.
 
-Each has only its own share of a tensor, so that one learning rate, seed or schedule that differs on one rank would give
-a state that no process computes by itself.
+Each rank has only its shard of a tensor. A learning rate, seed or schedule that differs on one rank would give a state
+that no single process computes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def agree_on_choices(
     choices: Mapping[str, Any],
     given: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise ``BadInput`` on all ranks unless all have the same model, optimizer, hyper-parameters ``given`` to it,
-    rules and ``choices``. Called on all of them."""
+    """Raise ``BadInput`` on all ranks unless model, optimizer, hyper-parameters, rules and choices are the same on all.
+
+    ``given`` are the optimizer's parameter groups. Collective: every rank must call this.
+    """
     if ranks.alone:
         return
     loss_scale = None if rules.loss_scale is None else asdict(rules.loss_scale)
@@ -55,7 +57,10 @@ def agree_on_choices(
 
 
 def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks) -> Plan:
-    """``plan`` with what all ranks have room for: of each kind as few blocks stay as on any. Called on all of them."""
+    """Return ``plan`` with a placement that fits on all ranks: of each kind the fewest blocks that any rank keeps.
+
+    Collective: every rank must call this.
+    """
     told = ranks.everyone((plan.placement, plan.evaluation_batches))
     if all(each == told[0] for each in told):
         return plan
@@ -75,7 +80,10 @@ def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks
 
 
 def agree_on_source(ranks: Ranks, beginning: Beginning) -> None:
-    """Raise ``BadInput`` on all ranks unless all begin from the same state. Called on all of them."""
+    """Raise ``BadInput`` on all ranks unless all begin from the same source state.
+
+    Collective: every rank must call this.
+    """
     if not ranks.alone:
         mine = {"path": beginning.path, "step": beginning.step, "content": digest(beginning.identity())}
         agree(
@@ -86,26 +94,28 @@ def agree_on_source(ranks: Ranks, beginning: Beginning) -> None:
 
 
 def hyper_parameters_by_key(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Those of all ``groups``, by what a script calls each."""
+    """Return the hyper-parameters of all ``groups``, keyed by the expression with which a script reaches each."""
     return {
         f"param_groups[{i}][{key!r}]": value for i, group in enumerate(groups) for key, value in group.items()
     }
 
 
 def agree(ranks: Ranks, what: str, mine: Mapping[str, Any], way_out: str) -> None:
-    """Raise ``BadInput`` on all ranks, naming the first that differs, unless all have the same of ``mine``, which is
-    JSON. Called on all of them."""
+    """Raise ``BadInput`` on all ranks unless the JSON values ``mine`` are the same on all.
+
+    The error names the first value that differs. Collective: every rank must call this.
+    """
     if not ranks.alone and len(set(ranks.everyone(digest(mine)))) > 1:
         refuse_unlike(ranks.everyone(dict(mine)), what, way_out)
 
 
 def digest(values: Any) -> str:
-    """The same for the same JSON."""
+    """Return a digest of ``values``, which are JSON; equal values have equal digests."""
     return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def refuse_unlike(told: Sequence[Mapping[str, Any]], what: str, way_out: str) -> None:
-    """Raise ``BadInput`` for the first of what the ranks have ``told`` that is not as the first rank has it."""
+    """Raise ``BadInput`` for the first value of ``told`` (one mapping per rank) that differs from rank 0's."""
     for rank, here in enumerate(told):
         for key in dict.fromkeys([*told[0], *here]):
             one, other = (values.get(key, "absent") for values in (here, told[0]))

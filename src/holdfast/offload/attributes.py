@@ -1,10 +1,11 @@
-"""Attributes: tensors that modules keep of a forward pass, beside what they return.
+"""Detection of tensors that modules keep in attributes during a forward pass.
 
-A block runs twice, and in the vertical order every micro-batch runs through it before any reaches the next. So
-a tensor that a block leaves in an attribute brings no gradient from where the model reads it, and one that the
-model sets before its blocks may be another micro-batch's when they read it. Both are refused by name where they are
-read, and only there. Looking for such attributes takes too long for every step: it is done in an engine's first step
-and in the first of several micro-batches. Reads of those that were found are watched in every step.
+A block runs twice, and in the vertical order every micro-batch runs through a block before any reaches the next. So a
+tensor that a block leaves in an attribute brings no gradient from the code that reads it. A tensor that the model sets
+before its blocks may be another micro-batch's when they read it. Both are refused by name, at the read and only there.
+
+Searching for such attributes is too slow for every step. It is done in an engine's first step and in its first step of
+several micro-batches. Reads of the attributes that were found are watched in every step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KEEPS_GRADIENT = "keeps a gradient of", "the model reads it apart from the block
 
 @dataclass(frozen=True)
 class Place:
-    """Which code of the model runs for ``micro_batch``: ``block`` itself, or what comes before it."""
+    """The code of the model that runs for ``micro_batch``: ``block`` itself (``inside``), or the code before it."""
 
     micro_batch: int
     block: int
@@ -39,25 +40,28 @@ class Place:
 
 @dataclass(eq=False)
 class Suspect:
-    """A tensor in an attribute, whose reads are watched. ``block`` is the one that keeps it, if one does."""
+    """A tensor in an attribute whose reads are watched.
+
+    ``block`` is the block that keeps the tensor, if a block does.
+    """
 
     name: str
     block: int | None = None
     set_by: int | None = None
-    """The micro-batch that set it last, where they take turns."""
+    """The micro-batch that set the tensor last, where micro-batches take turns."""
     set_before: int | None = None
-    """Before which block the model's own code has set it."""
+    """The block before which the model's own code set the tensor."""
     of_code: bool = False
-    """It has a gradient, and the model's own code has set it."""
+    """True if the tensor requires grad and the model's own code set it."""
     of_block: bool = False
-    """It has a gradient, and ``block`` has set it."""
+    """True if the tensor requires grad and ``block`` set it."""
     read_elsewhere: bool = False
 
     def read(self, place: Place, interleaved: bool) -> None:
-        """Raise ``ModelNotSupported`` where the value read at ``place`` would not be that of a plain loop.
+        """Raise ``ModelNotSupported`` if the value read at ``place`` could differ from that of a plain training loop.
 
-        Between two blocks micro-batches come in their order, so what this code itself has left there is as in a plain
-        loop, be it of the micro-batch before.
+        Code between two blocks runs for the micro-batches in their order. What that code left in an attribute itself,
+        even for the micro-batch before, is therefore what it would find in a plain loop.
         """
         if place.inside and place.block == self.block:
             return
@@ -73,7 +77,7 @@ class Suspect:
 
 
 class Attributes:
-    """Looks at the attributes of a model's modules while ``looking``, and watches reads of those it suspects."""
+    """Searches the attributes of a model's modules while ``looking``, and watches reads of the suspects."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         inside = {id(module) for block in blocks.modules for module in block.modules()}
@@ -89,15 +93,15 @@ class Attributes:
         self._watches: dict[tuple[type, str], _Watch] = {}
         self.looking = self.interleaved = False
         self.place: Place | None = None
-        """Where the model's code is now; None while it does not run."""
+        """The model code that runs now; None while none runs."""
 
     @property
     def attending(self) -> bool:
-        """Return whether it is of interest in this step which code runs when."""
+        """Return whether this step needs to know which code of the model runs when."""
         return self.looking or bool(self._suspects)
 
     def begin(self, micro_batches: int, interleaved: bool) -> None:
-        """A step begins, in which micro-batches take turns if they are ``interleaved``."""
+        """Begin a step of ``micro_batches`` micro-batches, which take turns at the blocks if ``interleaved``."""
         self.looking = (micro_batches > 1) not in self._done
         self._done.add(micro_batches > 1)
         self._set_by, self.interleaved = {}, interleaved and micro_batches > 1
@@ -105,14 +109,17 @@ class Attributes:
             watch.install()
 
     def end(self) -> None:
-        """The step is over or has failed: classes are as they were."""
+        """End the step, also after a failure: restore the modules' classes."""
         for watch in self._watches.values():
             watch.remove()
 
     @contextmanager
     def before(self, block: int, micro_batch: int) -> Iterator[None]:
-        """Around the model's own code before ``block``, or after the last: find tensors that it sets with a gradient,
-        and those that another of the interleaved micro-batches has set, too."""
+        """Watch the model's own code before ``block``, or after the last block, while it runs.
+
+        Makes suspects of the tensors with a gradient that the code sets, and of those that another interleaved
+        micro-batch has set too.
+        """
         modules = (self._outside if block else self._all) if self.looking else []
         before = _look(modules)
         with self._at(Place(micro_batch, block, False)):
@@ -128,7 +135,7 @@ class Attributes:
 
     @contextmanager
     def inside(self, block: int, micro_batch: int) -> Iterator[None]:
-        """Around a run of ``block``: find tensors that it keeps."""
+        """Watch a run of ``block``: tensors that it keeps in attributes become suspects."""
         modules = self._blocks[block] if self.looking else []
         before = _look(modules)
         with self._at(Place(micro_batch, block, True)):
@@ -138,7 +145,11 @@ class Attributes:
                 self._suspect(holder, name).block = block
 
     def find_gradients(self, block: int) -> None:
-        """After a block ran with a graph: find tensors of that graph in attributes of its modules."""
+        """Find tensors of the block's graph in attributes of its modules.
+
+        Called after ``block`` ran with a graph. Raises ``ModelNotSupported`` if other code has read such a tensor
+        already.
+        """
         for (holder, name), held in _look(self._blocks[block]).items():
             if any(tensor.requires_grad for tensor, _ in held):
                 suspect = self._suspect(holder, name)
@@ -150,7 +161,7 @@ class Attributes:
         return self._suspects.get((id(module), attribute))
 
     def _suspect(self, holder: str, name: str) -> Suspect:
-        """Return the suspect, which is watched from now on."""
+        """Return the suspect for attribute ``name`` of module ``holder``, watched from now on."""
         module = next(module for path, module in self._all if path == holder)
         key, kind = (id(module), name), type(module)
         if key not in self._suspects:
@@ -171,7 +182,7 @@ _ABSENT: Any = object()
 
 
 class _Watch:
-    """Stands in a class for one attribute of its instances while it is installed, and sees reads and writes."""
+    """Descriptor that stands in a class for one attribute of its instances, and sees reads and writes."""
 
     def __init__(self, attributes: Attributes, kind: type, name: str) -> None:
         self._attributes, self._kind, self._name = attributes, kind, name
@@ -223,11 +234,11 @@ def _refused(name: str, what: str, why: str) -> ModelNotSupported:
 
 
 Held = list[tuple[torch.Tensor, int]]
-"""Tensors with their versions."""
+"""Tensors with their version counters."""
 
 
 def _look(modules: Named) -> dict[tuple[str, str], Held]:
-    """The tensors in attributes, by the names of module and attribute; not parameters and buffers."""
+    """Return the tensors in attributes of ``modules``, by (module name, attribute); without parameters and buffers."""
     found: dict[tuple[str, str], Held] = {}
     for prefix, module in modules:
         for name, value in vars(module).items():

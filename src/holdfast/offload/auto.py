@@ -1,7 +1,7 @@
-"""Auto: what the planner says for the machine, the model and the micro-batches at hand. Seconds, bytes.
+"""The planner's answer for the machine, the model and the micro-batches at hand. Seconds, bytes.
 
-The machine's rates are its profile's (``probe/cached.py``), within the limits that the run was given; the times of the
-model's block and head are measured each time (``times.py``). What is chosen changes a run's speed, never its numbers.
+The machine's rates come from its profile (``probe/cached.py``), within the limits that the run was given. The times of
+the model's block and head are measured each time (``times.py``). The choice changes a run's speed, never its numbers.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from .process import give_back_freed
 from .times import Times, time_model
 
 Limits = tuple[int | None, int | None, int | None]
-"""Bytes per second: of reads, of writes, of both together."""
+"""Limits in bytes per second: of reads, of writes, of both together. None is no limit."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was chosen, and what a step is to take."""
+    """The planner's choice, and the step time that it predicts."""
 
     question: Question
-    """Of the machine as it was found, and of the model with its times."""
+    """The machine as it was found, and the model with its times."""
     choice: Choice
     shape: StepShape
-    """Of the usual step, to which ``choice`` belongs."""
+    """The shape of the usual step, for which ``choice`` was made."""
     stated: tuple[str, ...]
-    """What was not chosen but given."""
+    """Names of the values that were given instead of chosen."""
     tried: int
     by_linear_program: bool
     known: Known
     times: Times | None
-    """None where the model could not be timed: by its floating-point operations, then."""
+    """None where the model could not be timed; its floating-point operations are used instead."""
     ssd_adjusted: bool
-    """Planned with an SSD that is not the profile's, limited or several, which so learns nothing from it."""
+    """True if the SSD's rates are not the profile's (limited, or several SSDs), so the profile learns nothing from
+    it."""
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Of what serves the lanes."""
+        """Busy time in seconds of each resource that serves lanes."""
         machine = self.choice.simulation.machine
         return machine.by_server(self.choice.busy_seconds)
 
     @property
     def busiest(self) -> tuple[str, float]:
-        """Which, and its part of a step's time."""
+        """The busiest resource, and the fraction of a step's time during which it is busy."""
         name, seconds = max(self.busy_seconds.items(), key=lambda item: item[1])
         return name, min(seconds / self.choice.step_seconds, 1.0)
 
     def line(self) -> str:
-        """For a person."""
+        """Return the choice and the predicted step time as one line for a person."""
         name, part = self.busiest
         shape = self.shape
         turned = f", {shape.delayed_fraction:.0%} of updates delayed" if shape.delayed_fraction else ""
@@ -76,7 +77,7 @@ class Prediction:
         return f"{self.choice.placement.said()}{turned}; about {time} a step, {busy}"
 
     def event(self) -> dict[str, Any]:
-        """For the log."""
+        """Return the fields of the "plan" event."""
         choice, times = self.choice, self.times
         return {
             "on_host": choice.fractions,
@@ -104,7 +105,7 @@ NAMES = {
     "compute": "computing",
     "update": "the optimizer",
 }
-"""Of what serves the lanes, for a person."""
+"""Readable names of the resources that serve lanes."""
 
 
 def to_standard_error(text: str) -> None:
@@ -113,14 +114,14 @@ def to_standard_error(text: str) -> None:
 
 @dataclass(frozen=True)
 class Planner:
-    """Asked once, when an engine is made."""
+    """Chooses a placement and predicts the step time; called once, when an engine is built."""
 
     directory: str | Path
     commit_every: int
     limits: Limits
     say: Callable[[str], object] | None
     speed_up: float = 1.0
-    """What all drives of the run take, over what its own does."""
+    """Rate of all drives of the run together, divided by that of its own drive."""
 
     def predict(
         self,
@@ -131,8 +132,10 @@ class Planner:
         sample: Any,
         loss_fn: Callable[..., Any] | None,
     ) -> Prediction:
-        """The best choice, or what is to be expected of the only one. ``ask`` makes the question of a machine and of a
-        model whose times are known. Raises ``DoesNotFit``."""
+        """Return the best choice with its prediction, or the prediction alone where there is only one choice.
+
+        ``ask`` makes the question from a machine and from work whose times are known. Raises ``DoesNotFit``.
+        """
         say = self.say or to_standard_error
         times = _timed(parts, device, sample, loss_fn)
         known = machine_at(
@@ -172,18 +175,20 @@ class Planner:
 
 
 def has_commits(run: Path) -> bool:
-    """Return whether the state of the run is there already."""
+    """Return whether ``run`` holds commits, so that its state takes no further space."""
     return (run / "commits").is_dir()
 
 
 def least_bytes(work: Work) -> int:
-    """Return what the state of a run takes on its disk at least: two generations of everything."""
+    """Return the least bytes that the state takes on disk: two generations of everything."""
     return 2 * (sum(block.state_bytes for block in work.blocks) + work.resident_state_bytes)
 
 
 def with_times(work: Work, times: Times, machine: MachineProfile) -> Work:
-    """``work`` with as many floating-point operations as ``machine`` does in the ``times`` of its model. Blocks whose
-    operations differ differ in time likewise."""
+    """Return ``work`` with the floating-point operations that ``machine`` does in the measured ``times``.
+
+    Only the first block was timed; other blocks get times in proportion to their floating-point operations.
+    """
     rate = machine.device_flop_per_second
     first = work.blocks[0].forward_flop
     blocks = tuple(
@@ -198,7 +203,7 @@ def with_times(work: Work, times: Times, machine: MachineProfile) -> Work:
 
 
 def within(machine: MachineProfile, limits: Limits) -> MachineProfile:
-    """``machine`` with its SSD no faster than ``limits`` let it be."""
+    """Return ``machine`` with its SSD no faster than ``limits``."""
     read, write, both = (limit or sys.maxsize for limit in limits)
     read, write = min(read, both), min(write, both)
     mixed = machine.ssd_mixed_bytes_per_second
@@ -211,7 +216,7 @@ def within(machine: MachineProfile, limits: Limits) -> MachineProfile:
 
 
 def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
-    """``machine`` with ``factor`` times its SSD."""
+    """Return ``machine`` with the rates of its SSD multiplied by ``factor``."""
     mixed = machine.ssd_mixed_bytes_per_second
     return replace(
         machine,
@@ -225,7 +230,7 @@ def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
 
 
 def _timed(parts: Parts, device: Device, sample: Any, loss_fn: Callable[..., Any] | None) -> Times | None:
-    """None, with a warning, where the model cannot be timed."""
+    """Return the measured times; None, with a warning, where the model cannot be timed."""
     try:
         times = time_model(parts.model, parts.blocks, sample, parts.resident.dtype, device, loss_fn)
         give_back_freed()
@@ -236,7 +241,7 @@ def _timed(parts: Parts, device: Device, sample: Any, loss_fn: Callable[..., Any
 
 
 def _block_times(times: Times | None, work: Work, device: torch.device) -> BlockTimes:
-    """For the machine's profile; without times, one matrix product's rate."""
+    """Return a block's times for the machine's profile; without ``times``, those of a matrix product."""
     forward = work.blocks[0].forward_flop
     if times is None:
         return _of_a_product(device)
@@ -250,7 +255,7 @@ def _block_times(times: Times | None, work: Work, device: torch.device) -> Block
 
 
 def _of_a_product(device: torch.device) -> BlockTimes:
-    """Of a block of which only the floating-point operations are known."""
+    """Time a matrix product, for a block of which only the floating-point operations are known."""
     size = 1024
     one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     float((one @ one)[0, 0])
@@ -261,7 +266,7 @@ def _of_a_product(device: torch.device) -> BlockTimes:
 
 
 def nearest(directory: Path) -> Path:
-    """``directory``, or what of its path is there."""
+    """Return ``directory``, or the nearest parent that exists."""
     directory = directory.absolute()
     while not directory.is_dir():
         directory = directory.parent

@@ -1,7 +1,7 @@
-"""Beginning: a state from elsewhere that a fresh run begins from, read tensor by tensor.
+"""The state from elsewhere that a fresh run begins from, read tensor by tensor.
 
-Only what the source itself keeps is whole in memory: nothing of files and commits, all of a state that records lead to,
-which ``sources`` replays before.
+Only what the source itself keeps is whole in memory: nothing for files and commits; for a state that log records lead
+to, all of it, because ``sources`` has replayed them before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .progress import UserState
 
 
 class Beginning(Protocol):
-    """A state, whoever wrote it, as ``holdfast.From`` opens it."""
+    """A state from any writer, as ``holdfast.From`` opens it."""
 
     @property
     def path(self) -> str: ...
@@ -34,14 +34,15 @@ class Beginning(Protocol):
     def kept(self) -> Mapping[str, frozenset[str] | None]: ...
     @property
     def fresh(self) -> bool:
-        """A run begins with it: what only a run that went on would have is not missed."""
+        """True for the source of a fresh run: what only a resumed run needs may be absent."""
         ...
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
     def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]: ...
     def check(self, ranks: Ranks) -> None: ...
     def identity(self) -> list[Any]:
-        """What it is, as JSON; another state, and the same one written again, have another."""
+        """Return what identifies the state, as JSON. It differs for another state, and for the same state written
+        again."""
         ...
 
     def parameter(self, name: str) -> torch.Tensor | None: ...
@@ -55,9 +56,10 @@ class Opens(Protocol):
 
 
 def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, list[str]]:
-    """Open ``source``, and see that it is of this model and optimizer. With it, what it lacks for a person.
+    """Open ``source``, and check that it fits this model and optimizer.
 
-    Raises ``RunMismatch``, with nothing changed.
+    Returns the opened state and, as sentences for a person, what it lacks. Raises ``RunMismatch``, with nothing
+    changed.
     """
     beginning = source.open()
     user.check_source(beginning.progress)
@@ -90,8 +92,10 @@ def _listed(slots: Collection[str]) -> str:
 
 
 def take_up(beginning: Beginning, told: list[str], captured: Captured, user: UserState) -> None:
-    """Put schedule, position, buffers and hyper-parameters where ``beginning`` has them. What it does not have, and
-    what was ``told`` before, is told in warnings."""
+    """Set schedule, data position, buffers and hyper-parameters to those of ``beginning``.
+
+    Warns of what ``beginning`` does not have, together with the sentences in ``told``.
+    """
     left = user.adopt(beginning.progress)
     for name, place in captured.buffers.items():
         value = beginning.buffer(name)

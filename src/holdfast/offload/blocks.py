@@ -1,8 +1,8 @@
-"""Blocks: the repeated units of a model, and which parameter belongs to which.
+"""The repeated blocks of a model, and which parameter belongs to which block.
 
 Blocks are the ``nn.ModuleList`` of one class that has most bytes of parameters, or modules that the user names. A
-parameter belongs to a block if every module that holds it lies in that block; what the prologue, the epilogue or
-several blocks hold is resident.
+parameter belongs to a block if every module that holds it lies in that block. A parameter that the prologue, the
+epilogue or several blocks hold is resident.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..state.capture import Captured, CapturedParameter, join, plain_paths
 from ..units import KiB
 
 SMALL = 64 * KiB
-"""Bytes. Tensors below leave no holes worth the name."""
+"""Bytes. Smaller tensors leave no holes in the heap that matter."""
 
 EMPTY = "_holdfast_empty"
-"""Set on a parameter that ``empty_parameters`` has made empty."""
+"""Attribute set on a parameter that ``empty_parameters`` has made empty."""
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -35,20 +35,20 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model, in order, with their names."""
+    """The blocks of a model, in the order in which they run, with their names."""
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
 
     @property
     def summary(self) -> str:
-        """Which they are, for a person."""
+        """The first and the last block's name, for a person."""
         more = f" to {self.names[-1]}" if len(self.names) > 1 else ""
         return f"{self.names[0]}{more}"
 
     @cached_property
     def buffer_holders(self) -> list[list[tuple[str, nn.Module]]]:
-        """By block: the modules in it that have buffers, by name."""
+        """The modules with buffers in each block, with their names."""
         return [
             [(name, holder) for name, holder in module.named_modules() if holder._buffers]
             for module in self.modules
@@ -56,16 +56,16 @@ class Blocks:
 
 
 COMPILED = "_compiled_call_impl"
-"""Where ``Module.compile`` keeps what is called instead of the module."""
+"""Attribute in which ``Module.compile`` keeps what is called instead of the module."""
 
 REPLACED = ("forward", COMPILED)
 
 BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
-"""Called with a block's number and its arguments; returns what the block would."""
+"""Function called with a block's index and its arguments; returns what the block would return."""
 
 
 class Patch:
-    """Lets ``call`` stand in for the forward of every block, while it is applied."""
+    """Replaces the forward of every block by ``call`` while applied."""
 
     def __init__(self, blocks: Blocks, call: BlockFunction) -> None:
         self.blocks, self._call = blocks, call
@@ -74,7 +74,7 @@ class Patch:
             for module in blocks.modules
         ]
         self.forwards = [self._forward(index) for index in range(len(blocks.modules))]
-        """The blocks' own."""
+        """The blocks' own forwards."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -91,14 +91,17 @@ class Patch:
         self.blocks.modules[index].__dict__.update(stand_in)
 
     def _take_away(self, index: int) -> None:
-        """Leave the block as it was."""
+        """Restore the block's attributes as they were."""
         held = self.blocks.modules[index].__dict__
         for name in REPLACED:
             held.pop(name, None)
         held.update(self._before[index])
 
     def _forward(self, index: int) -> Callable[..., Any]:
-        """A block that was compiled in place is called as it was compiled: by its call, with nothing in between."""
+        """Return the block's own forward; of a block compiled in place, its compiled call.
+
+        The compiled call is made with nothing in between.
+        """
         module = self.blocks.modules[index]
         compiled = self._before[index].get(COMPILED)
         if compiled is None:
@@ -125,8 +128,10 @@ class Owned:
 
 
 def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | None = None) -> Blocks:
-    """The repeated blocks of ``model``, or those that were ``chosen``, in the order in which they run. Raises
-    ``ModelNotSupported`` if there are none."""
+    """Return the blocks of ``model``: those ``chosen``, or the repeated ones, in the order in which they run.
+
+    Raises ``ModelNotSupported`` if there are none.
+    """
     if chosen is not None:
         return _chosen(model, list(chosen))
     lists = candidates(model)
@@ -141,9 +146,9 @@ def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | 
 
 
 def candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the lists of modules of one class that are in no other, by name, the likeliest blocks first.
+    """Return the outermost lists of modules of one class, with their names, the likeliest blocks first.
 
-    Modules that consist of others come before layers by themselves, such as tables and heads; then sizes decide.
+    Modules that consist of others come before plain layers, such as tables and heads; then the larger list comes first.
     """
     lists = [
         (name, module)
@@ -160,13 +165,14 @@ def _is_composed(modules: nn.ModuleList) -> bool:
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of the parameters of ``module``; those without a shape yet, refused later, have none."""
+    """Return the bytes of the parameters of ``module``. Lazy parameters have no shape yet, are refused later, and count
+    0."""
     shaped = (p for p in module.parameters() if not nn.parameter.is_lazy(p))
     return sum(parameter.numel() * parameter.element_size() for parameter in shaped)
 
 
 def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
-    """Raises ``ModelNotSupported`` unless they are modules of ``model``, each by itself."""
+    """Return ``modules`` as blocks. Raises ``ModelNotSupported`` unless they are separate modules of ``model``."""
     names = {id(module): name for name, module in model.named_modules()}
     inside = [id(below) for module in modules for below in module.modules() if below is not module]
     for place, module in enumerate(modules):
@@ -187,7 +193,7 @@ def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
-    """Those that do not lie in another: a block's list of experts is part of the block."""
+    """Return the lists that lie in no other list: a block's list of experts is part of the block."""
     return [item for item in lists if not any(item[0].startswith(f"{name}.") for name, _ in lists if name)]
 
 
@@ -196,7 +202,7 @@ def _repeats(module: nn.ModuleList) -> bool:
 
 
 def configurations(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return every configuration of ``model`` and its modules, and those inside of them, each once, by a name."""
+    """Return every configuration of ``model`` and of its modules, nested ones included, each once, with its name."""
     found: dict[int, tuple[str, Any]] = {}
 
     def visit(name: str, config: Any) -> None:
@@ -214,7 +220,7 @@ def configurations(model: nn.Module) -> list[tuple[str, Any]]:
 def owned_parameters(
     model: nn.Module, captured: Captured, blocks: Blocks
 ) -> tuple[list[list[Owned]], list[Owned]]:
-    """The parameters of each block, and the resident ones, in the model's order."""
+    """Return the parameters of each block, and the resident parameters, both in the model's order."""
     block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
     places: dict[int, list[Place]] = {}
     owners: dict[int, set[int | None]] = {}
@@ -234,21 +240,22 @@ def owned_parameters(
 
 
 def install(owned: Owned, parameter: nn.Parameter) -> None:
-    """Let every place of ``owned`` hold ``parameter``."""
+    """Make every place of ``owned`` hold ``parameter``."""
     for module, name in owned.places:
         module._parameters[name] = parameter
 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Modules built inside have their parameters on ``meta`` and their buffers real.
+    """Build modules whose parameters are on ``meta`` and whose buffers are real.
 
-    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block, by the
-    modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters in
-    any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
-    sets what one module itself holds. What a
-    layer allocates for a parameter, only for it to be thrown away, does not come from the heap: it would
-    leave holes there, as many as there are blocks, that fill with memory while training.
+    A model of any size can be created inside this context. ``holdfast.offload`` then materialises it block by block,
+    with the modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters
+    in any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
+    sets what one module itself holds.
+
+    Memory that a layer allocates for a parameter and throws away does not come from the heap. It would leave a hole
+    there for each block, and training would fill the holes.
     """
     _patch.enter()
     try:
@@ -259,8 +266,10 @@ def empty_parameters() -> Iterator[None]:
 
 
 class _EmptyParameters(threading.local):
-    """``nn.Module.register_parameter`` while any thread is inside ``empty_parameters``: it makes those parameters
-    empty whose thread is."""
+    """Patch of ``nn.Module.register_parameter``, applied while any thread is inside ``empty_parameters``.
+
+    Only parameters that such a thread registers are made empty.
+    """
 
     depth = 0  # of this thread
     _lock, _inside = threading.Lock(), 0
@@ -294,7 +303,7 @@ def _register_empty(module: nn.Module, name: str, param: nn.Parameter | None) ->
 
 
 class _OutsideTheHeap(TorchFunctionMode):
-    """``torch.empty`` of host memory gives pages that go back to the system with the tensor."""
+    """Makes ``torch.empty`` of host memory return pages that go back to the system together with the tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,13 +1,13 @@
-"""Boundaries: what a block was called with, what it returned, and the way back for gradients.
+"""Boundaries of blocks: the inputs of a call, its output, and the way back for gradients.
 
-A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the
-block, kept (on the host or on the SSD) for its recomputation, unless its graph is, and their gradients go back to
-whatever made them. All else is kept by reference, once. An object in which a tensor with a gradient hides is refused
-by name, as is an input that changes while the block runs or before it runs again, since the recomputation would see
-other values (``changes.py``).
+A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the block and
+kept (on the host or on the SSD) for its recomputation, unless its graph is kept. Their gradients go back to the code
+that made them. All other inputs are kept by reference, once. Two inputs are refused by name: an object in which a
+tensor with a gradient hides, and an input that changes while the block runs or before it runs again, because the
+recomputation would see other values (``changes.py``).
 
-A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
-far goes into the next block's backward as a root, rather than being added to its result.
+Where several blocks contribute to a gradient, the sum follows the order of an ordinary backward. The gradient so far
+goes into the next block's backward as a root; it is not added to the result.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .lending import Form
 from .microbatches import Autocast, BlockCall
 
 Seed = tuple[GradientEdge, torch.Tensor]
-"""Where an input begins a graph, and the gradient that it has before a backward."""
+"""A point of the graph where an input begins, and the gradient that the input has before the backward pass."""
 
 
 class Delivery:
     """The output of one block for one micro-batch, on its way to the model's thread.
 
-    ``device`` and ``host`` are its float tensors where they are at present; ``grads`` their gradients as
-    they come back. Constants that the block passes through are left in the output as they are.
+    ``device`` and ``host`` are its float tensors where they are at present. ``grads`` are their gradients as they come
+    back. Constants that the block passes through stay in the output as they are.
     """
 
     def __init__(self, output: Any, constants: set[int], needs_grad: bool) -> None:
@@ -50,7 +50,7 @@ class Delivery:
         self._given: list[weakref.ref] = []
 
     def reply(self) -> Any:
-        """The output for the thread: its float tensors collect their gradients."""
+        """Return the output for the model's thread; its float tensors collect their gradients."""
         assert self.device is not None
         leaves = list(self._rest)
         for index, (position, tensor) in enumerate(zip(self._positions, self.device, strict=True)):
@@ -61,7 +61,8 @@ class Delivery:
         return pytree.tree_unflatten(leaves, self._spec)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Which of the given tensors ``tensor`` is."""
+        """Return the index of ``tensor`` among the float tensors that ``reply`` returned; None if it is none of
+        them."""
         return next((i for i, ref in enumerate(self._given) if ref() is tensor), None)
 
     def add_grad(self, index: int, grad: torch.Tensor) -> None:
@@ -69,8 +70,10 @@ class Delivery:
         self.grads[index] = grad if held is None else held + grad
 
     def backward(self, graph: Graph, seeds: list[Seed]) -> None:
-        """Backward through ``graph``, by which the output was computed. ``seeds`` are inputs of the block with the
-        gradients that they have already. Uses the gradients up."""
+        """Run the backward pass through ``graph``, which computed the output, and use the gradients up.
+
+        ``seeds`` are inputs of the block that have a gradient already, with that gradient.
+        """
         found = zip(graph.roots, self.grads, strict=True)
         pairs = [(root, grad) for root, grad in found if root is not None and grad is not None] + seeds
         if pairs:
@@ -80,24 +83,27 @@ class Delivery:
 
 @dataclass
 class Graph:
-    """What autograd holds of one computation of a block."""
+    """The part of the autograd graph that one computation of a block made."""
 
     roots: list[GradientEdge | None]
-    """Where the gradients of its float outputs arrive, in the order of ``Delivery.grads``."""
+    """Edges at which the gradients of the block's float outputs arrive, in the order of ``Delivery.grads``."""
     leaves: list[torch.Tensor]
-    """The moving inputs that it begins with."""
+    """The moving inputs at which the graph begins."""
 
     @classmethod
     def of(cls, output: Any, constants: set[int], leaves: list[torch.Tensor]) -> Graph:
-        """That of ``output``; the tensors themselves may go."""
+        """Return the graph of ``output``, without keeping the tensors themselves."""
         flat = pytree.tree_leaves(output)
         tensors = [flat[position] for position in moving_positions(flat, constants)]
         return cls([get_gradient_edge(t) if t.requires_grad else None for t in tensors], leaves)
 
 
 def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """A tensor that shares the memory of ``tensor`` and begins a graph: a backward that arrives there gives
-    ``collect`` the gradient as it is. (A leaf would bring it into the tensor's own layout first.)"""
+    """Return a tensor that shares the memory of ``tensor`` and begins a graph.
+
+    A backward pass that arrives there calls ``collect`` with the gradient unchanged. (A leaf would first bring the
+    gradient into the tensor's own layout.)
+    """
     begin = tensor.detach().requires_grad_()
     begin = begin.view_as(begin)
 
@@ -112,13 +118,15 @@ def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) ->
 
 
 def moving_positions(leaves: list[Any], constants: set[int]) -> list[int]:
-    """Positions of the float tensors in a flattened output that are not among the block's constants."""
+    """Return the positions of the float tensors in a flattened output that are not among the block's constants."""
     return [i for i, leaf in enumerate(leaves) if _is_float(leaf) and id(leaf) not in constants]
 
 
 class Source:
-    """Where the gradient of a moving input goes: to an earlier block's output, or to a point of the thread's
-    own graph (the prologue, or code between blocks)."""
+    """The destination of a moving input's gradient.
+
+    It is an earlier block's output, or a point of the thread's own graph (the prologue, or code between blocks).
+    """
 
     def __init__(
         self,
@@ -133,7 +141,7 @@ class Source:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What has come back so far."""
+        """The gradient that has come back so far."""
         return self._grad if self.delivery is None else self.delivery.grads[self.index]
 
     @grad.setter
@@ -144,23 +152,26 @@ class Source:
             self.delivery.grads[self.index] = grad
 
     def open(self) -> None:
-        """From here on, a backward goes through this point; until now it collected what arrived."""
+        """Let the backward pass go through this point, which collected the arriving gradients until now."""
         if self._hook is not None:
             self._hook.remove()
 
     def close(self) -> None:
-        """Nothing more arrives: let go of the graph and the gradient."""
+        """Release the graph and the gradient; nothing more may arrive."""
         self.edge = self._grad = None
 
 
 def _collector_at(source_ref: weakref.ref[Source]):
-    """A hook before a node of the thread's graph: a backward that arrives from elsewhere (the epilogue, code
-    between later blocks) leaves its gradient with the source, and ends there."""
+    """Return a hook for a node of the thread's graph.
+
+    A backward pass that arrives from elsewhere (the epilogue, code between later blocks) leaves its gradient with the
+    source, and ends there.
+    """
 
     def collect(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         source = source_ref()
         if source is None or source.edge is None or source.running is None or not source.running.is_set():
-            return None  # nobody's any more, or the backward is another micro-batch's
+            return None  # the source is gone, or the backward pass is another micro-batch's
         arrived = grads[source.edge.output_nr]
         if arrived is None:
             return None
@@ -174,9 +185,9 @@ def _collector_at(source_ref: weakref.ref[Source]):
 class Boundary:
     """One call of one block by one micro-batch.
 
-    ``kept`` is the flattened input with holes where an input moves; ``moving`` says, by position, where
-    its gradient goes, and ``repeated`` at which positions it comes again. ``device`` and ``host`` are the
-    moving inputs where they are at present.
+    ``kept`` is the flattened input with holes where an input moves. ``moving`` maps the position of a moving input to
+    the destination of its gradient. ``repeated`` maps each position at which a moving input comes again to its first
+    position. ``device`` and ``host`` are the moving inputs where they are at present.
     """
 
     block: int
@@ -189,16 +200,18 @@ class Boundary:
     host: list[torch.Tensor] | None = None
     forms: list[Form] = field(default_factory=list)
     roots: list[Source] = field(default_factory=list)
-    """Points of the thread's own graph that were first seen here."""
+    """Points of the thread's own graph that were first seen at this boundary."""
     grads: list[torch.Tensor | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
-    """Fingerprints of what is kept by reference, at the block's first run."""
+    """Fingerprints, at the block's first run, of what is kept by reference."""
     graph: Graph | None = None
-    """Of the block's forward pass, where that is not computed again."""
+    """The graph of the block's forward pass, where that is not computed again."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
-        """The block's arguments with new tensors in place of the moving inputs, and those tensors. Where a graph
-        is made it begins there, and the gradients come to ``grads``."""
+        """Return the block's arguments with new tensors in place of the moving inputs, and those tensors.
+
+        If a graph is recorded, it begins at these tensors, and their gradients arrive in ``grads``.
+        """
         assert self.device is not None
         grads: list[torch.Tensor | None] = [None] * len(self.device)
         self.grads = grads
@@ -215,11 +228,14 @@ class Boundary:
         return args, kwargs, leaves
 
     def remember(self) -> None:
-        """The block runs for the first time: what is kept by reference is to stay as it is now."""
+        """Remember what is kept by reference, at the block's first run; it must not change from then on."""
         self.seen = [fingerprint(leaf) for leaf in self.kept]
 
     def refuse_changes(self, block: str) -> None:
-        """Before the recomputation: raise ``BlockInputChanged`` naming what is not as the first run saw it."""
+        """Raise ``BlockInputChanged``, naming the input that differs from what the first run saw.
+
+        Called before the recomputation.
+        """
         for position, (before, leaf) in enumerate(zip(self.seen, self.kept, strict=True)):
             if fingerprint(leaf) != before:
                 raise BlockInputChanged(
@@ -229,7 +245,7 @@ class Boundary:
                 )
 
     def _name(self, position: int) -> str:
-        """How the model gave the block the leaf at ``position``."""
+        """Return the name of the input at ``position``, as the model passed it to the block."""
         numbered = pytree.tree_unflatten(list(range(len(self.kept))), self.spec)
         paths, _ = pytree.tree_flatten_with_path(numbered)
         (_, first, *rest) = next(path for path, number in paths if number == position)
@@ -239,17 +255,20 @@ class Boundary:
 
     @property
     def constants(self) -> set[int]:
-        """Identities of the tensors that do not move."""
+        """Identities of the input tensors that do not move."""
         return {id(leaf) for leaf in self.kept if isinstance(leaf, torch.Tensor)}
 
     def seeds(self, leaves: list[torch.Tensor]) -> list[Seed]:
-        """Those of ``leaves`` that have a gradient already, from later blocks, with it."""
+        """Return the ``leaves`` that have a gradient from later blocks already, each with that gradient."""
         pairs = zip(leaves, self.moving.values(), strict=True)
         return [(get_gradient_edge(leaf), source.grad) for leaf, source in pairs if source.grad is not None]
 
     def send_back(self) -> None:
-        """Pass the gradients of the inputs on to their sources, and on through the thread's own graph where
-        nothing more can arrive: at the boundary that saw a point first."""
+        """Pass the gradients of the inputs to their sources.
+
+        Where nothing more can arrive, pass them on through the thread's own graph: that is at the boundary that saw a
+        point first.
+        """
         for source, grad in zip(self.moving.values(), self.grads, strict=True):
             if grad is not None:
                 source.grad = grad
@@ -265,21 +284,23 @@ class Boundary:
 
 
 class Tracker:
-    """Knows, for one micro-batch, where every tensor that reaches a block came from."""
+    """Finds, for one micro-batch, the origin of every tensor that reaches a block."""
 
     def __init__(self) -> None:
         self._deliveries: list[Delivery] = []
         self._thread_sources: dict[GradientEdge, Source] = {}
         self.running = threading.Event()
-        """Set while a backward of this micro-batch runs."""
+        """Event that is set while a backward pass of this micro-batch runs."""
 
     def delivered(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
 
     def boundary(self, call: BlockCall, name: str) -> Boundary:
-        """Describe ``call`` of the block ``name``; its moving inputs are on the device. Raises
-        ``ModelNotSupported`` for a hook on the gradient of an input, which goes past it, and a gradient that
-        hides."""
+        """Return the boundary for ``call`` of the block ``name``, with its moving inputs on the device.
+
+        Raises ``ModelNotSupported`` for a hook on the gradient of an input, which would not be called, and for a tensor
+        with a gradient hidden in an object.
+        """
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
         boundary = Boundary(call.block, spec, list(flat), call.autocast)
         boundary.device = []
@@ -320,8 +341,10 @@ def _is_float(leaf: Any) -> bool:
 
 
 def refuse_hidden(leaves: list[Any], block: str, role: str) -> None:
-    """Raise ``ModelNotSupported`` if a tensor that requires grad hides in one of ``leaves``, the flattened inputs
-    or output of ``block``: its gradient would be lost."""
+    """Raise ``ModelNotSupported`` if a tensor that requires grad hides in an object among ``leaves``.
+
+    ``leaves`` are the flattened inputs or output of ``block``. The gradient of such a tensor would be lost.
+    """
     for leaf in leaves:
         where = None if isinstance(leaf, torch.Tensor) else hidden_gradient(leaf, type(leaf).__name__)
         if where is not None:

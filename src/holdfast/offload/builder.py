@@ -1,4 +1,4 @@
-"""Building the runtime of a run in its open store, and filling it: afresh, or from a commit."""
+"""Builder of a run's runtime in its open store, filled afresh, from another state, or from a commit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .zeroth import Zeroth
 
 
 def stored_units(parts: Parts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
-    """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
+    """Return the generation files of every unit, by the name that commits use. Writes nothing yet."""
     found = {}
     for unit in parts.all_units:
         folder = drives.folders_of.get(unit.file_name, HOME)
@@ -55,7 +55,7 @@ def build(
     fellows: Fellows,
     seed: int,
 ) -> Runtime:
-    """The runtime, with all its files and resident memory, not yet filled."""
+    """Build the runtime with all its files and resident memory, not yet filled with values."""
     limit = None if plan.memory is None else plan.memory.pinned_bytes
     pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING, limit)
     resident, extents = parts.resident, count()
@@ -97,18 +97,18 @@ def build(
 
 
 def _largest_lent(plan: Plan) -> int:
-    """The most bytes that the plan has for one input of a block, or for its gradient."""
+    """Return the most bytes that the plan needs for one input of a block, or for its gradient."""
     holds = (hold for op in plan.operations for hold in op.takes)
     return round_up(max((hold.nbytes for hold in holds if hold.kind in ("inputs", "input_grads")), default=0))
 
 
 def _offsets(sizes: list[int]) -> list[int]:
-    """Where each lies when one follows the other."""
+    """Return the offset of each item when items of ``sizes`` bytes lie one after another."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beginning | None) -> None:
-    """Every unit as ``found`` has it; of a fresh run, with initial values, or as ``beginning`` has it."""
+    """Fill every unit from the commit ``found``; in a fresh run from ``beginning``, or with initial values."""
     if found is None:
         _fill_fresh(run, init, beginning)
     else:
@@ -116,8 +116,10 @@ def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beg
 
 
 def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) -> None:
-    """Initial values of every unit, those of the first rank: written to its first generation, and its working copy
-    derived."""
+    """Write initial values as the first generation of every unit, and derive the unit's compute copy.
+
+    All ranks use the values of the first rank.
+    """
     run.agreed_buffers()
     with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
@@ -141,7 +143,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
 def _values(
     run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
-    """Of a unit's parameters, as the first rank has them."""
+    """Return the values of a unit's parameters, as the first rank has them."""
     if run.fellows.rank == 0:
         values = _own_values(run, unit, init, beginning)
     else:
@@ -166,8 +168,10 @@ def _own_values(
 
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:
-    """Every unit as ``manifest`` has it, each byte verified as it is read. What it has in other files, of another
-    number of ranks or on another drive, is written to this rank's own."""
+    """Fill every unit from ``manifest``, and verify each byte as it is read.
+
+    State in other files (of another number of ranks, or on another drive) is written to this rank's own files.
+    """
     recut = Recut(run.store, manifest)
     for block, unit in enumerate(run.units):
         state, frozen = _images(run, block)
@@ -179,7 +183,7 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
 
 
 def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer) -> None:
-    """One image, from the file of this very name or from others."""
+    """Fill one unit's image from the file of the same name, or from other files."""
     files = run.stored[name]
     ref = recut.file(name, name == unit.frozen_name, files.is_mine)
     if ref is None or not files.is_mine(ref.path):
@@ -194,7 +198,10 @@ def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer
 
 
 def _images(run: Runtime, block: int) -> tuple[Buffer, Buffer | None]:
-    """Buffers for a unit's state image, kept where it will stay, and its frozen image."""
+    """Return buffers for a unit's state image and its frozen image.
+
+    The state image is allocated where it will stay.
+    """
     unit, pool = run.units[block], run.residency.pool
     frozen = pool.take(unit.frozen_layout.file_bytes, "frozen parameters") if unit.frozen else None
     if unit is run.resident:
@@ -204,7 +211,7 @@ def _images(run: Runtime, block: int) -> tuple[Buffer, Buffer | None]:
 
 
 def _write(run: Runtime, name: str, image: Buffer) -> None:
-    """Write ``image`` as a file's first generation."""
+    """Write ``image`` as the first generation of the file ``name``."""
     files = run.stored[name]
     generation = files.acquire()
     checksums = files.write(generation, image.view, kind="state", phase="setup", priority=0).result()
@@ -212,7 +219,7 @@ def _write(run: Runtime, name: str, image: Buffer) -> None:
 
 
 def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> None:
-    """The working copy, to where the device will read it; and let go of images that do not stay."""
+    """Put a unit's compute copy where the device will read it, and release images that do not stay."""
     unit, residency = run.units[block], run.residency
     images = as_tensor(state), None if frozen is None else as_tensor(frozen)
     if unit is run.resident:
@@ -236,7 +243,7 @@ def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
     for part in unit.copy_parts:
         if part.start == part.stop:
             continue
-        assert run.param_scratch is not None  # there is none where this rank has nothing of any block
+        assert run.param_scratch is not None  # None only if this rank has nothing of any block
         run.param_scratch.write(
             offset + part.at, copy.view[part.at : part.end], kind="params", phase="setup", priority=0
         ).result()

@@ -1,7 +1,8 @@
-"""Changes: what a block must leave as it is while it runs, since it runs twice.
+"""Detection of changes that a block makes to its inputs or buffers while it runs.
 
-Tensors are compared by identity and version, containers and objects by what they hold: cheap enough to do at
-every block call, and sure to see an in-place operation, a replaced item and a longer list.
+A block runs twice, so it must leave both as they are. Tensors are compared by identity and version, containers and
+objects by their contents. That is cheap enough for every block call, and it detects an in-place operation, a replaced
+item and a longer list.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from ..errors import BlockInputChanged
 
 
 class Watch:
-    """What a block must leave as it is while it runs: its inputs, and its buffers."""
+    """Fingerprints of the inputs and the buffers that a block must not change while it runs."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], holders: list[tuple[str, nn.Module]]) -> None:
         self._args, self._kwargs, self._holders = args, kwargs, holders
         self._before = self._look()
 
     def refuse_changes(self, block: str) -> None:
-        """Raise ``BlockInputChanged`` naming the first thing that is not as it was."""
+        """Raise ``BlockInputChanged``, naming the first input or buffer that changed."""
         after = self._look()
         if after == self._before:
             return
@@ -45,7 +46,7 @@ class Watch:
 
 
 def _place(before: Any, after: Any) -> str:
-    """Where in two fingerprints of a container the first difference is, as it would be indexed."""
+    """Return the index of the first difference between two fingerprints of a container, as it would be written."""
     if isinstance(before, list) and isinstance(after, list):
         before, after = dict(enumerate(before)), dict(enumerate(after))
     if not (isinstance(before, dict) and isinstance(after, dict)):
@@ -59,7 +60,7 @@ _DEPTH = 6
 
 
 class _Same:
-    """A thing compared by identity. It is held, so that nothing else gets its place meanwhile."""
+    """A value compared by identity. It keeps the value alive, so that no other object gets the same ``id``."""
 
     __slots__ = ("value",)
 
@@ -73,7 +74,7 @@ class _Same:
 
 
 def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Something cheap that differs if ``value`` was changed in place."""
+    """Return a cheap value that differs after ``value`` was changed in place."""
     if isinstance(value, torch.Tensor):
         version = 0 if value.is_inference() else value._version
         return (_Same(value), version, tuple(value.shape))
@@ -89,8 +90,10 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def hidden_gradient(value: Any, where: str, depth: int = _DEPTH) -> str | None:
-    """Where in ``value``, which is no container that PyTorch looks into, a tensor that requires grad hides, if
-    anywhere. Modules and parameters keep their gradients themselves."""
+    """Return the path of a tensor that requires grad and is hidden in ``value``; None if there is none.
+
+    ``value`` is not a container that PyTorch looks into. Modules and parameters keep their gradients themselves.
+    """
     if isinstance(value, torch.Tensor):
         return where if value.requires_grad and not isinstance(value, nn.Parameter) else None
     if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type)):
@@ -106,7 +109,7 @@ def hidden_gradient(value: Any, where: str, depth: int = _DEPTH) -> str | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds, in its dict and in its slots."""
+    """Return the attributes of an object, from its dict and its slots."""
     held = {
         name: getattr(value, name)
         for kind in type(value).__mro__

@@ -1,4 +1,4 @@
-"""Checks of what ``offload`` is given, before anything else is done with it."""
+"""Checks of the arguments of ``offload``, before anything else is done with them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | No
 
 
 def check_stateful(scheduler: Any, loader: Any) -> None:
-    """What belongs to a commit can be stored and restored."""
+    """Raise ``BadInput`` unless scheduler and loader, whose state belongs to a commit, have ``state_dict`` and its
+    inverse."""
     for name, thing in (("scheduler", scheduler), ("loader", loader)):
         kind = type(thing).__name__
         if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -106,11 +107,14 @@ def check_budget(budget: Budget | str | None) -> None:
 
 
 RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Settings of models of transformers that gather from inside of blocks what these do not return."""
+"""Settings of transformers models that record values inside blocks, which the blocks do not return."""
 
 
 def check_recorded(model: nn.Module) -> None:
-    """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
+    """Raise ``ModelNotSupported`` if the model's forward would record values inside blocks.
+
+    Blocks run apart from that forward, so nothing would be recorded.
+    """
     for path, config in configurations(model):
         for name in RECORDED:
             if getattr(config, name, False):
@@ -122,7 +126,10 @@ def check_recorded(model: nn.Module) -> None:
 
 
 def check_renormalised(model: nn.Module) -> None:
-    """A forward pass that changes weights changes copies of them alone."""
+    """Raise ``ModelNotSupported`` for an embedding whose forward changes weights (``max_norm``).
+
+    The forward would change only copies of the weights.
+    """
     for name, module in model.named_modules():
         kinds = (nn.Embedding, nn.EmbeddingBag)
         if isinstance(module, kinds) and module.max_norm is not None:
@@ -133,7 +140,10 @@ def check_renormalised(model: nn.Module) -> None:
 
 
 def check_compiled(model: nn.Module, blocks: Blocks) -> None:
-    """Only blocks are run as they were compiled: what is around them is suspended at every one of them."""
+    """Raise ``ModelNotSupported`` for a compiled module that contains blocks, and for a compiled block with hooks.
+
+    Code around the blocks is suspended at each block call, so only blocks may be compiled.
+    """
     whole = {id(module) for block in blocks.modules for module in block.modules()}
     for name, module in model.named_modules():
         compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -151,8 +161,11 @@ def check_compiled(model: nn.Module, blocks: Blocks) -> None:
 
 
 def check_graphs(device: torch.device, blocks: Blocks) -> None:
-    """Raise ``ModelNotSupported`` for a block that is compiled to replay recorded graphs of ``device``: its parameters
-    lie elsewhere in every pass, and a graph's output is overwritten while a copy of it is under way."""
+    """Raise ``ModelNotSupported`` for a block that is compiled to replay recorded graphs of ``device``.
+
+    The block's parameters lie elsewhere in every pass, and a graph's output is overwritten while it is still being
+    copied.
+    """
     if not is_accelerator(device):
         return
     for name, block in zip(blocks.names, blocks.modules, strict=True):
@@ -184,7 +197,7 @@ def check_zeroth(
     clipping: str,
     dtype: str,
 ) -> None:
-    """What says something of gradients, of a backward pass or of moments is not of MeZO, which has none."""
+    """Raise ``BadInput`` for arguments that do not apply to MeZO, which has no gradients, backward pass or moments."""
     for name, given, usual, why in (
         ("schedule", schedule, ("vertical",), "it has a schedule of its own, of forward passes alone"),
         ("order", order, ("plain",), "nothing flows back through the blocks"),
@@ -214,7 +227,7 @@ def check_zeroth(
 
 
 def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
-    """Warn where blocks that nobody has chosen have less than half of the parameters, and others might be added."""
+    """Warn if blocks chosen by default have less than half of the parameters, and others might be added."""
     streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
     others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
     others = [(name, each) for name, each in others if any(True for _ in each[0].children())]
@@ -229,12 +242,14 @@ def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
 
 
 MANY = 4
-"""Times as fast in fp32 as in bf16, for a product of matrices, is worth a word."""
+"""Factor by which matrix products must be faster in fp32 than in bf16 for a warning."""
 
 
 def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
-    """Warn where ``device`` computes many times faster in fp32 than in ``dtype``, bf16: a processor that was timed, or
-    an accelerator that says that it emulates bf16."""
+    """Warn if ``dtype`` is bf16 and ``device`` computes many times faster in fp32 or fp16.
+
+    Such a device is a processor that was timed, or an accelerator that reports that it emulates bf16.
+    """
     if dtype == "bf16" and is_accelerator(device) and emulates_bf16(device):
         warnings.warn(
             f'dtype="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
@@ -251,5 +266,8 @@ def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None
 
 @cache
 def _times_as_fast() -> float:
-    """In fp32 as in bf16, of this process's threads when it was first asked."""
+    """Return how many times faster this processor multiplies matrices in fp32 than in bf16.
+
+    Measured once, with the threads that the process has at the first call.
+    """
     return product_seconds("bfloat16") / product_seconds("float32")

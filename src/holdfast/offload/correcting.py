@@ -1,11 +1,15 @@
-"""Correcting: what a run's own steps say of the machine's rates, for the next start. Changes nothing of the run.
+"""Corrections of the machine profile by the times of a run's own steps, for the next start.
 
-The rule: the fifth to the ninth step of a sitting are recorded; those of the planned shape count, but for the last.
-Of what serves the lanes (the SSD, the bus, the cores, the commit) the time in which it had work is compared with what
-was predicted for a step; the ratio is the median over these steps. The profile's rates of it are divided by the root of
-that ratio, taken to lie between a half and two: half way to what was measured, on a logarithmic scale, so that a
-disturbed step moves little, and a few runs arrive. What is predicted or measured to work for less than half of a step
-says nothing: its operations have time, and wait for the cores in it. Nor does an SSD that was given a limit.
+They change nothing in the run. The rule:
+
+1. The fifth to the ninth step since the engine was built are recorded. Those of the planned shape count, except the
+   last.
+2. For each resource that serves lanes (the SSD, the bus, the cores, the commit), the time in which it had work is
+   compared with the time predicted for a step. The ratio is the median over the steps.
+3. The profile's rates of the resource are divided by the square root of that ratio, clamped to between a half and two.
+   That is half way to the measurement on a logarithmic scale: a disturbed step moves little, and a few runs arrive.
+4. A resource predicted or measured to work for less than half of a step does not count: its operations have slack, in
+   which they wait for the cores. Neither does an SSD that was given a limit.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ from .executor import Executor, Span
 from .runtime import Step
 
 FIRST, LAST = 5, 9
-"""Steps of a sitting, counted from 1."""
+"""First and last recorded step since the engine was built, counted from 1."""
 
 MOST = 2.0
-"""That a ratio counts at most."""
+"""Largest ratio that counts."""
 
 LEAST_PART = 0.5
-"""Of a step, that something must work for."""
+"""Fraction of a step during which a resource must work to be corrected."""
 
 
 class Corrections:
-    """Of one engine. Told when each of its steps begins and returns."""
+    """Corrections by the steps of one engine, which calls ``begins`` and ``returns`` around each."""
 
     def __init__(self, executor: Executor, prediction: Prediction | None, events: EventLog) -> None:
         kept = prediction is not None and prediction.known.path is not None
@@ -47,7 +51,7 @@ class Corrections:
         self._began = 0.0
         self._spans: list[Span] = []
         self._steps: list[tuple[float, float]] = []
-        """When those of the planned shape began and returned."""
+        """Begin and return times of the steps of the planned shape."""
 
     def begins(self, step: Step) -> None:
         if self._prediction is None:
@@ -60,16 +64,19 @@ class Corrections:
         self._began = time.perf_counter() if step.shape == self._prediction.shape else 0.0
 
     def returns(self, step: Step) -> None:
-        if step.redone or step.skipped or step.left_out:  # which moves other bytes than were predicted
+        if step.redone or step.skipped or step.left_out:  # such a step moves other bytes than were predicted
             return
         if self._prediction is not None and self._began and self._executor.spans is self._spans:
             self._steps.append((self._began, time.perf_counter()))
 
     def _end(self, prediction: Prediction) -> None:
-        """Correct the kept profile, once. What the last step has left has had no time to end: it is not counted."""
+        """Correct the stored profile, once.
+
+        The last step is left out, because the operations that it started have not had time to end.
+        """
         self._prediction = None
         if self._executor.spans is not self._spans:
-            return  # somebody else recorded
+            return  # another recording has taken over
         self._executor.spans = None
         if len(self._steps) < 2:
             return
@@ -86,7 +93,7 @@ class Corrections:
 def ratios(
     prediction: Prediction, spans: Sequence[Span], steps: Sequence[tuple[float, float]]
 ) -> dict[str, float]:
-    """Measured time over predicted time, of what has worked long enough to tell."""
+    """Return measured over predicted time of each resource that worked long enough."""
     machine, intervals = prediction.choice.simulation.machine, defaultdict(list)
     for span in spans:
         intervals[machine.server(span.lane)].append((span.start, span.end))
@@ -100,7 +107,7 @@ def ratios(
 
 
 def correct(profile: MachineProfile, found: Mapping[str, float]) -> MachineProfile:
-    """``profile`` half way to what was measured."""
+    """Return ``profile`` moved half way to the measured ratios ``found``."""
     slower = {server: sqrt(min(max(ratio, 1 / MOST), MOST)) for server, ratio in found.items()}
     ssd, bus = slower.get(SSD, 1.0), slower.get(BUS, 1.0)
     compute = slower.get(CORES, slower.get(COMPUTE, 1.0))
@@ -120,7 +127,7 @@ def correct(profile: MachineProfile, found: Mapping[str, float]) -> MachineProfi
 
 
 def covered(intervals: Iterable[tuple[float, float]], since: float, until: float) -> float:
-    """How much of the time from ``since`` to ``until`` lies in at least one of ``intervals`` (start, end).
+    """Return how much of the time from ``since`` to ``until`` lies in at least one of ``intervals`` (start, end).
 
     >>> covered([(0, 2), (1, 3), (5, 6), (8, 12)], 1, 10)
     5.0
@@ -135,7 +142,7 @@ def covered(intervals: Iterable[tuple[float, float]], since: float, until: float
 
 
 def _digits(value: float) -> float:
-    """Six of them: no measurement has more."""
+    """Round to six digits: no measurement has more."""
     return float(f"{value:.6g}")
 
 

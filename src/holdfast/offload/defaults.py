@@ -1,8 +1,8 @@
-"""Default devices: Holdfast makes its tensors on the host, whatever ``torch.set_default_device`` says to the script.
+"""Default devices: Holdfast creates its tensors on the host, whatever ``torch.set_default_device`` the script has set.
 
-What the engine makes without naming a device is meant for the host, so every public call computes with the host as the
-default. The model's own code gets the caller's default back (``callers_default``): blocks on the calling thread, the
-rest of the model on its micro-batch's thread.
+What the engine creates without naming a device belongs on the host, so every public call runs with the host as the
+default device. The model's own code gets the caller's default back (``callers_default``): blocks on the calling thread,
+the rest of the model on its micro-batch's thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 HOST = torch.device("cpu")
 
 _callers: ContextVar[torch.device | None] = ContextVar("holdfast_default_device", default=None)
-"""The caller's default device, inside of a call that has changed it."""
+"""The caller's default device, inside a call that has changed it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def on_host_by_default(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function``, a public call, so that the host is the default device inside of it."""
+    """Wrap the public call ``function`` so that the host is the default device inside it."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +49,7 @@ def callers_default_device() -> torch.device:
 
 @contextmanager
 def callers_default() -> Iterator[None]:
-    """The script's own default device, for code of its model."""
+    """Restore the script's own default device, for code of its model."""
     device = _callers.get()
     if device is None:
         yield

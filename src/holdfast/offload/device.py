@@ -1,14 +1,16 @@
-"""The device that computes, and how bytes get there.
+"""The device that computes, and the copies to and from it.
 
-On a CPU the device is host memory: an upload or a download hands the tensor over. The byte counters count
-what an operation hands over, which on a separate device is what crosses the bus.
+On a CPU the device is host memory: an upload or a download hands the tensor over. The byte counters count what an
+operation hands over, which on a separate device crosses the bus.
 
-A separate device (CUDA, and whatever else has streams, events and memory of its own) has three streams: the caller's,
-which computes, one for copies to the device, and one for copies from it. Where ``ahead`` says so, an operation is begun
-as soon as what it needs has been begun, and waits for it on the device, by an event. Everything else waits until what
-it needs is over there, which a thread for each stream finds out. So host memory is read, written and lent again only
-when no copy is under way, no more device memory is in use than a schedule has slots, and nothing waits for a whole
-device.
+A separate device (CUDA, or another with streams, events and memory of its own) has three streams: the caller's, which
+computes, one for uploads, and one for downloads. Where ``ahead`` says so, an operation is started as soon as the
+operations that it needs have been started, and waits for them on the device, by an event. Everything else waits until
+what it needs is over on the device, which one thread per stream detects. Therefore:
+
+* host memory is read, written and lent again only when no copy is under way,
+* no more device memory is in use than a schedule has slots,
+* nothing waits for the whole device.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from ..units import format_bytes
 from .executor import Lane
 
 Lends = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Gives host memory for copies of tensors."""
+"""Function that provides host memory for copies of tensors."""
 
 
 class HostDevice:
-    """The CPU. ``unified``: the device computes in host memory."""
+    """The CPU, which computes in host memory (``unified``)."""
 
     unified = True
     ahead: frozenset[tuple[str, str]] = frozenset()
@@ -44,61 +46,73 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
 
     def use(self) -> None:
-        """Called first by every thread that waits for the device or pins memory: the device is that thread's own."""
+        """Select the device for the calling thread.
+
+        Called first by every thread that waits for the device or pins memory, because the selection is per thread.
+        """
 
     def begins(self) -> None:
-        """The calling thread begins a step."""
+        """Begin a step on the calling thread."""
 
     def lane(self, op: Op) -> AbstractContextManager[None]:
-        """What ``op`` does inside is done on its lane, after what it needs."""
+        """Run the body of ``op`` on the lane of the operation, after the operations that it needs."""
         return nullcontext()
 
     def ended(self, op: Op) -> Future | None:
-        """All of ``op`` has been asked for: what is done when it is over, if it is not over now."""
+        """Return a future that is done when ``op`` is over on the device; None if ``op`` is over already.
+
+        Called when all of ``op`` has been queued.
+        """
         return None
 
     def close(self) -> None:
-        """Nothing is under way any more, nor will be."""
+        """Release streams and threads. Nothing may be under way."""
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` of host memory, on the device. Ready when it returns."""
+        """Copy a host tensor to the device and return it, ready."""
         return tensor
 
     def upload(
         self, tensors: Sequence[torch.Tensor], done: Callable[[], object] | None = None
     ) -> list[torch.Tensor]:
-        """``tensors`` of host memory, on the device, for computations that follow. ``done`` is called when copies have
-        been made of them; if they are handed over, never."""
+        """Return host tensors on the device, for computations that follow.
+
+        ``done`` is called when copies of them have been made; never if the tensors are handed over.
+        """
         return list(tensors)
 
     def download(self, tensors: Sequence[torch.Tensor], lend: Lends) -> list[torch.Tensor]:
-        """``tensors`` of the device, in host memory, which ``lend`` gives if they have to be copied. Readable when the
-        operation is over."""
+        """Return device tensors in host memory, readable when the operation is over.
+
+        ``lend`` provides the host memory if they have to be copied.
+        """
         return list(tensors)
 
     def refresh(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` of host memory over ``target`` on the device, for computations that follow."""
+        """Copy the host tensor ``source`` over ``target`` on the device, for computations that follow."""
         target.copy_(source)
 
     def leave(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of a computation's ``tensors`` in host memory. Readable when that is over."""
+        """Return host copies of a computation's ``tensors``, readable when the computation is over."""
         return tensors
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in host memory: waits for the computations so far."""
+        """Return ``tensor`` in host memory, after waiting for the computations so far."""
         return tensor
 
     def pin(self, memory: memoryview) -> Callable[[], object] | None:
-        """Copies to and from ``memory`` are to be made by the device alone, until what is returned is called; None if
-        they cannot be."""
+        """Pin ``memory`` so that the device alone can copy to and from it.
+
+        Returns the function that unpins ``memory``; None if it cannot be pinned.
+        """
         return None
 
     def free_bytes(self) -> int:
-        """The host's memory is not counted here."""
+        """Return 0: the host's memory is not counted here."""
         return 0
 
     def take_batch(self, batch: Any) -> Any:
-        """A micro-batch whose tensors are on the device."""
+        """Return the micro-batch with its tensors on the device."""
         return batch
 
     def take_buffers(self, model: nn.Module) -> None:
@@ -106,12 +120,14 @@ class HostDevice:
 
 
 class SeparateDevice:
-    """One accelerator, asked by way of ``accelerators`` alone. Never run on one yet: tests play a device in Python,
-    which this very class drives."""
+    """One accelerator, reached through ``accelerators`` alone.
+
+    It has not run on real hardware yet: tests simulate a device in Python and drive this very class.
+    """
 
     unified = False
     ahead = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})
-    """Pairs of lanes: an operation of the second waits on the device for one of the first."""
+    """Pairs of lanes: an operation of the second lane waits on the device for an operation of the first."""
 
     def __init__(self, name: str) -> None:
         self.torch_device = accelerators.with_index(torch.device(name))
@@ -121,7 +137,7 @@ class SeparateDevice:
         self._streams: dict[str, Any] = {}
         self._watchers: dict[str, Lane] = {}
         self._marks: dict[Key, tuple[str, Any]] = {}
-        """Of the newest operation of each key: its lane, and the event of its end."""
+        """Lane of the newest operation of each key, and the event that marks its end."""
         self._pins = True
 
     def use(self) -> None:
@@ -210,7 +226,7 @@ class SeparateDevice:
             return None
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has taken, with what this process has taken and does not use."""
+        """Return the device memory that is free, plus what this process has reserved and does not use."""
         return accelerators.free_bytes(self.torch_device)
 
     def take_batch(self, batch: Any) -> Any:
@@ -224,10 +240,10 @@ class SeparateDevice:
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(self.torch_device))
 
     def _hold(self, lane: str, tensors: list[torch.Tensor], done: Callable[[], object] | None = None) -> None:
-        """Keep ``tensors`` until the copies of them that the calling thread has begun are over, then call ``done``."""
+        """Keep ``tensors`` until the copies that the calling thread has started are over; then call ``done``."""
         self._watchers[lane].put(partial(_let_go, self._record(self._current_stream()), tensors, done))
 
-    # The calls that a device which is played answers otherwise
+    # Calls that tests override to simulate a device
 
     def _new_stream(self, lane: str) -> Any:
         return accelerators.new_stream(self.torch_device)
@@ -242,8 +258,10 @@ class SeparateDevice:
         return accelerators.record_event(stream)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Room for ``tensor`` on the device. The allocator does not give it to a later copy while something computes
-        with it, whoever lets go of it."""
+        """Allocate space for ``tensor`` on the device.
+
+        The allocator does not reuse it for a later copy while a computation still uses it, whoever releases it.
+        """
         made = torch.empty_like(tensor, device=self.torch_device)
         made.record_stream(self._streams[COMPUTE])
         return made
@@ -252,7 +270,7 @@ class SeparateDevice:
         target.copy_(source, non_blocking=True)
 
     def _sent(self, leaf: Any) -> Any:
-        """A leaf of a micro-batch, on its way to the device in the order of the stream that computes."""
+        """Send a leaf of a micro-batch to the device, in the order of the stream that computes."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         pinned = leaf.pin_memory() if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
@@ -263,7 +281,7 @@ Device = HostDevice | SeparateDevice
 
 
 def _tell(mark: Any, over: Future) -> None:
-    """``over`` is done when ``mark`` has come."""
+    """Complete ``over`` when the event ``mark`` has occurred, or with the device's error."""
     try:
         mark.synchronize()
     except BaseException as error:
@@ -273,7 +291,10 @@ def _tell(mark: Any, over: Future) -> None:
 
 
 def _let_go(mark: Any, tensors: list[torch.Tensor], done: Callable[[], object] | None) -> None:
-    """Hold ``tensors`` until ``mark`` has come. An error of the device is told by the operation that they belong to."""
+    """Hold ``tensors`` until the event ``mark`` has occurred; then call ``done``.
+
+    An error of the device is reported by the operation that the tensors belong to.
+    """
     with suppress(Exception):
         mark.synchronize()
         if done is not None:
@@ -281,9 +302,10 @@ def _let_go(mark: Any, tensors: list[torch.Tensor], done: Callable[[], object] |
 
 
 def open_device(name: str) -> Device:
-    """Open ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or with ``"auto"`` this machine's accelerator if there is one.
+    """Open the device ``name``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``.
 
-    Raises ``BadInput`` for a device that is not here, or that cannot copy beside computing.
+    ``"auto"`` is this machine's accelerator, if there is one that can be used. Raises ``BadInput`` for a device that is
+    absent or that cannot copy while it computes.
     """
     kind = accelerators.current_kind()
     if name == "auto":

@@ -1,8 +1,8 @@
-"""Drives of a run: what each takes, measured once for a list of them, and which units live on it. Bytes, seconds.
+"""The drives of a run: their rates, measured once for a list of drives, and the units stored on each. Bytes, seconds.
 
-What is found is kept with the run, so that a unit stays where it is from one resume to the next. Only another list of
-drives is measured anew; units that live elsewhere by it are written there when the run goes on. Several ranks have the
-same drives, by what the first of them finds.
+The result is stored with the run, so that a unit stays on its drive from one resume to the next. Only another list of
+drives is measured anew; units that then belong elsewhere are written to their new drive as the run continues. All ranks
+use the same drives, as the first rank finds them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .parts import Parts
 from .planning import Plan
 
 SECONDS = 1.0
-"""Of a measurement of one drive."""
+"""Duration of the measurement of one drive."""
 
 FILE_BYTES = 256 * MiB
 OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
@@ -41,12 +41,15 @@ OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
 
 @dataclass(frozen=True)
 class Drives:
-    """The drives of a run, its own first; none where there is only that. Shares count once they are ``decided``."""
+    """The drives of a run, its own first; empty where the run has only its own.
+
+    Their shares of the state count once ``decided``.
+    """
 
     all: tuple[Drive, ...] = ()
     decided: bool = True
     folders_of: dict[str, str] = field(default_factory=dict)
-    """By the name of a unit's files, the folder in which they are; empty where all are in the run's own."""
+    """Folder of each unit's files, by file name; empty where all files are in the run's own folder."""
 
     @classmethod
     def of(
@@ -57,10 +60,11 @@ class Drives:
         say: Callable[[str], object] | None,
         ranks: Ranks,
     ) -> Drives:
-        """Of a run in ``ssd`` that may use ``drives`` too: as the run has them, or measured and not shared out yet.
-        Called on all ``ranks``; what the first finds holds for all.
+        """Return the drives of a run in ``ssd`` that may use ``drives`` too.
 
-        Raises ``BadInput`` and its kin."""
+        They are as the run has recorded them, or newly measured and not shared out yet. Collective: all of ``ranks``
+        must call this; what the first rank finds holds for all. Raises ``BadInput`` and its subclasses.
+        """
         with ranks.agreeing():
             found = ranks.first_takes_its_time(partial(cls._found, ssd, drives, limits, say))
         return ranks.everyone(found or cls())[0]
@@ -93,7 +97,7 @@ class Drives:
         )
 
     def queue(self, ssd: str | Path, threads: int, limits: Limits) -> IOQueue:
-        """What moves all bytes of the run: threads and limits are those of each drive."""
+        """Return the queue that moves all bytes of the run; threads and limits apply to each drive."""
         if not self.all:
             return IOQueue(threads, *limits, prepare=one_torch_thread)
         root = Disk(ssd).root
@@ -103,18 +107,21 @@ class Drives:
 
     @property
     def folders(self) -> list[str]:
-        """By which the run names others than its own."""
+        """Folders by which the run names the drives other than its own."""
         return [drive.folder for drive in self.all[1:]]
 
     @property
     def speed_up(self) -> float:
-        """What all take, over what the first does."""
+        """Rate of all drives together, divided by that of the first."""
         rates = [drive.bytes_per_second for drive in self.all]
         return sum(rates) / rates[0] if rates else 1.0
 
     def shared_out(self, plan: Plan, parts: Parts, ranks: Ranks) -> Drives:
-        """With the part of the state that each has, where that is not known yet, and the units of this rank that lie on
-        it. Called on all ``ranks``. Raises ``RunMismatch`` if one does not see the drives of the first."""
+        """Return the drives with their shares of the state, and with the units of this rank that lie on each.
+
+        Shares are computed where they are not decided yet. Collective: all of ``ranks`` must call this. Raises
+        ``RunMismatch`` if a rank does not see the drives of the first rank.
+        """
         if not self.all:
             return self
         if not ranks.alone:
@@ -133,7 +140,7 @@ class Drives:
         return Drives(decided, True, folders)
 
     def needed(self, stored: dict[str, Generations]) -> list[int]:
-        """Of each other drive, what ``create`` will take there."""
+        """Return the bytes that ``create`` will take on each drive other than the run's own."""
         return [
             sum(unit.missing_bytes() for unit in stored.values() if unit.folder == folder)
             for folder in self.folders
@@ -141,14 +148,14 @@ class Drives:
 
 
 def moved_bytes(plan: Plan) -> tuple[int, int]:
-    """What a step of this rank moves to and from the SSD: of the state, and others."""
+    """Return the bytes of state that a step of this rank moves on the SSD, and all other bytes."""
     moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
     state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
     return state, sum(op.nbytes for op in moved) - state
 
 
 def rate_of(directory: Path, limits: Limits) -> float:
-    """Bytes per second that the drive of ``directory`` takes, half of them reads, within ``limits``."""
+    """Measure the bytes per second that the drive of ``directory`` moves, half of them reads, within ``limits``."""
     there = nearest(directory)
     free = Disk(there).free_bytes()
     if free < 2 * LEAST_BYTES:
@@ -175,5 +182,5 @@ def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
 
 
 def device_of(directory: str) -> int:
-    """A number of the file system on which ``directory`` is or would be."""
+    """Return the number of the file system on which ``directory`` is or would be."""
     return os.stat(nearest(Path(directory))).st_dev

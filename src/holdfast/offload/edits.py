@@ -1,8 +1,9 @@
-"""Edits: what a script changes in a model between two steps, which never reaches the run.
+"""Detection of changes that a script makes to a model between two steps, which never reach the run.
 
-A run has its values elsewhere: what blocks hold between steps is empty, and what stays in memory is a copy, which the
-next update writes anew. So a change is refused by name, and what the run has is put back. A parameter is compared by
-identity, version and memory, which takes a microsecond; changes by way of ``.data`` or NumPy have none of these.
+A run keeps its values elsewhere: blocks are empty between steps, and the resident part in memory is a copy that the
+next update overwrites. So a change is refused by name, and the run's values are put back. A parameter is compared by
+identity, version and memory, which takes a microsecond. Changes through ``.data`` or NumPy alter none of these and are
+not detected.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .runtime import Runtime
 
 
 class Edits:
-    """Of one engine's model and optimizer, since it was made or since ``undo``."""
+    """Changes of one engine's model and optimizer since it was built or since ``undo``."""
 
     def __init__(self, run: Runtime, optimizer: torch.optim.Optimizer) -> None:
         self._run, self._optimizer = run, optimizer
@@ -43,7 +44,7 @@ class Edits:
         ]
 
     def found(self) -> list[str]:
-        """What was changed, for a person."""
+        """Return the names of what was changed, for a person."""
         told = [
             f"parameter {name}"
             for (name, owned, parameter), seen in zip(self._held, self._seen, strict=True)
@@ -57,7 +58,10 @@ class Edits:
         return told
 
     def undo(self) -> None:
-        """Put back what the run has. Nothing may be under way. Called on all ranks."""
+        """Put the run's values back. Nothing may be under way.
+
+        Collective: every rank must call this.
+        """
         values = values_of(self._run, len(self._run.units) - 1)
         for (name, owned, parameter), memory in zip(self._held, self._memory, strict=True):
             install(owned, parameter)
@@ -72,12 +76,12 @@ class Edits:
 
 
 def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """What differs if the parameter was changed in place or was given other memory."""
+    """Return values that differ after the parameter was changed in place or got other memory."""
     return parameter._version, parameter.dtype, None if parameter.is_meta else parameter.data_ptr()
 
 
 def told(found: Collection[str]) -> str:
-    """What is said of edits, but for the way out."""
+    """Return the message about edits, without the advice."""
     first, more = min(found), f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
         f"{first}{more} changed outside of engine.step (in place, by load_state_dict, or another one is there), and the"

@@ -1,9 +1,9 @@
 """The engine: an interpreter of operation lists that holds one model's training run.
 
-``step`` turns micro-batches into a ``Step``, has the executor run the schedule's operations on it, and says
-what happened. It returns when the last computation is over: updates, writes and the commit of a step go on
-beside the next one, which waits for exactly what it needs. After an error the engine is closed, its threads
-are gone, the model is left unpatched, and the run resumes from its newest commit.
+``step`` turns micro-batches into a ``Step``, has the executor run the schedule's operations on it, and reports the
+result. It returns when the last computation is over. Updates, writes and the commit of a step continue beside the next
+step, which waits for exactly what it needs. After an error the engine is closed, its threads have ended, the model is
+unpatched, and the run can be resumed from its newest commit.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .timelines import Timelines
 from .weights import first_label_counts, mean_of, questions
 
 POSITIONS = ("random", "loader")
-"""Of the progress, what moves when a batch is fetched."""
+"""Parts of the progress that change when a batch is fetched."""
 
 
 class Engine:
-    """A model whose training state lives outside the device. Made by ``holdfast.offload``."""
+    """A model whose training state lives outside the device. Built by ``holdfast.offload``."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Engine:
         update_workers: int,
         caches: list[Any],
     ) -> None:
-        """``caches`` are the configurations in which a key-value cache is to be switched on again in the end."""
+        """Build an engine. ``caches`` are the configurations in which ``close`` switches a key-value cache on again."""
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
         self._were_real = {
@@ -80,7 +80,7 @@ class Engine:
         }
         self._homes = Homes(run.model, captured)
         self.taken = Taken(str(run.store.root), self._homes)
-        self._owed = False  # the model's values, by a close that was broken off
+        self._owed = False  # True if the model still lacks its values, because a close was interrupted
         self._busy = False
         self._caches = caches
         self._watched: Watched | None = None
@@ -88,7 +88,7 @@ class Engine:
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
         self._told: Traffic = {}
-        """What had moved up to the last step that the log tells of, evaluations included."""
+        """Bytes moved up to the last step in the event log, evaluations included."""
         self._executor = Executor(
             handlers(run),
             update_workers,
@@ -100,14 +100,14 @@ class Engine:
         self._corrections = Corrections(self._executor, plan.prediction, events)
         self._closed = False
         self.steps_done = 0
-        """Optimizer steps done, skipped ones included."""
+        """Number of optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
         self.said_lost = ""
-        """What is known to have been lost at the resume, as a sentence."""
+        """Sentence about what is known to have been lost at the resume."""
         self.skipped_steps = 0
-        self._positions: dict[str, Any] = {}  # since the last step a batch may have been fetched
+        self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
-        """The event of the last step."""
+        """The fields of the last step's event."""
 
     @property
     def durable_step(self) -> int:
@@ -118,11 +118,11 @@ class Engine:
 
     @on_host_by_default
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
-        """One optimizer step over ``micro_batches``: mappings of the model's keywords, or tuples with
-        ``loss_fn``.
+        """Do one optimizer step over ``micro_batches`` and return the mean loss.
 
-        Returns the mean loss. The step is durable when ``durable_step`` has reached ``steps_done``; at most
-        one step is on its way. A loss that is not finite skips the update, and ``last["skipped"]`` says so.
+        Micro-batches are mappings of the model's keywords, or tuples with ``loss_fn``. The step is durable when
+        ``durable_step`` has reached ``steps_done``; at most one step is on its way. A loss that is not finite skips the
+        update, and ``last["skipped"]`` says so. Collective: every rank must call this.
         """
         self._check_usable()
         what = f"step {self.steps_done + 1}"
@@ -135,7 +135,7 @@ class Engine:
         with self._closing_on_error():
             started = time.perf_counter()
             step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
-            self._user.step_scheduler()  # the hyper-parameters were taken: from here on it is the next step's
+            self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
             with self._running(step), torch.set_grad_enabled(self._run.zeroth is None):
@@ -157,8 +157,11 @@ class Engine:
             return self.last["loss"]
 
     def _checked(self, micro_batches: Sequence[Any]) -> tuple[list[float], int, str, list[str]]:
-        """Of a step that can be done: what each micro-batch counts, their tokens, what tells this rank's
-        hyper-parameters from those of others, and what was edited."""
+        """Check that the step can be done.
+
+        Returns the count of each micro-batch, their number of tokens, a digest of this rank's hyper-parameters, and
+        what was edited.
+        """
         if self._watched is not None:
             self._watched.refuse_changes()
         if not micro_batches:
@@ -172,9 +175,13 @@ class Engine:
 
     @on_host_by_default
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
-        """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded. Each counts
-        what ``normalize`` says: all the same, whatever their sizes, unless it says otherwise. NaN where none counts. Of
-        several ranks each has its own micro-batches, as many as the others, and the mean is over all."""
+        """Return the mean loss over ``micro_batches``, with the weights of the last step and without recording
+        anything.
+
+        Each micro-batch counts what ``normalize`` says: by default all the same, whatever their sizes. NaN where none
+        counts. Collective: each rank passes its own micro-batches, as many as the others, and the mean is over all
+        ranks.
+        """
 
         def counted(micro_batches: Sequence[Any]) -> list[float]:
             if not micro_batches:
@@ -239,8 +246,11 @@ class Engine:
         seed: int = 0,
         context: int | None = None,
     ) -> torch.Tensor:
-        """``tokens`` (int64, shape (1, T)) continued by ``max_new_tokens`` sampled ones. Every token takes a
-        pass over all blocks, of the last ``context`` tokens. A temperature of 0 takes the likeliest."""
+        """Return ``tokens`` (int64, shape (1, T)) continued by ``max_new_tokens`` sampled tokens.
+
+        Every token takes a pass over all blocks, with the last ``context`` tokens. A temperature of 0 takes the
+        likeliest token.
+        """
 
         def model(window: torch.Tensor) -> Any:
             (value,) = self._forward(
@@ -252,7 +262,7 @@ class Engine:
 
     @on_host_by_default
     def save(self) -> None:
-        """Make the present state a commit. It is durable when this returns."""
+        """Commit the present state. It is durable when this returns."""
         self._check_usable()
         if self.durable_step == self.steps_done and not self._is_behind:
             return
@@ -269,8 +279,10 @@ class Engine:
 
     @on_host_by_default
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
-        """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
-        ``trained``, such as an adapter, without reading the rest."""
+        """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
+
+        With ``trained``, return only what is trained, such as an adapter, without reading the rest.
+        """
         self._check_usable()
         self._refuse_edits(self._call("state_dict", self._edited))
         return self._values(trained)
@@ -284,11 +296,11 @@ class Engine:
 
     @on_host_by_default
     def close(self) -> None:
-        """Finish and commit what is under way, give the model back, and let go of the run directory.
+        """Finish and commit what is under way, give the model back, and release the run directory.
 
-        Parameters that were real when the model was handed over get their trained values; those that were on
-        ``meta`` stay there. A second call does nothing, unless the first was broken off (Ctrl-C): then it gives the
-        model the values of the newest commit.
+        Parameters that were real when the model was handed over get their trained values; those that were on ``meta``
+        stay there. A second call does nothing, unless the first was interrupted (Ctrl-C): then it gives the model the
+        values of the newest commit.
         """
         if self._closed:
             if self._owed:
@@ -305,7 +317,7 @@ class Engine:
             told = self._call("close", lambda: (bool(self._were_real), self._edited()))
             edited = sorted({name for _, found in told for name in found})
             trained = self._values() if any(real for real, _ in told) else {}
-            self._call("the end of close")  # nobody leaves before all have what they wanted
+            self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
         give_back(self._captured, {name: trained[name] for name in self._were_real}, self._homes)
         self._owed = False
@@ -321,7 +333,7 @@ class Engine:
         elif not self._closed:
             if issubclass(
                 kind, (Exception, SystemExit)
-            ):  # the script's own: what was computed is still committed
+            ):  # an error of the script's own: what was computed is still committed
                 with suppress(Exception):
                     self.close()
             else:
@@ -341,22 +353,22 @@ class Engine:
         return self._steps.lists
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Bytes moved since the engine was built, by (lane, kind of operation)."""
+        """Return the bytes moved since the engine was built, by (lane, kind of operation)."""
         return traffic(self._run)
 
     def trace(self, spans: list | None) -> None:
-        """Record in ``spans`` when every operation runs, or stop recording (None)."""
+        """Record in ``spans`` when every operation runs; None stops recording."""
         self._executor.spans = spans
 
     # Steps
 
     @property
     def _is_behind(self) -> bool:
-        """Do weights lack the last step (of MeZO), which the next one would have brought?"""
+        """True if the weights lack the last step (of MeZO), which the next step would apply."""
         return self._run.zeroth is not None and self._run.zeroth.is_behind
 
     def _catch_up(self) -> None:
-        """From here on all weights are those of the last step."""
+        """Bring all weights up to the last step."""
         self._check_usable()
         if self._is_behind:
             self.wait()
@@ -370,7 +382,7 @@ class Engine:
             self._executor.drain()
 
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """What the model returns for each call, in evaluation mode and without gradients."""
+        """Return the model's result for each call, in evaluation mode and without gradients."""
         self._check_usable()
         self._catch_up()
         self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self._edited))
@@ -387,7 +399,8 @@ class Engine:
 
     @contextmanager
     def _running(self, step: Step) -> Iterator[None]:
-        """The model is patched, the generators are kept, and no thread of the step outlives it."""
+        """Patch the model and keep the random generators while ``step`` runs; no thread of the step outlives this
+        context."""
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
         with deferred() as safe_point, rng.own_generators(device, safe_point):
@@ -401,12 +414,14 @@ class Engine:
             finally:
                 self._busy = False
                 self._run.attributes.end()
-                torch.set_grad_enabled(grad)  # a key press may have left it otherwise
+                torch.set_grad_enabled(grad)  # an interrupt may have left it otherwise
 
     @contextmanager
     def _other_sizes(self) -> Iterator[None]:
-        """What a step of MeZO takes is of other sizes than what catching up and evaluations take, and memory is planned
-        for one of them at a time."""
+        """Free idle buffers before and after a pass of other sizes than a step of MeZO.
+
+        Memory is planned for one of the two at a time: a step of MeZO, or catching up and evaluations.
+        """
         self._free_idle()
         yield
         self._free_idle()
@@ -418,15 +433,15 @@ class Engine:
 
     @contextmanager
     def _only_losing(self) -> Iterator[None]:
-        """An error of the model in an evaluation ends the evaluation; any other closes the engine."""
+        """Let an error of the model in an evaluation end only the evaluation. Any other error closes the engine."""
         with self._closing_on_error():
             try:
                 yield
                 return
             except Exception as error:
-                if not self._run.fellows.alone:  # the others go on with it
+                if not self._run.fellows.alone:  # the other ranks continue the evaluation
                     raise
-                self._executor.go_on()  # raises what failed, unless it was a computation
+                self._executor.go_on()  # raises the failure, unless it was a computation's
                 self._run.residency.drop_pass("evaluate")
                 failed = error
         raise failed
@@ -459,7 +474,7 @@ class Engine:
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._edits = None
-        self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
+        self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
         if self._run.zeroth is not None:
             self._run.zeroth.let_go()
         self._run.residency.let_go()
@@ -470,8 +485,11 @@ class Engine:
     def _call(
         self, what: str, check: Callable[[], Any] = lambda: None, how: Callable[[], str] = lambda: ""
     ) -> list[Any]:
-        """What ``check`` returns on each rank, all of which call ``what`` now. ``BadInput`` is that of all ranks, and
-        all of them stay usable; after anything else of several ranks none is."""
+        """Return what ``check`` returns on each rank; all ranks must call ``what`` now.
+
+        ``BadInput`` is raised on all ranks, and all engines stay usable. After any other error of several ranks none is
+        usable.
+        """
         try:
             return self._run.fellows.call(what, check, how)
         except BadInput:
@@ -488,7 +506,7 @@ class Engine:
         loss_fn: Callable[..., Any] | None,
         check: Callable[[Sequence[Any]], Any],
     ) -> tuple[list[Any], list[Any]]:
-        """The micro-batches of this rank, checked, and what ``check`` says of those of each."""
+        """Return the checked micro-batches of this rank, and what ``check`` returns for those of each rank."""
         batches: list[Any] = []
 
         def checked() -> Any:
@@ -499,13 +517,14 @@ class Engine:
         return batches, told
 
     def _rates(self) -> dict[str, Any]:
-        """The hyper-parameters of a step, of which several ranks need the same; nothing in a process by itself."""
+        """Return the hyper-parameters of a step, which must be equal on all ranks; empty in a process without
+        others."""
         if self._run.fellows.alone:
             return {}
         return hyper_parameters_by_key(hyper_parameters(self._user.optimizer.param_groups))
 
     def _refuse_unlike_rates(self, what: str, digests: Sequence[str]) -> None:
-        """Raise ``BadInput`` on all ranks unless they have the same hyper-parameters, by their ``digests``."""
+        """Raise ``BadInput`` on all ranks unless the ``digests`` of their hyper-parameters are equal."""
         if len(set(digests)) > 1:
             told = self._call(f"{what}, whose hyper-parameters differ", self._rates)
             refuse_unlike(told, "hyper-parameters", "Set the same on all ranks before a step")
@@ -514,7 +533,7 @@ class Engine:
         return [] if self._edits is None else self._edits.found()
 
     def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
-        """Raise ``BadInput`` on all ranks if one has ``found`` edits, with the run's values put back."""
+        """Raise ``BadInput`` on all ranks if one has ``found`` edits, after the run's values were put back."""
         edited = sorted({name for names in found for name in names})
         if not edited:
             return
@@ -538,7 +557,7 @@ class Engine:
     # Progress
 
     def guard(self) -> None:
-        """From here on the model says what to use instead of it, and steps refuse what was changed in it."""
+        """Make the model refuse direct use, and make steps refuse changes to it."""
         run, optimizer = self._run, self._user.optimizer
         self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
         self._edits = Edits(run, optimizer)
@@ -546,8 +565,10 @@ class Engine:
         finish_at_exit(self)
 
     def begin(self, found: Manifest | None, beginning: Beginning | None = None) -> None:
-        """Count on from the commit, or from the state of elsewhere, that the runtime was filled from; a fresh run gets
-        its first commit: the state before training begins."""
+        """Set the engine to the step that the runtime was filled from: a commit, or a state from elsewhere.
+
+        A fresh run gets its first commit: the state before training begins.
+        """
         self._user.hand_over()
         if beginning is not None:
             self.steps_done = self.resumed_from = beginning.step
@@ -572,5 +593,5 @@ class Engine:
             self._events.emit("plan", **self._plan.prediction.event())
 
     def _progress(self) -> dict[str, Any]:
-        """What resuming needs besides tensors, as it is when the step under way is over. Each rank has its own."""
+        """Return this rank's progress after the present step: everything besides tensors that a resume needs."""
         return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}

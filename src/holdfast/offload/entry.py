@@ -1,7 +1,7 @@
-"""``holdfast.offload``: from a model and an optimizer to an engine, on a fresh directory or one to resume.
+"""``holdfast.offload``: from a model and an optimizer to an engine, in a fresh directory or one to resume.
 
-Everything that can be wrong is found before anything is written; then a fresh run gets its files and a first
-commit, and a resumed one a new timeline that continues its newest whole commit.
+Everything that can be wrong is found before anything is written. Then a fresh run gets its files and a first commit,
+and a resumed run a new timeline that continues its newest whole commit.
 """
 
 from __future__ import annotations
@@ -123,98 +123,100 @@ def offload(
 ) -> Engine:
     """Train ``model`` with its state in the directory ``ssd``.
 
-    ``optimizer`` is one of ``torch.optim`` or ``holdfast.optim`` over the model's parameters, which may be on ``meta``;
-    it is read, never stepped. What needs whole matrices (Muon, APOLLO, Grass, Adafactor) is computed by one thread, so
-    the bits are those of a loop with one. ``holdfast.optim.MeZO`` has steps of forward passes alone. ``scheduler`` is
-    stepped by the engine after each step, but for one whose ``step`` takes a metric, which the script steps, and its
-    state and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed from
-    its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s groups are
-    restored: a learning rate is changed after this call. All else may change from one resume to the next; a ``seed``,
-    ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are not those of an
-    uninterrupted run any more, as is a change to or from ``clipping="per_block"``. A hyper-parameter that was changed
-    before this call is warned of too, since the run's own is kept.
+    A fresh directory begins a run. If the directory holds a run of this model, that run is resumed from its newest
+    whole commit. Scheduler, loader, random generators and the hyper-parameters in the groups of ``optimizer`` are
+    restored, so change a learning rate after this call. All other arguments may change from one resume to the next. A
+    warning is given for changes after which the numbers differ from those of an uninterrupted run: of ``seed``,
+    ``dtype``, ``clip_norm``, ``order``, ``normalize``, or to or from ``clipping="per_block"``. A warning is also given
+    for a hyper-parameter that was changed before this call, because the run's own value is kept.
 
-    ``drives`` are directories on further SSDs, each this run's alone (made if absent): the state's files are shared out
-    among them and ``ssd`` in proportion to what each takes, which is measured once. The run names them by links. With
-    another list, files are read where they are, and written to their new places when the run goes on. Several ranks
-    give the same list, of directories that all of them see.
+    Args:
+        model: The model. Its parameters may be on ``meta``.
+        optimizer: One of ``torch.optim`` or ``holdfast.optim`` over the model's parameters; it is read, never stepped.
+            One thread computes what needs whole matrices (Muon, APOLLO, Grass, Adafactor), so the bits are those of a
+            loop with one thread. ``holdfast.optim.MeZO`` has steps of forward passes alone.
+        drives: Directories on further SSDs, each for this run alone (created if absent). The state's files are shared
+            out among them and ``ssd`` in proportion to their rates, which are measured once. The run names them by
+            links. With another list, files are read where they are, and written to their new places as the run
+            continues. All ranks give the same list, of directories that all of them see.
+        scheduler: Stepped by the engine after each step, unless its ``step`` takes a metric: then the script steps it.
+            Its state is part of every commit.
+        loader: A data loader whose state is part of every commit.
+        blocks: Modules that are streamed, one at a time: a list of modules of the model, in the order in which they
+            run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class with
+            most bytes of parameters. A warning is given if that leaves more than half in memory and there is another
+            list.
+        dtype: Dtype of the compute copy. ``"fp16"`` multiplies losses by ``loss_scale``, and takes the norm of each
+            step to detect an overflow, with ``"defer"`` or ``"speculate"``, whether it clips or not.
+        order: ``"snake"`` reverses the order of the micro-batches in every other block, so that the tensors between two
+            blocks stay on the device at every turn, which saves three transfers. The gradients of these blocks are
+            summed in reverse order, so from three micro-batches on they differ from an ordinary loop's in their last
+            bits.
+        delayed_fraction: Fraction of the blocks, spread evenly, that are updated beside the next step's forward pass,
+            with the hyper-parameters of their own step, so that the SSD is busy then too. 1 is all, which
+            ``clipping="defer"`` and the horizontal schedule imply. It changes no bit. The gradients wait in host
+            memory, in the place of used block inputs as far as these reach. Code that reads weights waits for the
+            updates, and so does the step's commit.
+        recomputed_fraction: Fraction of the blocks, spread evenly, that are computed again in the backward pass
+            (activation checkpointing); all by default. What the others compute in the forward pass stays in device
+            memory, for every micro-batch, with their parameters. It changes no bit. Under ``torch.autocast`` all are
+            computed again.
+        budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``
+            is the memory that is free, and lets the planner choose the fractions that are not given.
+        clip_norm: Bound of the norm over the gradients of all trained parameters: those in ``optimizer``, while
+            ``clip_grad_norm_(model.parameters())`` counts every parameter that requires grad. ``math.inf`` takes the
+            norm and clips nothing.
+        clipping: ``"defer"`` lets all updates wait for the norm, beside the next forward pass. ``"speculate"`` updates
+            at once, and once more if the norm is above ``clip_norm``, from the state in the commit of the step before
+            (``commit_every=1``). Both give the bits of ``clip_grad_norm_``. ``"per_block"`` is another algorithm: the
+            gradients of each block, and those outside of blocks, are clipped by themselves, to ``clip_norm`` times the
+            square root of their fraction of all trained elements. So the norm over all is at most ``clip_norm``, and
+            nothing waits.
+        loss_scale: The scale for fp16. It moves as that of ``torch.amp.GradScaler`` and is part of every commit.
+        normalize: What a micro-batch counts in the step's gradient: all the same; or with ``"tokens"`` its target
+            tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number. A
+            model that shifts labels does not count the first label of each row; whether it does is found out once, by a
+            forward pass of two micro-batches.
+        init: Function that initialises what one module itself holds, for parameters on ``meta``. By default
+            ``reset_parameters`` and the model's ``_init_weights`` do.
+        source: State from which a fresh directory begins: ``holdfast.From`` another run (of a ``Checkpointer`` of any
+            parallelism, or of another engine) or a state of another library, read unit by unit. A directory that has a
+            run continues that run.
+        sample: A micro-batch as ``step`` takes it (a tuple needs its ``loss_fn``); its values do not matter. With
+            ``micro_batches``, the number per step, it lets memory be predicted before anything runs. ``"auto"``
+            fractions and a ``budget`` need both.
+        deadline_seconds: Longest time that a rank waits for another.
+        events: Event log of the run; by default ``events.jsonl`` in its directory, none with ``EventLog(None)``.
+        confirm: Called with the preflight before anything is written; it may raise.
+        say: Called with the line that tells what was chosen; by default it is printed to standard error.
 
-    ``blocks`` are streamed, one at a time; without it they are the ``nn.ModuleList`` of one class with most bytes of
-    parameters; a warning says so where that leaves more than half in memory and there is another list. A list of
-    modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
+    Fractions: with ``budget="auto"``, fractions that are not given are those with which a step takes least time. So is
+    a fraction of "auto" with any other budget. The planner uses the machine's rates, which are measured in a few
+    seconds where they are not known yet, and the times of the model's own block. Given fractions are taken as they are.
+    Without "auto" the others are 0, but 1 for activations and for ``recomputed_fraction``. They change no bit. The
+    choice and the resource that binds are an event ("plan") and a line for ``say``. With MeZO, and with several ranks,
+    nothing is measured: what saves most traffic per byte stays first, as far as it fits, and only the line tells. With
+    several ranks it is what fits on all, each in its part of its machine's memory.
 
-    ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
-    hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clipping="defer"``
-    and the horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do
-    where those were. Whatever reads weights waits for the updates, and so does the step's commit.
+    Skipped steps: a step with a loss that is not finite is skipped: nothing is updated, and the scheduler is stepped.
+    So is a step whose norm is not finite, where a norm is taken. ``"per_block"`` leaves out the blocks whose own norm
+    is not finite (``last["left_out"]``).
 
-    ``recomputed_fraction`` of the blocks, spread evenly, are computed again in the backward pass, which is all of them
-    unless less is given (activation checkpointing). What the others compute in the forward pass stays in the device's
-    memory, for every micro-batch, with their parameters. It changes no bit. Under ``torch.autocast`` all are computed
-    again.
+    Several ranks: where torch.distributed is in use, training is data-parallel. Collective: every rank must call this.
+    Each rank has its own micro-batches, as many as the others, and keeps, reads, updates and writes its shard of every
+    block. Compute copies are gathered for each pass, and gradients are summed, first over a rank's micro-batches and
+    then in the order of the ranks. All ranks need one directory, and see the loss over all micro-batches. A run can be
+    continued with any number of ranks.
 
-    ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
-    two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
-    summed the other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
+    Attributes: every value must go through a block's arguments and its return value. A tensor that modules pass on in
+    an attribute is detected in the first step of one and of several micro-batches, and refused. Numbers and other
+    objects in attributes, and tensors that a block keeps detached, are not detected: do not compute with them. Changes
+    by way of ``.data`` or NumPy of tensors between blocks are not detected either.
 
-    ``budget="auto"`` is the memory that is free, and lets the machine decide: fractions that are not given are those
-    with which a step takes least time, by the rates of the machine, which are measured in a few seconds where they are
-    not known yet, and the times of the model's own block. So is a fraction of "auto" with any other budget. Fractions
-    that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations and of what is
-    computed again. It changes no bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is
-    told (unless given, it is printed to standard error). With MeZO, and with several ranks,
-    nothing is measured: what stays is what fits, what saves most traffic per byte first, and only the line says so. Of
-    several ranks that is what fits on all, each in its part of its machine's memory.
-
-    ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
-    ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:
-    ``"defer"`` lets all updates wait for the norm, beside the next forward pass. ``"speculate"`` updates at once and,
-    where the norm turns out to be above ``clip_norm``, once more, from the state that the commit of the step before has
-    (``commit_every=1``). Both have the bits of ``clip_grad_norm_``. ``"per_block"`` is another algorithm: the gradients
-    of each block, and those of what is no block, are clipped by themselves, to ``clip_norm`` times the square root of
-    their share of all trained elements, so that the norm over all is ``clip_norm`` at most and nothing waits.
-
-    A step with a loss that is not finite is skipped: nothing is updated, the scheduler goes on. So is one whose norm is
-    not finite, where a norm is taken; ``clip_norm=math.inf`` takes it and clips nothing. ``"per_block"`` leaves out the
-    blocks whose own norm is not finite (``last["left_out"]``).
-
-    ``dtype="fp16"`` multiplies losses by a ``loss_scale`` that moves as that of ``torch.amp.GradScaler`` and is part of
-    every commit. It takes the norm of each step to know whether something has overflowed, with ``"defer"`` or
-    ``"speculate"``, whether it clips or not.
-
-    ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
-    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row where the
-    model's loss does not count it, since it shifts labels: it is asked, once, by a forward pass of two micro-batches);
-    or a function from a micro-batch to its number.
-
-    ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
-    ``reset_parameters`` and the model's ``_init_weights``.
-
-    A fresh directory begins from ``source``, if there is one: ``holdfast.From`` another run (of a ``Checkpointer`` of
-    any parallelism, or another engine's) or a state of another library, read unit by unit. A directory that has a run
-    goes on from that.
-
-    ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
-    ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
-    ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
-    the preflight before anything is written and may raise. ``events`` is where the run says what happens:
-    ``events.jsonl`` in its directory unless told otherwise, nowhere with ``EventLog(None)``.
-
-    Where torch.distributed is in use, all ranks call this, each with its own micro-batches, as many as the others: it
-    is data-parallel training. Each rank keeps, reads, updates and writes its share of every block; working copies are
-    gathered for each pass, and gradients are summed, first over a rank's micro-batches and then in the order of the
-    ranks. All ranks need one directory, and see the loss over all micro-batches. ``deadline_seconds`` is how long one
-    waits for another. A run goes on with any number of ranks.
-
-    Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
-    in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
-    objects in attributes, and tensors that a block keeps detached, are not seen: do not compute with them. Tensors
-    on the way from block to block, changed by way of ``.data`` or NumPy, are not seen either.
-
-    Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
-    ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole, ``RankFailed``
-    if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
-    leaves them behind, without a commit: remove the directory.
+    Raises ``BadInput`` and its subclasses (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
+    ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole, and
+    ``RankFailed`` if another rank fails or does not come. With several ranks, an error after files were created (in
+    ``init``, or of a full disk) leaves them behind without a commit: remove the directory.
     """
     ssd = home_path(ssd) if disk is None else ssd
     fellows = Fellows.here(deadline_seconds)
@@ -320,7 +322,7 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        with deferred():  # a key press does not come between the threads and who ends them
+        with deferred():  # no interrupt may come between the threads and the code that ends them
             queue = placed.queue(ssd, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
@@ -337,7 +339,7 @@ def offload(
             run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
         with fellows.control.agreeing():
-            refuse_held(parts.captured)  # by what ran since; from here on there is a commit
+            refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
         told = disk is None and fellows.rank == 0
         with deferred():
             engine = Engine(
@@ -355,18 +357,18 @@ def offload(
         engine.guard()
         return engine
     except BaseException as error:
-        fellows.close()  # who waits for this rank need not
+        fellows.close()  # so that ranks that wait for this one need not
         switch_on_cache(caches)
         if engine is not None:
             engine.give_up()
         if queue is not None:
-            queue.close()  # nothing is under way any more when the lock goes
+            queue.close()  # nothing is under way any more when the lock is released
         if run is not None and engine is None:
             run.residency.let_go()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
             if store is not None and before is not None and engine is None and refusal:
-                with suppress(HoldfastError):  # whose error would hide this one
+                with suppress(HoldfastError):  # its error would hide this one
                     store.withdraw(before)
         finally:
             if store is not None:
@@ -387,8 +389,12 @@ def _ready(
     drives: Drives,
     ranks: Ranks,
 ) -> tuple[Beginning | None, dict[str, Generations], Preflight]:
-    """The state to begin from where nothing was ``found`` to continue, if any, and the files of every unit. All has
-    been checked, and ``store`` is entered: until then a directory that was not there is not there."""
+    """Check everything, take the lock, and return what the runtime is filled from.
+
+    Returns the state to begin from (None if a commit was ``found`` or there is no source), the files of every unit, and
+    the preflight. A fresh directory is created only after all checks have passed. Collective: every rank must call
+    this.
+    """
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
@@ -432,7 +438,10 @@ def _ready(
 
 
 def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
-    """The commit to continue, with the progress of this rank; None in a fresh directory. The first rank finds it."""
+    """Return the commit to continue, with the progress of this rank; None in a fresh directory.
+
+    The first rank searches. Collective: every rank must call this.
+    """
 
     def newest() -> Manifest | None:
         if not store.commits():
@@ -450,7 +459,10 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
 
 
 def _enter_fresh(store: LocalStore) -> None:
-    """Make the directory and take its lock. Raises ``RunLocked`` if somebody has begun a run there since."""
+    """Create the directory and take its lock.
+
+    Raises ``RunLocked`` if another process has begun a run there since.
+    """
     store.enter()
     if store.commits():
         raise RunLocked(

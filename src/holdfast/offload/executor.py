@@ -1,20 +1,21 @@
 """The executor: runs a list of operations as their dependencies allow.
 
-Operations on the compute lane run on the calling thread, in list order. All others start as soon as what
-they need is over, each on its lane's own threads; of several that are ready, the earlier in the list has
-priority. ``run`` returns when the last computation is over; updates, writes and the commit go on beside the
-next step, whose operations wait for exactly those they need.
+Operations on the compute lane run on the calling thread, in list order. All others start as soon as the operations that
+they need are over, each on its lane's own threads. Of several that are ready, the earlier in the list has priority.
+``run`` returns when the last computation is over. Updates, writes and the commit continue beside the next step, whose
+operations wait for exactly those that they need.
 
-On a separate device an operation of the pairs of lanes in ``ahead`` is begun as soon as what it needs has been begun,
-since it waits for that on the device. All others wait until what they need is over. A computation needs the one before
-it first, a download the computation whose result it brings; what they need besides is room, which is there when its
-holder is over. ``run`` returns when the last computation has been begun.
+On a separate device, an operation of the pairs of lanes in ``ahead`` is started as soon as the operations that it needs
+have been started, because it waits for them on the device. All others wait until what they need is over. The first need
+of a computation is the computation before it; the first need of a download is the computation whose result it brings.
+Their other needs are for memory, which is free when the operation that holds it is over. ``run`` returns when the last
+computation has been started.
 
-What ranks exchange runs in list order, too, on a thread of its own: of a step, and then of the next. All ranks run the
-same lists, so all come to the same exchange, and the first operation that is not over anywhere can always go on.
+Exchanges between ranks also run in list order, on a thread of their own, step after step. All ranks run the same lists,
+so all reach the same exchange, and the first operation that is not over anywhere can always proceed.
 
-After a failure nothing new starts, and the error is raised in the caller's thread. An error of a computation
-is the model's: its step is given up, and what earlier steps still have to write is finished.
+After a failure nothing new starts, and the error is raised in the caller's thread. An error of a computation is the
+model's: its step is given up, and what earlier steps still have to write is finished.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from typing import Any
 from ..plan.ops import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
 
 Handler = Callable[[Op, Any], "Future | None"]
-"""Runs one operation of a step; returns a future if it goes on after the handler has returned."""
+"""Runs one operation of a step; returns a future if the operation continues after the handler has returned."""
 
 
 @dataclass(eq=False)
 class Task:
-    """One operation of one step, on its way."""
+    """One operation of one step, from admission to its end."""
 
     op: Op
     step: Any
     priority: int
     missing: int = 0
     begun: bool = False
-    """It goes on, and the handler has returned."""
+    """True if the handler has returned and the operation still runs."""
     over: bool = False
     dropped: bool = False
-    """Its step was given up: it will not start any more."""
+    """True if the operation's step was given up, so that it will not start any more."""
     thread: int | None = None
     """The thread that runs the handler, until the handler has returned."""
     dependents: list[Task] = field(default_factory=list)
     followers: list[Task] = field(default_factory=list)
-    """Of those that need it, the ones that wait for it on the device."""
+    """The tasks that need this one and wait for it on the device."""
     started: float = 0.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """When an operation ran; seconds of ``time.perf_counter``."""
+    """The time during which an operation ran, in seconds of ``time.perf_counter``."""
 
     key: Key
     lane: str
@@ -65,7 +66,7 @@ class Span:
     end: float
     nbytes: int = 0
     step: int = -1
-    """Counted from 0; -1 is no training step."""
+    """Number of the training step, counted from 0; -1 outside training steps."""
 
 
 class Executor:
@@ -79,11 +80,11 @@ class Executor:
         ahead: frozenset[tuple[str, str]] = frozenset(),
         exchanges: bool = False,
     ) -> None:
-        """``exchanges`` is whether there are other ranks."""
+        """Start the lanes' threads. ``exchanges`` tells whether there are other ranks."""
         self._handlers, self._ahead = handlers, ahead
         self._on_device = {lane for pair in ahead for lane in pair}
         self._last_end: dict[str, float] = {}
-        """Of the operations of a lane of the device, which are done one after another."""
+        """End time of the newest operation of each device lane, whose operations run one after another."""
         self._lanes = {
             UPDATE: Lane(update_workers, "holdfast-update", prepare_worker),
             COMMIT: Lane(1, "holdfast-commit", prepare_worker),
@@ -97,7 +98,7 @@ class Executor:
         self._computation_failed = False
         self._failure: BaseException | None = None
         self.safe_point: Callable[[], None] = lambda: None
-        """Called between computations and while they wait; may raise."""
+        """Function called between computations and while they wait; it may raise."""
         self.spans: list[Span] | None = None
         """Set to a list to record when every operation ran."""
 
@@ -122,15 +123,20 @@ class Executor:
         self._raise_failure()
 
     def go_on(self) -> None:
-        """After a failed computation whose step nothing else depends on: finish everything before it, and be
-        ready for another step. Raises the first failure of another lane."""
+        """Finish everything before a failed computation, and be ready for another step.
+
+        Only for a step that nothing else depends on. Raises the first failure of another lane.
+        """
         self.drain()
         with self._changed:
             self._latest, self._computation_failed = {}, False
 
     def abort(self) -> None:
-        """Start nothing more, and wait for what runs. What this thread itself was running has been broken off
-        by the error that leads here. If a computation failed, earlier steps are finished first."""
+        """Start nothing more, and wait for what runs.
+
+        An operation that the calling thread itself was running has been interrupted by the error that leads here. If a
+        computation failed, earlier steps are finished first.
+        """
         with self._changed:
             if self._computation_failed:
                 self._changed.wait_for(lambda: self._failure is not None or not self._left)
@@ -139,12 +145,12 @@ class Executor:
             self._changed.wait_for(lambda: not self._running)
 
     def close(self) -> None:
-        """Stop the lanes. Idempotent."""
+        """Stop the lanes. A second call does nothing."""
         for lane in self._lanes.values():
             lane.close()
 
     def _admit(self, operations: Sequence[Op], step: Any) -> list[Task]:
-        """Link the operations to what they need, and start those that need nothing."""
+        """Link the operations to those that they need, and start those that need nothing."""
         with self._changed:
             self._raise_failure()
             earlier, mine = self._latest, {}
@@ -167,13 +173,14 @@ class Executor:
         return list(mine.values())
 
     def _follows(self, task: Task, other: Task) -> bool:
-        """Does ``task`` wait on the device for ``other``, which it needs?"""
+        """Return whether ``task`` waits on the device for ``other``, which it needs."""
         first = task.op.needs[0] if task.op.needs else None
         in_order = other.op.lane != COMPUTE or other.op.key == first
         return in_order and (other.op.lane, task.op.lane) in self._ahead
 
     def _dispatch(self, ready: list[Task]) -> None:
-        """Start asynchronous operations: on their lane's threads, or on this one, whose handlers only submit."""
+        """Start asynchronous operations on their lane's threads, or on the calling thread if their handlers only
+        submit."""
         inline = []
         for task in ready:
             lane = self._lanes.get(task.op.lane)
@@ -185,7 +192,7 @@ class Executor:
             self._start(task)
 
     def _start(self, task: Task) -> None:
-        """Run the handler of an asynchronous operation, unless something has failed; never raises."""
+        """Run the handler of an asynchronous operation, unless something has failed. Never raises."""
         try:
             with self._changed:
                 if self._failure is not None or task.dropped:
@@ -213,7 +220,7 @@ class Executor:
         self._goes_on(task, future)
 
     def _goes_on(self, task: Task, future: Future) -> None:
-        """The handler has returned, and the operation is over when ``future`` is done."""
+        """Note that the handler has returned, and that the operation ends when ``future`` is done."""
         ready: list[Task] = []
         if task.op.lane in self._on_device:
             with self._changed:
@@ -225,8 +232,10 @@ class Executor:
         self._dispatch(ready)
 
     def _released(self, waiting: list[Task]) -> list[Task]:
-        """One thing less is missing to those that are ``waiting``, who are told once. Those that can start now, but for
-        computations."""
+        """Count down what each task in ``waiting`` still misses, and empty the list.
+
+        Returns the tasks that can start now, except computations.
+        """
         ready = []
         for other in waiting:
             other.missing -= 1
@@ -236,7 +245,7 @@ class Executor:
         return sorted(ready, key=lambda task: task.priority)
 
     def _drop(self, tasks: list[Task]) -> None:
-        """A computation failed: nothing more of its step starts."""
+        """Drop the tasks of a step in which a computation failed, so that none of them starts."""
         with self._changed:
             self._computation_failed = True
             self._left.difference_update(tasks)
@@ -245,10 +254,10 @@ class Executor:
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         started, ended = task.started, time.perf_counter()
-        if task.begun:  # its turn came when the one before was over
+        if task.begun:  # it began on the device when the operation before it was over
             started = max(started, self._last_end.get(task.op.lane, 0.0))
             self._last_end[task.op.lane] = ended
-        spans = self.spans  # which may be taken away meanwhile
+        spans = self.spans  # another thread may remove the list meanwhile
         if spans is not None:
             number = getattr(task.step, "number", -1)
             idle = task.op.redo and not task.step.redone
@@ -269,7 +278,7 @@ class Executor:
         self._dispatch(ready)
 
     def _wait_for(self, task: Task) -> None:
-        """Wait until nothing that ``task`` needs is missing."""
+        """Wait until no operation that ``task`` needs is missing."""
         with self._changed:
             while not self._changed.wait_for(
                 lambda: self._failure is not None or task.missing == 0, timeout=0.2
@@ -283,8 +292,11 @@ class Executor:
 
 
 class Lane:
-    """Threads that do what is put, in order. A pool of the standard library would start them late and wait on
-    locks in Python, both of which a key press can break off half way."""
+    """Threads that run the functions put to them, in order.
+
+    A standard library pool would start its threads late and wait on locks in Python; an interrupt can break off both
+    half way.
+    """
 
     def __init__(self, workers: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -297,7 +309,7 @@ class Lane:
             thread.start()
 
     def close(self) -> None:
-        """End the threads once all that was put is done."""
+        """End the threads once everything that was put is done."""
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:
@@ -311,7 +323,7 @@ class Lane:
 
 
 def together(futures: Sequence[Future]) -> Future:
-    """One future that is done when all are; it fails with the first error."""
+    """Return a future that is done when all ``futures`` are; it fails with the first error."""
     if len(futures) == 1:
         return futures[0]
     done: Future = Future()

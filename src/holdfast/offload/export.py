@@ -1,4 +1,4 @@
-"""Export: the trained values out of core, as a ``state_dict`` holds them. Of several ranks all get all of them."""
+"""Export of the trained values, as a ``state_dict`` holds them. All ranks get all values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .units import Member, Unit, as_tensor
 
 
 def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
-    """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory. Nothing may
-    be under way."""
+    """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
+
+    Nothing may be under way. Collective: every rank must call this.
+    """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
         values.update(values_of(run, block))
@@ -34,12 +36,18 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
-    """Every parameter of one unit in fp32, by name. Nothing may be under way. Called on all ranks."""
+    """Return every parameter of one unit in fp32, by name. Nothing may be under way.
+
+    Collective: every rank must call this.
+    """
     return {**_trained(run, block), **_frozen(run, block)}
 
 
 def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
-    """Every trained parameter in fp32, by the model's names. Nothing may be under way."""
+    """Return every trained parameter in fp32, by the model's names. Nothing may be under way.
+
+    Collective: every rank must call this.
+    """
     values: dict[str, torch.Tensor] = {}
     for block, unit in enumerate(run.units):
         if unit.trained:
@@ -48,7 +56,7 @@ def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
-    """Those of the parameters of a run's newest whole commit that ``names`` has."""
+    """Return the parameters in ``names`` as the run's newest whole commit has them."""
     with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:
         manifest, _ = reader.newest_whole()
         atoms, (delta, groups) = reader.atoms(manifest), pending_of(manifest.progress)
@@ -66,7 +74,7 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
 
 
 def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
-    """Master parameters of a unit, from memory if its state stays there."""
+    """Return the master parameters of a unit, from memory if the unit's state stays there."""
     unit = run.units[block]
     kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
     image = kept or _read(run, unit.file_name)
@@ -91,7 +99,10 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 def _whole(
     run: Runtime, unit: Unit, members: list[Member], views: dict[Piece, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The values of ``members``, of which this rank has the pieces in ``views``."""
+    """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
+
+    Collective: every rank must call this.
+    """
     values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
     for piece, view in views.items():
         piece.of(values[piece.name]).copy_(view)
@@ -101,7 +112,7 @@ def _whole(
 
 
 def _read(run: Runtime, name: str) -> Buffer:
-    """A file's newest generation, every byte verified."""
+    """Read a file's newest generation, and verify every byte."""
     files, newest = run.stored[name], run.newest[name]
     buffer = run.residency.pool.take(files.layout.file_bytes, "export")
     files.read(

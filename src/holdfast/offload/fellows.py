@@ -1,7 +1,7 @@
-"""Fellows: the ranks that train one model out of core together, each with its share of every unit.
+"""The group of ranks that train one model out of core together, each with its shard of every unit.
 
-Three groups of their own keep apart what may happen at once: what the caller's thread asks of all, what the operations
-of a step exchange, and commits. In each of them all ranks do the same in the same order.
+It uses three process groups, so that exchanges that may happen at the same time do not mix: calls by the caller's
+thread, exchanges by the operations of a step, and commits. Within each group all ranks do the same in the same order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ class Fellows:
     exchange: Ranks
     commits: Ranks
     on_host: int = 1
-    """Of them, those on this host."""
+    """Number of ranks on this host, this one included."""
 
     @classmethod
     def here(cls, deadline_seconds: float) -> Fellows:
-        """Those of torch.distributed, if it is in use. Called on all ranks, and waits for them."""
+        """Return the ranks of torch.distributed, or a process by itself if it is not in use.
+
+        Collective: every rank must call this; it waits for all of them.
+        """
         control, exchange, commits = (Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3))
         fellows = cls(control, exchange, commits)
         try:
@@ -56,14 +59,22 @@ class Fellows:
         return self.control.alone
 
     def close(self) -> None:
-        """Let go of the others: who waits for this rank gets ``RankFailed``. A second call does nothing."""
+        """Leave the other ranks; a rank that waits for this one gets ``RankFailed``. A second call does nothing."""
         for ranks in (self.control, self.exchange, self.commits):
             ranks.close()
 
     def call(self, what: str, check: Callable[[], T], how: Callable[[], str] = lambda: "") -> list[T]:
-        """What ``check`` returns on each rank, all of which have called ``what``, and ``how``, asked after the check,
-        says more of it. ``BadInput`` that it raises on one rank is raised on all; whatever else it raises on another
-        rank, or that has called something else, is ``RankFailed``."""
+        """Return what ``check`` returns on each rank, all of which must make the call ``what``.
+
+        Collective: every rank must call this.
+
+        Args:
+            what: Name of the call, which must be the same on all ranks.
+            check: Run on each rank. ``BadInput`` that it raises on one rank is raised on all.
+            how: Asked after the check for details of the call, which must be the same on all ranks.
+
+        Raises ``RankFailed`` if another rank raises any other error or makes another call.
+        """
         refused: list[BadInput] = []
 
         def checked() -> tuple[str, str, T | None, str | None]:
@@ -85,7 +96,7 @@ class Fellows:
         return [cast(T, value) for _, _, value, _ in told]
 
     def _refuse_others(self, calls: Sequence[str]) -> None:
-        """Raise ``RankFailed`` unless all ranks make the call that this one makes."""
+        """Raise ``RankFailed`` unless all ranks make the same call as this one."""
         for rank, other in enumerate(calls):
             if other != calls[self.rank]:
                 raise RankFailed(
@@ -96,24 +107,31 @@ class Fellows:
     # What the operations exchange
 
     def gather_copy(self, unit: Unit, copy: torch.Tensor) -> None:
-        """Let all ranks have a whole working copy, of which each has put its own part in place."""
+        """Complete a compute copy on all ranks, of which each rank has put its own part in place."""
         for ranges in zip(*unit.copy_ranges, strict=True):
             self.exchange.fill(copy, ranges)
 
     def gather_value(self, unit: Unit, name: str, value: torch.Tensor) -> None:
-        """Let all ranks have a whole parameter, of which each has put its own piece in place."""
+        """Complete a parameter on all ranks, of which each rank has put its own fragment in place."""
         if value.numel():
             self.exchange.fill(value.view(-1), unit.owners[name])
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let all ranks have what the first has in ``tensors``. On the caller's thread."""
+        """Give all ranks the first rank's values of ``tensors``, in place.
+
+        Called by the caller's thread. Collective: every rank must call this.
+        """
         for tensor in tensors if not self.alone else ():
             flat = flat_bytes(tensor.cpu())
             self.control.fill(flat, [(0, len(flat))])
             tensor.copy_(tensor_of(flat, tensor.dtype, tensor.shape))
 
     def reduce(self, unit: Unit, summed: Gradients, share: torch.Tensor) -> Gradients:
-        """What all ranks have ``summed`` of a unit's gradients: of it this rank's part, put into ``share``."""
+        """Sum a unit's gradients over all ranks, and return this rank's shard of the sum, put into ``share``.
+
+        ``summed`` are the gradients that this rank has summed over its micro-batches. Collective: every rank must call
+        this.
+        """
         touched = self._touched(unit, summed.touched)
         for member in unit.trained:
             if member.name in touched - summed.touched:
@@ -124,13 +142,16 @@ class Fellows:
         return Gradients(share, None, touched)
 
     def _touched(self, unit: Unit, here: set[str]) -> set[str]:
-        """The parameters of a unit that have a gradient on any rank."""
+        """Return the names of the unit's parameters that have a gradient on any rank."""
         return set().union(*self.exchange.everyone(here)) if unit.trained else set()
 
     @staticmethod
     def joined_norms(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The norm of each parameter's gradient, given that of the pieces that this rank has. Of one that is cut it is
-        the norm of the norms of its pieces, in the order of the ranks."""
+        """Return the norm of each parameter's gradient, given the norms of this rank's fragments.
+
+        The norm of a divided gradient is the norm of its fragments' norms, in the order of the ranks. Collective: all
+        of ``ranks`` must call this.
+        """
         if ranks.alone:
             return own
         parts: dict[str, list[torch.Tensor]] = {}
@@ -144,7 +165,7 @@ class Fellows:
 
 
 def refuse_alone_only(fellows: Fellows, schedule: str) -> None:
-    """Raise ``BadInput`` for what several ranks cannot do."""
+    """Raise ``BadInput`` for a schedule that several ranks cannot run."""
     if fellows.alone:
         return
     what = None

@@ -1,7 +1,7 @@
-"""Held: what the user's optimizer holds already when a fresh run begins with it, as one that has made steps does.
+"""Existing optimizer state, with which a fresh run begins if the user's optimizer has made steps already.
 
-Each of several ranks takes the part of it that is its own, so that all have to hold the same, as they do where
-``DistributedDataParallel`` has trained before.
+Each rank takes its own part of the state. All ranks must hold the same state, as after training with
+``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .units import Member, Unit
 
 
 def held_for(optimizer: HostOptimizer, member: Member) -> dict[str, Any]:
-    """What is held for a parameter, by slot; nothing by an optimizer that has made no step."""
+    """Return the state that the optimizer holds for a parameter, by state name; empty before its first step."""
     state = optimizer.state_of(member.owned.captured.parameter)
     return {slot: value for slot, value in state.items() if not getattr(value, "is_meta", False)}
 
 
 def part_of(unit: Unit, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is ``held`` for a parameter what is ``piece``'s."""
+    """Return the part of a parameter's state ``held`` that belongs to ``piece``."""
     forms = unit.member_slots(piece.member).tensors
     return {
         slot: torch.as_tensor(value)[piece.box_in(forms[slot]).slices] if slot in forms else value
@@ -38,7 +38,7 @@ def part_of(unit: Unit, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_forms(parts: Parts) -> None:
-    """Raise ``OptimizerNotSupported`` where what is held is not of the shape that the optimizer keeps here."""
+    """Raise ``OptimizerNotSupported`` if existing state has another shape than the optimizer keeps here."""
     for unit in parts.all_units:
         for member in unit.trained:
             forms = unit.member_slots(member).tensors
@@ -53,7 +53,10 @@ def check_forms(parts: Parts) -> None:
 
 
 def agree_on_held(ranks: Ranks, parts: Parts) -> None:
-    """Raise ``BadInput`` on all ranks unless all hold the same. Called on all of them."""
+    """Raise ``BadInput`` on all ranks unless all optimizers hold the same state.
+
+    Collective: every rank must call this.
+    """
     if ranks.alone:
         return
     mine = {
@@ -70,7 +73,7 @@ def agree_on_held(ranks: Ranks, parts: Parts) -> None:
 
 
 def _described(value: Any) -> str:
-    """Its dtype and shape, and a digest of its bytes."""
+    """Return the dtype and shape of a value, and a digest of its bytes."""
     tensor = torch.as_tensor(value)
     content = xxhash.xxh3_64_hexdigest(host_bytes(tensor).data)
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} with xxh3:{content}"

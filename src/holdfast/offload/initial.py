@@ -1,8 +1,8 @@
-"""Initial values of a fresh run: the model's own where they are real, made unit by unit where they are on ``meta``.
+"""Initial values of a fresh run: the model's own, or created unit by unit for parameters on ``meta``.
 
-A model of Hugging Face is initialised as its own constructor does it: every module by ``reset_parameters``, then
-``_init_weights`` on every module, children first, since some are initialised by the module above them. All other
-units are on ``meta`` meanwhile, so that nothing is drawn for them.
+A Hugging Face model is initialised as by its own constructor: every module by ``reset_parameters``, then every module
+by ``_init_weights``, children first, because some modules are initialised by their parent. All other units are on
+``meta`` meanwhile, so that nothing is drawn for them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .blocks import install
 from .units import Unit
 
 Init = Callable[[nn.Module], Any]
-"""Initialises the parameters that one module itself holds."""
+"""Function that initialises the parameters that one module itself holds."""
 
 
 def initial_values(
     model: nn.Module, unit: Unit, init: Init | None, seed: int, known: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The initial values of a unit's parameters but those that are ``known``: their own where they are real; where they
-    are on ``meta``, made by ``init``, ``_init_weights`` or the modules' own ``reset_parameters``. Each unit draws from
-    its own key.
+    """Return the initial values of a unit's parameters, except those that are ``known``.
 
-    Raises ``ModelNotSupported`` for a parameter that nothing initialises.
+    Real parameters keep their values. Parameters on ``meta`` are initialised by ``init``, ``_init_weights`` or the
+    modules' own ``reset_parameters``. Each unit draws from its own random key. Raises ``ModelNotSupported`` for a
+    parameter that nothing initialises.
     """
     members = [member for member in unit.members if member.name not in known]
     originals = {m.name: m.owned.captured.parameter for m in members}
@@ -60,7 +60,7 @@ def initial_values(
 
 
 def _fresh(parameter: nn.Parameter) -> torch.Tensor:
-    """Memory for an initialiser to fill: a copy of a real parameter, or nothing but NaN."""
+    """Return memory for an initialiser to fill: a copy of a real parameter, or NaN."""
     if not parameter.is_meta:
         return parameter.detach().clone()
     return torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device="cpu")
@@ -90,8 +90,10 @@ def _initialise(model: nn.Module, holders: list[nn.Module], init: Init | None) -
 
 
 def _initialise_from_above(model: nn.Module, holders: set[int]) -> None:
-    """Call ``_init_weights`` on every module in or below which one of ``holders`` is. A model within the model
-    uses its own."""
+    """Call ``_init_weights`` on every module that is one of ``holders`` or contains one.
+
+    A model within the model uses its own ``_init_weights``.
+    """
 
     def visit(module: nn.Module, own: Init) -> bool:
         own = getattr(module, "_init_weights", own)
@@ -105,7 +107,7 @@ def _initialise_from_above(model: nn.Module, holders: set[int]) -> None:
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:
-    """Every module once, as ``nn.Module.apply`` visits them."""
+    """Return every module once, in the order in which ``nn.Module.apply`` visits them."""
     found: list[nn.Module] = []
     model.apply(found.append)
     return list(dict.fromkeys(found))
@@ -113,7 +115,7 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _others_empty(model: nn.Module, kept: set[int]) -> Iterator[None]:
-    """Every parameter that is not among ``kept`` is on ``meta``, and buffers keep their values."""
+    """Put every parameter that is not among ``kept`` on ``meta`` inside the context; buffers get their values back."""
     parameters, buffers = [], []
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,8 +1,8 @@
-"""Interrupts: a key press during a step takes effect between two computations.
+"""Interrupts: Ctrl-C during a step takes effect between two computations.
 
-Python raises ``KeyboardInterrupt`` anywhere, also half way through taking a lock that other threads wait for. So
-while the engine works on the main thread, the first SIGINT is only noted, and raised at the next safe point;
-a second one is raised at once. Whoever has installed a handler of their own is left alone.
+Python raises ``KeyboardInterrupt`` anywhere, also while a thread takes a lock that other threads wait for. So while the
+engine works on the main thread, the first SIGINT is only noted, and raised at the next safe point. A second one is
+raised at once. A handler that the script has installed is left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], None]]:
-    """Gives a function to call at safe points: it raises ``KeyboardInterrupt`` if a key was pressed."""
+    """Yield a function to call at safe points, which raises ``KeyboardInterrupt`` after a SIGINT."""
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: None

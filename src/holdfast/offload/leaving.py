@@ -1,7 +1,7 @@
-"""Leaving: a script that ends without ``close``.
+"""Exit hook for a script that ends without ``close``.
 
-Threads that the interpreter ends in the middle of an exchange with other ranks take the process down with them, with a
-signal. So what is under way is finished first, as if the script had waited for it.
+If the interpreter ends threads in the middle of an exchange with other ranks, the whole process is killed by a signal.
+So what is under way is finished first, as if the script had waited for it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _open: WeakKeyDictionary[Open, int] = WeakKeyDictionary()
 
 
 def finish_at_exit(engine: Open) -> None:
-    """When this process ends, and not a fork of it, wait for what ``engine`` has under way, and stop it."""
+    """Wait for ``engine`` and stop it when this process ends (not when a fork of it ends)."""
     _open[engine] = os.getpid()
 
 
 def closed(engine: Open) -> None:
-    """It has been stopped."""
+    """Remove ``engine`` from the exit hook, because it has been stopped."""
     _open.pop(engine, None)
 
 
 @atexit.register
 def _finish() -> None:
     for engine in [engine for engine, process in _open.items() if process == os.getpid()]:
-        with suppress(Exception):  # which the next start finds
+        with suppress(Exception):  # the next start detects the failure
             engine.wait()
         with suppress(Exception):
             engine.give_up()

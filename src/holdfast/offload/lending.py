@@ -1,12 +1,13 @@
-"""Lending: host memory for what comes from a separate device, which goes back by itself.
+"""Transfer pool: host memory for copies to and from a separate device, which returns to the pool by itself.
 
-What flows between blocks has no one who knows when it is done with: a copy from host memory is under way while the
-computation that wants it has long been asked for. So tensors are lent, and their memory is the lender's again when
-nobody, and no copy, holds them any more.
+No code knows when a tensor that flows between blocks is no longer used: a copy from host memory may be under way long
+after the computation that needs it was queued. So tensors are lent. Their memory returns when nothing, and no copy,
+refers to them any more.
 
-Block inputs that stay in host memory, and the delayed gradients that lie where inputs were, share one *arena* of the
-size that the schedule has counted for both: inputs come from its bottom in the order of the blocks, gradients from its
-top, where the inputs of the last blocks are the first to go. Bytes, in multiples of ``ALIGN``.
+Block inputs that stay in host memory, and the delayed gradients that reuse the space of inputs, share one *arena* of
+the size that the schedule has counted for both. Inputs are placed from the bottom in the order of the blocks. Gradients
+are placed from the top, where the inputs of the last blocks are released first. Sizes are bytes, in multiples of
+``ALIGN``.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ CROSSING = (
     "kept inputs",
     "input gradients",
 )
-"""The kinds of buffers that a separate device copies from or to."""
+"""Kinds of buffers that a separate device copies from or to."""
 
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-"""What a packed tensor is: dtype, shape and strides. Kernels, and so the last bits, depend on strides."""
+"""Dtype, shape and strides of a packed tensor. Kernels, and so the last bits, depend on strides."""
 
 
 class Lending:
-    """Lends memory of ``pool``, of which ``kept_bytes`` for what is kept.
+    """Lends memory of ``pool``, of which ``kept_bytes`` are an arena for inputs that stay.
 
-    Micro-batches of other lengths take other sizes. What is pinned comes in few sizes all the same (``classed``), since
-    pinning is slow and a size is kept for the next of its kind; up to ``planned_bytes``, the largest that the plan has
-    counted, none takes more than that.
+    Micro-batches of other lengths need other sizes. Pinning is slow, and a pinned size is kept for the next buffer of
+    its kind, so pinned buffers come in few sizes (``classed``). Up to ``planned_bytes``, the largest size that the plan
+    has counted, no buffer takes more than that.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Lending:
             self._buffer = pool.take(kept_bytes, "kept inputs")
             self._arena = Arena(self._buffer.nbytes)
         self._returned: deque[Callable[[], None]] = deque()
-        """What was let go of, by whichever thread and in the middle of whatever."""
+        """Functions that return released memory to the pool; any thread may append one at any moment."""
         self._lock = threading.Lock()
 
     def lend(self, nbytes: int, kind: str, from_top: bool = False) -> tuple[torch.Tensor, memoryview]:
-        """``nbytes`` as a flat tensor of uint8, and the same bytes for I/O, which do not hold it. Kept inputs lie in
-        the arena, as long as there is room."""
+        """Return ``nbytes`` as a flat uint8 tensor, and the same bytes for I/O, which do not keep the tensor alive.
+
+        Inputs that stay are placed in the arena while there is room.
+        """
         with self._lock:
             while self._returned:
                 self._returned.popleft()()
@@ -74,8 +77,8 @@ class Lending:
         return flat, view
 
     def _find(self, nbytes: int, kind: str, from_top: bool) -> tuple[memoryview, Callable[[], None]]:
-        """Memory, and what gives it back."""
-        length = max(nbytes, 1)  # no tensor shares nothing
+        """Return memory, and the function that gives it back."""
+        length = max(nbytes, 1)  # tensors of no bytes need memory of their own too
         if self._arena is not None and self._buffer is not None and kind == "kept inputs":
             offset = self._arena.take(length, from_top)
             if offset is not None:
@@ -84,7 +87,7 @@ class Lending:
         return buffer.view[:length], partial(self._pool.give, buffer)
 
     def _size(self, nbytes: int) -> int:
-        """How much is taken for ``nbytes``."""
+        """Return the size of the buffer taken for ``nbytes``."""
         if not self._in_classes:
             return nbytes
         size = classed(nbytes)
@@ -93,7 +96,7 @@ class Lending:
     def lender(
         self, kind: str, from_top: bool = False
     ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Lends memory for copies of some tensors."""
+        """Return a function that lends memory for copies of some tensors."""
 
         def lend(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             forms = forms_of(tensors)
@@ -102,22 +105,22 @@ class Lending:
         return lend
 
     def close(self) -> None:
-        """Nothing is lent any more."""
+        """Lend nothing any more."""
         self._returned.clear()
         self._arena = self._buffer = None
 
 
 class Arena:
-    """Which parts of ``nbytes`` are taken. Used by one thread at a time."""
+    """Allocator of parts of ``nbytes``. Used by one thread at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self._gaps = [(0, nbytes)]
-        """Start and end of what is free, in order."""
+        """Start and end of each free part, in order."""
         self._taken: dict[int, int] = {}
-        """Bytes of each part that is taken, by its start."""
+        """Bytes of each allocated part, by its start."""
 
     def take(self, nbytes: int, from_top: bool = False) -> int | None:
-        """Where ``nbytes`` begin, as low or as high as there is room; None if there is none."""
+        """Allocate ``nbytes`` and return their offset, as low or as high as possible; None if there is no room."""
         size = round_up(max(nbytes, 1), ALIGN)
         fitting = [index for index, (start, end) in enumerate(self._gaps) if end - start >= size]
         if not fitting:
@@ -131,7 +134,7 @@ class Arena:
         return offset
 
     def give(self, offset: int) -> None:
-        """The part that begins at ``offset`` is free."""
+        """Free the part that begins at ``offset``."""
         start, end = offset, offset + self._taken.pop(offset)
         index = bisect(self._gaps, (start, end))
         if index < len(self._gaps) and self._gaps[index][0] == end:
@@ -147,13 +150,13 @@ def forms_of(tensors: Sequence[torch.Tensor]) -> list[Form]:
 
 
 def packed_bytes(forms: list[Form], multiple: int | None = None) -> int:
-    """Bytes of tensors one after another: whole pages, unless another ``multiple`` is given."""
+    """Return the bytes of tensors packed one after another, rounded up to pages, or to ``multiple`` if given."""
     nbytes = sum(round_up(shape.numel() * dtype.itemsize, ALIGN) for dtype, shape, _ in forms)
     return round_up(nbytes) if multiple is None else round_up(nbytes, multiple)
 
 
 def unpacked(flat: torch.Tensor, forms: list[Form]) -> list[torch.Tensor]:
-    """Packed tensors, as views of the bytes that they are packed in."""
+    """Return the packed tensors as views of ``flat``."""
     offset, tensors = 0, []
     for dtype, shape, strides in forms:
         end = offset + shape.numel() * dtype.itemsize
@@ -163,5 +166,5 @@ def unpacked(flat: torch.Tensor, forms: list[Form]) -> list[torch.Tensor]:
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``, or, where it has gaps or overlaps, those of a clone of it."""
+    """Return the strides of ``tensor``; if it has gaps or overlaps, those of a clone of it."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

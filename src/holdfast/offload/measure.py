@@ -1,10 +1,14 @@
-"""Measuring a model without running it: one micro-batch through fake tensors.
+"""Measures a model without running it: one micro-batch through fake tensors.
 
-The model's own forward and backward are traced with tensors that have shapes and no bytes, which gives what
-flows between blocks, the floating-point operations of a block, and the most memory that activations take:
-of one block while it runs forward and backward, and of the last block with the epilogue and the loss; and what a
-block's graph holds. A
-model of any size is measured in a second, before anything is allocated.
+The model's own forward and backward are traced with tensors that have shapes and no bytes. The trace gives:
+
+* the bytes that flow between blocks,
+* the floating-point operations of a block,
+* the most memory that activations take: of one block while it runs forward and backward, and of the last block with the
+  epilogue and the loss,
+* the bytes that a block's graph holds.
+
+A model of any size is measured in a second, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -33,20 +37,20 @@ from .microbatches import extract_loss, module_call
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one micro-batch takes; bytes and floating-point operations."""
+    """The cost of one micro-batch, in bytes and floating-point operations."""
 
     input_bytes: int
-    """Float tensors that flow from one block to the next."""
+    """Bytes of the float tensors that flow from one block to the next."""
     block_bytes: int
-    """Activations of one block at their peak, forward and backward, beyond its input."""
+    """Bytes of activations of one block at their peak, forward and backward, beyond its input."""
     last_bytes: int
     """The same for the last block with the epilogue and the loss."""
     activation_bytes: tuple[int, ...]
-    """Of each block: what the graph of its forward pass holds, beyond its input."""
+    """Bytes that the graph of each block's forward pass holds, beyond the block's input."""
     block_flop: float
-    """One forward pass of one block."""
+    """Floating-point operations of one forward pass of one block."""
     head_flop: float
-    """Prologue, epilogue and loss, forward and backward."""
+    """Floating-point operations of prologue, epilogue and loss, forward and backward."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -56,7 +60,7 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.known: set[int] = set()
-        """Of which storages."""
+        """Identities of the storages that are counted."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
@@ -82,15 +86,20 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """As torch's own, whose fake tensors take bfloat16 alone, although its kernels multiply float32 as well."""
+    """Compute a grouped matrix product of fake tensors in any float dtype.
+
+    The fake kernel of torch accepts only bfloat16, although the real ones multiply float32 as well.
+    """
     half = [torch.empty_like(each, dtype=torch.bfloat16) for each in (a, b)]
     out = torch.ops.aten._grouped_mm.default(*half, *rest, **options)
     return torch.empty_like(out, dtype=a.dtype)
 
 
 class _Probe:
-    """Stands in for the blocks' forwards: measures the first whose inputs need gradients, passes the others, keeps the
-    last's graph."""
+    """Replacement for the blocks' forwards that measures them.
+
+    It measures the first block whose inputs need gradients, passes the others, and keeps the graph of the last.
+    """
 
     def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode, backward: bool) -> None:
         self.bytes, self.flop, self.backward = bytes_, flop, backward
@@ -98,7 +107,7 @@ class _Probe:
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
         self.moving: list[int] = []
-        """Which of a block's inputs, flattened, need gradients."""
+        """Positions of a block's flattened inputs that need gradients."""
         self.activation_bytes = [0] * len(blocks.modules)
         self.block_flop = self.blocks_flop = 0.0
 
@@ -122,7 +131,10 @@ class _Probe:
         return self._pass(index, args, kwargs)
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a block before the last. What its graph would hold is looked at, and not held."""
+        """Return the output of a block before the last.
+
+        The bytes that its graph would hold are counted, and not kept.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for position in self.moving:
             leaf = leaves[position] if position < len(leaves) else None
@@ -146,7 +158,7 @@ class _Probe:
         return moving(output, (args, kwargs))
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Peak bytes of a forward and a backward."""
+        """Measure the peak bytes of a forward and a backward."""
         start = self.bytes.peak = self.bytes.live
         with torch.set_grad_enabled(self.backward):
             output = forward(*args, **kwargs)
@@ -165,7 +177,7 @@ def moves(leaf: Any) -> bool:
 
 
 def moving(output: Any, inputs: Any) -> Any:
-    """A block's output as the next one gets it in training: what it has computed needs gradients."""
+    """Return a block's output as the next block gets it in training: what the block computed needs gradients."""
     constants = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
 
     def moved(leaf: Any) -> Any:
@@ -192,8 +204,11 @@ def measure(
     loss_fn: Any = None,
     backward: bool = True,
 ) -> Measured:
-    """Trace one micro-batch, forward and, unless told otherwise, ``backward``. Raises ``ModelNotSupported`` if the
-    model cannot be traced this way; training may still work, only the prediction is missing."""
+    """Trace one micro-batch, forward and, if ``backward``, also backward.
+
+    Raises ``ModelNotSupported`` if the model cannot be traced this way. Training may still work; only the prediction is
+    missing.
+    """
     try:
         return _trace(model, blocks, sample, dtype, loss_fn, backward)
     except Exception as error:
@@ -231,8 +246,10 @@ def _trace(
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Every module's attributes, and the containers among them, are afterwards as they were: a table that a model
-    makes at its first forward would stay fake."""
+    """Restore every module's attributes, and the containers among them, on exit.
+
+    Otherwise a table that a model creates at its first forward would stay fake.
+    """
     saved: list[tuple[Any, Any]] = []
     for module in model.modules():
         inside = [value for value in vars(module).values() if type(value) in (dict, OrderedDict, list, set)]
@@ -251,8 +268,11 @@ def swapped(
     parameter: Callable[[nn.Parameter], nn.Parameter],
     buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
-    """Every parameter of ``modules`` is what ``parameter`` makes of it, once of each, and every buffer what ``buffer``
-    does."""
+    """Replace parameters and buffers of ``modules`` inside the context.
+
+    Each parameter is replaced by the result of ``parameter``, called once for each, and each buffer by that of
+    ``buffer``.
+    """
     made: dict[int, nn.Parameter] = {}
     saved: list[tuple[dict[str, Any], str, Any]] = []
     for module in modules:
@@ -274,7 +294,7 @@ def swapped(
 
 
 def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of ``tensor`` on the CPU, wherever that is: parameters, buffers and inputs are to be on one device."""
+    """Return a fake of ``tensor`` on the CPU, because parameters, buffers and inputs must be on one device."""
     if tensor.device.type == "cpu":
         return fake.from_tensor(tensor)
     with fake:
@@ -283,7 +303,7 @@ def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A fake one in the compute dtype whose gradient goes as it comes, as in training."""
+    """Return a fake parameter in the compute dtype whose gradient is dropped as soon as it arrives, as in training."""
     empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
     new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     if new.requires_grad:

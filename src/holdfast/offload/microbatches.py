@@ -1,11 +1,11 @@
 """Micro-batches as coroutines: the model's ordinary forward, suspended at every block.
 
-Each micro-batch runs ``model(...)`` on a thread of its own, and one thread runs at a time. Where the model
-calls a block, the thread hands over the call and waits; the engine runs the block when the schedule says so
-and hands the output back. Models therefore need no rewriting.
+Each micro-batch runs ``model(...)`` on a thread of its own, and one thread runs at a time. Where the model calls a
+block, the thread hands over the call and waits. The engine runs the block when the schedule says so and hands the
+output back. Models therefore need no rewriting.
 
-A thread takes the caller's grad and inference mode, autocast, default device, device, stream, intra-op thread
-count and context variables with it. Cancelling raises inside the thread, which is then joined.
+A thread inherits the caller's grad and inference mode, autocast, default device, device, stream, intra-op thread count
+and context variables. Cancelling raises inside the thread, which is then joined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each kind of device: whether autocast is on, and its dtype."""
+"""Autocast state for each kind of device: the kind, whether autocast is on, and its dtype."""
 
 
 class _Cancelled(BaseException):
@@ -39,31 +39,31 @@ class _Cancelled(BaseException):
 
 @dataclass
 class BlockCall:
-    """The model called block ``block``."""
+    """The model's call of block ``block``."""
 
     block: int
     args: tuple
     kwargs: dict[str, Any]
     autocast: Autocast = ()
-    """As the model has set it around the call."""
+    """The autocast state that the model has set around the call."""
 
 
 @dataclass
 class Returned:
-    """The model's forward returned ``value``."""
+    """The end of the model's forward, which returned ``value``."""
 
     value: Any
 
 
 class _Signal:
-    """One thread gives, another takes. A bare lock, which a key press cannot leave half taken."""
+    """A signal from one thread to another, made of a bare lock, which an interrupt cannot leave half taken."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def give(self) -> None:
-        with suppress(RuntimeError):  # given already
+        with suppress(RuntimeError):  # signalled already
             self._lock.release()
 
     def take(self) -> None:
@@ -92,7 +92,7 @@ class Coroutine:
         try:
             thread.start()
             self._thread = thread
-        except BaseException:  # a key press; if the thread came to be, it ends at once
+        except BaseException:  # an interrupt; if the thread was created, it ends at once
             self._cancelled = True
             self._go.give()
             if self._ended.wait(1.0):
@@ -116,7 +116,10 @@ class Coroutine:
         self._thread = None
 
     def call_block(self, block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """On the coroutine's thread: hand the call over and wait for its output."""
+        """Hand the call of ``block`` over to the engine and wait for its output.
+
+        Called by the coroutine's thread.
+        """
         if self._cancelled:  # a model that catches everything and tries again
             raise _Cancelled
         if self._grad and not torch.is_grad_enabled():
@@ -168,7 +171,7 @@ class Coroutine:
 
 
 def _in_place(error: RuntimeError) -> BlockInputChanged | None:
-    """What to say where the model changed a tensor in place that a block had returned to it."""
+    """Return the error to raise if the model changed a tensor in place that a block had returned to it."""
     if "a leaf Variable that requires grad" not in str(error):
         return None
     changed = BlockInputChanged(
@@ -180,7 +183,7 @@ def _in_place(error: RuntimeError) -> BlockInputChanged | None:
 
 
 def _thread_state() -> Callable[[ExitStack], None]:
-    """The caller's thread-local settings of torch, to be entered by another thread."""
+    """Return a function that sets the caller's thread-local torch settings in another thread."""
     grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), callers_default_device()
     autocast, inference, cached = (
         autocast_state(),
@@ -205,19 +208,19 @@ def _thread_state() -> Callable[[ExitStack], None]:
 
 
 def casts(autocast: Autocast) -> bool:
-    """Is it on? Then a graph holds copies of parameters, of every micro-batch its own."""
+    """Return whether autocast is on. If it is, a graph holds copies of parameters, separate for every micro-batch."""
     return any(enabled for _, enabled, _ in autocast)
 
 
 def autocast_state() -> Autocast:
-    """How this thread autocasts at present."""
+    """Return this thread's autocast settings."""
     kinds = ("cpu", current_kind() or "cuda")
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 @contextmanager
 def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
-    """Autocast as another thread did."""
+    """Set the autocast settings ``wanted`` inside the context, as another thread had them."""
     with ExitStack() as stack:
         for mode, current in zip(wanted, autocast_state(), strict=True):
             if mode != current and (mode[1] or current[1]):
@@ -228,13 +231,16 @@ def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """No autocast, whatever the caller of the engine does."""
+    """Switch autocast off inside the context, whatever the engine's caller has set."""
     with autocast_as(tuple((kind, False, dtype) for kind, _, dtype in autocast_state())):
         yield
 
 
 def hand_over(blocks: Blocks) -> BlockFunction:
-    """What the model's threads call instead of a block: it hands over to the engine and waits."""
+    """Return the function that the model's threads call instead of a block.
+
+    It hands over to the engine and waits.
+    """
 
     def call(block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         coroutine = getattr(_running, "coroutine", None)
@@ -250,7 +256,7 @@ def hand_over(blocks: Blocks) -> BlockFunction:
 
 @contextmanager
 def all_cancelled(coroutines: list[Coroutine]) -> Iterator[None]:
-    """Whatever happens inside, no thread of ``coroutines`` is left when this ends."""
+    """Cancel ``coroutines`` on exit, so that none of their threads is left, whatever happened inside."""
     try:
         yield
     finally:
@@ -260,7 +266,7 @@ def all_cancelled(coroutines: list[Coroutine]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and then as it was."""
+    """Put every module into evaluation mode inside the context, and restore the modes on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -271,7 +277,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def extract_loss(value: Any) -> torch.Tensor:
-    """The loss in what a model returned: a scalar tensor, ``.loss``, ``["loss"]`` or the first of a tuple."""
+    """Return the loss in a model's result: a scalar tensor, ``.loss``, ``["loss"]`` or the first of a tuple."""
     loss = value
     if isinstance(value, dict) and "loss" in value:
         loss = value["loss"]
@@ -286,8 +292,11 @@ def extract_loss(value: Any) -> torch.Tensor:
 
 
 def checked_batches(micro_batches: Iterable[Any], loss_fn: Callable[..., Any] | None) -> list[Any]:
-    """The micro-batches of one call, mappings as dicts. Raises ``BadInput`` if they are no list of mappings or of
-    tuples, or mappings have a ``loss_fn``, which is for tuples."""
+    """Return the micro-batches of one call as a list, mappings as dicts.
+
+    Raises ``BadInput`` if they are not a list of mappings or of tuples, or if mappings come with a ``loss_fn``, which
+    is for tuples.
+    """
     if isinstance(micro_batches, (Mapping, torch.Tensor, str)):
         raise BadInput(
             f"the micro-batches are a {type(micro_batches).__name__}, not a list of them: for one micro-batch call"
@@ -315,13 +324,15 @@ def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:
 def late_call(
     model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, send: Callable[[Any], Any]
 ) -> Callable[[], Any]:
-    """Return a call of ``model`` that has ``send`` bring ``batch`` to the device when the call begins, and lets go of
-    what came when it ends: of many micro-batches, only those under way are on the device."""
+    """Return a call of ``model`` that brings ``batch`` to the device with ``send`` when the call begins.
+
+    The tensors are released when the call ends: of many micro-batches, only those under way are on the device.
+    """
     return lambda: module_call(model, send(batch), loss_fn)()
 
 
 def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:
-    """``model(**inputs)`` for a mapping; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
+    """Return a call: ``model(**inputs)`` for a mapping; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
     if isinstance(inputs, Mapping):
         return lambda: model(**inputs)
     if loss_fn is None:

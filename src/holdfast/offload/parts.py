@@ -1,4 +1,4 @@
-"""Parts: a model described for out-of-core training. Nothing is changed or written by describing it."""
+"""A model described for out-of-core training. Describing it changes and writes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Parts:
-    """A model, its blocks and the rest of it as units of bytes, and its optimizer."""
+    """A model, its blocks and the rest as units of bytes, and its optimizer."""
 
     model: nn.Module
     blocks: Blocks
@@ -47,8 +47,10 @@ class Parts:
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
     ) -> Parts:
-        """Describe ``model``, of which one of several ``ranks`` has its share. Raises ``ModelNotSupported``,
-        ``OptimizerNotSupported`` or ``BadInput``."""
+        """Describe ``model``; with several ``ranks``, this rank's shard of it.
+
+        Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
+        """
         if dtype not in DTYPES:
             raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
@@ -75,7 +77,7 @@ class Parts:
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
     def whole(self) -> Parts:
-        """The same as one process would have all of it."""
+        """Return the description that one process by itself would have."""
         if self.world_size == 1:
             return self
         units = [
@@ -89,8 +91,14 @@ class Parts:
         return [*self.units, self.resident]
 
     def work(self, measured: Measured | None, unified: bool, *, update_workers: int, guesses: bool) -> Work:
-        """The model's sizes, for the planner; block inputs count as nothing where they were not measured. ``guesses``:
-        updates of blocks leave their gradients as they are, and work on copies."""
+        """Return the model's sizes, for the planner.
+
+        Args:
+            measured: Costs of a micro-batch. If None, block inputs and activations count as nothing.
+            unified: True if the device computes in host memory.
+            update_workers: Number of updates that run at once.
+            guesses: True if updates of blocks leave their gradients unchanged and work on copies.
+        """
         return Work(
             blocks=tuple(
                 BlockWork(
@@ -125,7 +133,7 @@ class Parts:
         )
 
     def _update_bytes(self, workers: int, guesses: bool) -> int:
-        """Of the parameters whose updates take most besides, as many as there are updated at once."""
+        """Return the temporary bytes of the ``workers`` largest updates, as many as run at once."""
         sizes = [
             self.optimizer.temporary_bytes(
                 member.group, member.elements, guesses and unit is not self.resident
@@ -136,8 +144,10 @@ class Parts:
         return sum(sorted(sizes)[-workers:])
 
     def index(self) -> dict[str, Any]:
-        """The index that every manifest of the run refers to: where each atom lies. Of several ranks each has
-        its own."""
+        """Return the index that every manifest of the run refers to: the place of each tensor entry.
+
+        Each rank has an index of its own.
+        """
         atoms: dict[str, Any] = {}
         for unit in self.all_units:
             for name, found in ((unit.file_name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
@@ -151,7 +161,10 @@ class Parts:
 
 
 def _check_memory(captured: Captured) -> None:
-    """Raise ``ModelNotSupported`` where a trained parameter lies over another tensor: each gets memory of its own."""
+    """Raise ``ModelNotSupported`` if a trained parameter shares memory with another tensor.
+
+    Out of core each of them would get memory of its own.
+    """
     held: dict[Key, torch.Tensor] = {(p.name, "param"): p.parameter for p in captured.parameters}
     held |= {(name, "buffer"): buffer_at(place) for name, place in captured.buffers.items()}
     trained = {(p.name, "param") for p in captured.parameters if p.trained}
@@ -183,7 +196,7 @@ def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_layouts(unit: Unit, host: HostOptimizer, ranks: Ranks) -> None:
-    """Raise ``ModelNotSupported`` where a parameter that is not contiguous would not be updated as in a plain loop."""
+    """Raise ``ModelNotSupported`` if updating a non-contiguous parameter would differ from a plain loop."""
     for member in unit.members:
         if member.order is None or (
             ranks.alone and (not member.trained or host.keeps_order(member.group, member.shape))

@@ -1,6 +1,6 @@
-"""Pieces: what one rank has of a unit's parameters, and where that lies in what is laid out for all of them.
+"""Parameter fragments: one rank's part of a unit's parameters, and its place in the unit's layout.
 
-Offsets are bytes. A process that trains by itself has every parameter whole, and its share is the unit.
+Offsets are bytes. A process that trains by itself has every parameter whole, and its shard is the unit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements ``start`` to ``stop`` of a parameter, whole rows. ``copy_at`` is where they lie in this rank's share of
-    the working copy, ``grad_at`` in that of the gradients; -1 for a frozen one."""
+    """Elements ``start`` to ``stop`` of a parameter, which are whole rows.
+
+    ``copy_at`` is their offset in this rank's shard of the compute copy, ``grad_at`` that in its shard of the
+    gradients; -1 for a frozen parameter.
+    """
 
     member: Member
     start: int
@@ -50,7 +53,7 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """Its region of the parameter."""
+        """The fragment's region of the parameter."""
         shape = self.member.shape
         if self.is_whole:
             return Box.whole(shape)
@@ -62,7 +65,8 @@ class Piece:
         return self.box.shape
 
     def box_in(self, form: Form) -> Box:
-        """Its region of a tensor of the optimizer's state, whose form for the whole parameter is given."""
+        """Return the fragment's region of an optimizer state tensor, given the tensor's form for the whole
+        parameter."""
         if self.is_whole:
             return Box.whole(tuple(form.shape))
         if form.every == 1:
@@ -70,13 +74,16 @@ class Piece:
         return Box((self.start // form.every,), (-(-self.stop // form.every),))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its part of a tensor that is shaped like the parameter."""
+        """Return the fragment's part of a tensor that is shaped like the parameter."""
         return tensor if self.is_whole else tensor[self.box.slices]
 
 
 class CopyPart(NamedTuple):
-    """What of a share of the working copy lies in one run: from ``at`` on in the share, ``start`` to ``stop`` in the
-    whole. Whole pages, so at both ends there may be bytes of the neighbours, which mean nothing."""
+    """A contiguous range of a rank's shard of the compute copy.
+
+    It begins at ``at`` in the shard, and goes from ``start`` to ``stop`` in the whole copy. It consists of whole pages,
+    so both ends may contain bytes of neighbours, which are ignored.
+    """
 
     at: int
     start: int
@@ -90,7 +97,7 @@ class CopyPart(NamedTuple):
 def range_of(
     members: Sequence[Member], parts: Sequence[Part], offset: Callable[[Member], int], itemsize: int
 ) -> tuple[int, int]:
-    """The bytes from the first to the last of ``parts``, where members lie at ``offset``."""
+    """Return the byte range from the first to the last of ``parts``, given each member's ``offset``."""
     if not parts:
         return 0, 0
     first, last = parts[0], parts[-1]
@@ -101,7 +108,7 @@ def range_of(
 
 
 def copy_parts(ranges: Sequence[tuple[int, int]]) -> list[CopyPart]:
-    """The whole pages that hold ``ranges``, one after another."""
+    """Return the whole pages that hold ``ranges``, one after another."""
     found, at = [], 0
     for start, stop in ranges:
         first = start // PAGE * PAGE

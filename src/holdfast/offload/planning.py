@@ -1,6 +1,6 @@
-"""Planning a run: a micro-batch is measured, what stays on the host is chosen, and a step's operations are listed.
+"""Plans a run: measures a micro-batch, chooses what stays on the host, and lists a step's operations.
 
-Memory, traffic and space are then read off that list. Pure: nothing is changed, written or allocated.
+Memory, traffic and space are then computed from that list. Nothing is changed, written or allocated.
 """
 
 from __future__ import annotations
@@ -34,27 +34,31 @@ from .process import process_bytes
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 
 ZEROTH = "zeroth"
-"""The schedule of MeZO, instead of either."""
+"""The schedule of MeZO, which replaces the other two."""
 
 LISTS = {**SCHEDULES, ZEROTH: zeroth}
 
 NOT_GIVEN: dict[str, Fraction] = {
     "params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0, "recomputed": 1.0,
 }  # fmt: skip
-"""Fractions that nobody gave, where nothing is planned."""
+"""Fractions used where none is given and nothing is planned."""
 
 MOST_OF_FREE = 0.9
-"""Of the memory that is free when a run begins, what "auto" lets it take."""
+"""Fraction of the memory that is free when a run begins, which "auto" allows the run."""
 
 KERNEL_BYTES = 48 * MiB
-"""What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
-x86-64 with torch 2.13."""
+"""Bytes by which a process grows when torch's kernels run for the first time: code, tables and scratch.
+
+Measured on x86-64 with torch 2.13.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much memory a run may take; bytes, or text such as ``"20GiB"``; "auto" is what is free now, but for a tenth.
-    None is no limit."""
+    """The memory that a run may take, in bytes or as text such as ``"20GiB"``.
+
+    "auto" is nine tenths of what is free now. None is no limit.
+    """
 
     device: float | str | None = None
     host: float | str | None = None
@@ -66,7 +70,10 @@ class Budget:
         return _bytes(self.device)
 
     def resolved(self, device: Device, on_host: int = 1) -> Budget:
-        """The same in bytes: what is free now is asked for once. Of so many ranks ``on_host`` each takes its part."""
+        """Return the budget in bytes, with the memory that is free now.
+
+        Each of the ``on_host`` ranks of this host gets an equal part.
+        """
         free = free_host_bytes() / on_host
         host = process_bytes() + round(MOST_OF_FREE * free) if self.host == "auto" else self.host
         there: float | str | None = self.device
@@ -95,66 +102,66 @@ class Plan:
     work: Work
     placement: Placement
     operations: list[Op]
-    """Of one step with as many micro-batches as were announced."""
+    """Operations of one step with the announced number of micro-batches."""
     held_bytes: int
-    """What the process takes besides."""
+    """Bytes that the process holds besides what the plan counts."""
     memory: Memory | None
-    """The most that the run takes; None if it was not measured."""
+    """The most memory that the run takes; None if it was not measured."""
     delayed_fraction: float = 0.0
     recomputed_fraction: float = 1.0
     evaluation_batches: int = EVALUATION_BATCHES
     """Micro-batches that an evaluation takes through the blocks together."""
     prediction: Prediction | None = None
-    """Of the machine's rates, if it was asked for."""
+    """The prediction by the machine's rates, if it was asked for."""
     filled: bool = False
-    """Something was chosen by what fits, no rates asked for."""
+    """True if something was chosen by what fits, without the machine's rates."""
 
     @property
     def line(self) -> str | None:
-        """What was chosen, for a person; None where everything was given."""
+        """The choice as one line for a person; None where everything was given."""
         if self.prediction is not None:
             return self.prediction.line()
         return f"{self.placement.said()}, by what fits" if self.filled else None
 
     @property
     def param_scratch_bytes(self) -> int:
-        """The SSD's room for working copies; 0 if none is read from there."""
+        """Bytes of the SSD scratch for compute copies; 0 if none is read from there."""
         loads = not all(self.placement.params)
         return sum(block.kept_param_bytes for block in self.work.blocks) if loads else 0
 
     @property
     def grad_scratch_bytes(self) -> int:
-        """The SSD's room for gradients that wait; 0 if none do."""
+        """Bytes of the SSD scratch for gradients that wait; 0 if none do."""
         stores = any(op.key.kind == "store_grads" for op in self.operations)
         return sum(block.kept_grad_bytes for block in self.work.blocks) if stores else 0
 
     @property
     def scratch_bytes(self) -> int:
-        """All room on the SSD that is not part of commits; block inputs count if their size was measured."""
+        """Bytes on the SSD that are not part of commits; block inputs count if their size was measured."""
         inputs = sum(op.nbytes for op in self.operations if op.key.kind == "store_input")
         return self.param_scratch_bytes + self.grad_scratch_bytes + inputs
 
     @property
     def host_bytes(self) -> int | None:
-        """Memory of the whole process at its peak."""
+        """Peak memory of the whole process."""
         return None if self.memory is None else self.held_bytes + self.memory.host_bytes
 
     @property
     def device_bytes(self) -> int | None:
-        """Memory of a separate device at its peak."""
+        """Peak memory of a separate device."""
         return None if self.memory is None or self.work.unified else self.memory.device_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be planned."""
+    """The fractions that were asked for."""
 
     on_host: dict[str, Fraction]
-    """Of params, optimizer and activations."""
+    """Fractions of params, optimizer and activations."""
     delayed_fraction: Fraction
     recomputed_fraction: Fraction
     planned: bool
-    """Something is "auto", and chosen by the machine's rates."""
+    """True if a fraction is "auto" and chosen by the machine's rates."""
 
     @classmethod
     def of(
@@ -165,7 +172,10 @@ class Wanted:
         recomputed_fraction: Fraction | None,
         **on_host: Fraction | None,
     ) -> Wanted:
-        """With ``everything``, what is not given is chosen; otherwise it is as ``NOT_GIVEN`` says."""
+        """Return the fractions, with defaults for those that are None.
+
+        With ``everything``, they are chosen ("auto"); otherwise they are as in ``NOT_GIVEN``.
+        """
         otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
         given: dict[str, Fraction] = {
             kind: otherwise[kind] if value is None else value
@@ -192,13 +202,13 @@ def make_plan(
     planner: Planner,
     update_workers: int,
 ) -> Plan:
-    """Choose what stays on the host within the budget; by what the ``planner`` finds out if that is wanted.
+    """Choose what stays on the host within the budget, by the ``planner``'s rates if ``wanted`` asks for it.
 
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
     on_host = wanted.on_host
     measured = _measured(parts, device, budget, on_host, sample, loss_fn)
-    checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
+    checked = None if measured is None else budget.host_bytes()  # the needs are known in part only
     work = parts.work(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
@@ -257,8 +267,10 @@ def make_plan(
 def _together(
     work: Work, shape: StepShape, budget: int | None, order: MakesOps, held: int, on_host: dict[str, Fraction]
 ) -> int:
-    """How many micro-batches an evaluation may take through the blocks together: fewer than usual where the run would
-    not fit otherwise."""
+    """Return how many micro-batches an evaluation may take through the blocks together.
+
+    There are fewer than usual if the run would not fit otherwise.
+    """
     count = EVALUATION_BATCHES
     while count > 1 and budget is not None:
         with suppress(DoesNotFit):
@@ -271,7 +283,7 @@ def _together(
 
 
 def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:
-    """Without a sample, block inputs and activations would count as nothing."""
+    """Raise ``BadInput`` if a budget needs a sample: without it block inputs and activations would count as nothing."""
     host, on_device = budget.host_bytes(), budget.device_bytes()
     asked = [f"{kind}_on_host={share!r}" for kind, share in on_host.items() if share == "auto"]
     asked += [f"a budget of {host} bytes of host memory"] if host is not None else []
@@ -300,8 +312,10 @@ def _measured(
     sample: Any,
     loss_fn: Callable[..., Any] | None,
 ) -> Measured | None:
-    """What a micro-batch takes; None without a ``sample``, or, with a warning, where the model cannot be traced. Raises
-    ``BadInput`` if what was asked for takes knowing it."""
+    """Return the cost of a micro-batch; None without a ``sample``, or, with a warning, if the model cannot be traced.
+
+    Raises ``BadInput`` if what was asked for needs the cost.
+    """
     if sample is None:
         _refuse_unmeasured(budget, device, on_host)
         return None

@@ -1,4 +1,4 @@
-"""Preflight: what a run will take, known before anything is written."""
+"""The preflight: what a run will take, known before anything is written."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from .planning import Budget, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What the run needs; bytes. Block inputs are counted when their size is known beforehand."""
+    """The needs of a run, in bytes. Block inputs count if their size is known beforehand."""
 
     directory: str
     parameters: int
-    """Trained and frozen, each once."""
+    """Number of parameters, trained and frozen, each counted once."""
     state_bytes: int
-    """Master parameters and optimizer state."""
+    """Bytes of master parameters and optimizer state."""
     needed_bytes: int
-    """Space that the run still has to take from the file system."""
+    """Bytes that the run still has to take from the file system."""
     free_bytes: int
     read_bytes_per_step: int
     written_bytes_per_step: int
     host_bytes_predicted: int | None
-    """Memory of the whole process at its peak; None if not predicted."""
+    """Peak memory of the whole process; None if not predicted."""
     host_budget: int | None
-    """What the whole process may take; None is no limit."""
+    """Memory that the whole process may take; None is no limit."""
     device_bytes_predicted: int | None
-    """Memory of a separate device at its peak; None where the device is the host, or if not predicted."""
+    """Peak memory of a separate device; None if the device is the host, or if not predicted."""
     device_budget: int | None
     block_names: tuple[str, ...]
     streamed_parameters: int = 0
-    """Of ``parameters``, those of blocks: the others stay in memory."""
+    """Number of the ``parameters`` that are in blocks; the others stay in memory."""
     drives: tuple[tuple[str, int, int], ...] = ()
-    """Of each further drive: its directory, the space that the run still has to take there, and what is free."""
+    """Directory of each further drive, the bytes that the run still has to take there, and the free bytes."""
     prediction: Prediction | None = None
-    """Of the planner, if it was asked."""
+    """The planner's prediction, if it was asked."""
     plan: str | None = None
-    """What was chosen, for a person; None where everything was given."""
+    """The plan as one line for a person; None where everything was given."""
 
     def check(self) -> None:
-        """Raises ``DoesNotFit`` if the disk or the budget is too small."""
+        """Raise ``DoesNotFit`` if the disk or the budget is too small."""
         if self.needed_bytes > self.free_bytes:
             raise DoesNotFit(
                 f"{self.directory} needs {format_bytes(self.needed_bytes)} more ({self.needed_bytes} bytes), "
@@ -87,7 +87,7 @@ def preflight_of(
     store: LocalStore,
     stored: dict[str, Generations],
 ) -> Preflight:
-    """What ``plan`` takes in ``store``, whose files may be there already; of other drives see ``space_on``."""
+    """Return the needs of ``plan`` in ``store``, whose files may exist already; other drives see ``space_on``."""
     moved = lane_bytes(as_guessed(plan.operations))
     here = store.space_needed([unit for unit in stored.values() if unit.folder == HOME], plan.scratch_bytes)
     return Preflight(
@@ -110,8 +110,10 @@ def preflight_of(
 
 
 def space_on(drives: Drives, here: int, there: Sequence[int]) -> tuple[tuple[str, int, int], ...]:
-    """As ``Preflight.drives``, where the run's own drive needs ``here`` and the further ones ``there``. Of those on one
-    file system, each has what is left to it."""
+    """Return ``Preflight.drives``, where the run's own drive needs ``here`` bytes and the further ones ``there``.
+
+    A drive on the same file system as others gets what the earlier ones leave free.
+    """
     if not drives.all:
         return ()
     found, taken = [], {device_of(drives.all[0].directory): here}

@@ -1,4 +1,4 @@
-"""The process: how much memory it holds, how its allocator keeps it, and who computes with several threads."""
+"""The process: its memory, how its allocator keeps freed memory, and its OpenMP threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 M_ARENA_MAX = -8
-"""Of glibc's ``mallopt``."""
+"""Parameter number of glibc's ``mallopt``."""
 
 
 def process_bytes() -> int:
-    """Memory that this process holds now."""
+    """Return the bytes of memory that this process holds now."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -24,9 +24,10 @@ def process_bytes() -> int:
 
 
 def share_heaps() -> None:
-    """Let all threads but the main one share a heap of glibc's, instead of each keeping freed memory in one of its
-    own: with 16 micro-batches that kept 60 MB. One heap for all costs a step up to a tenth, in waiting for its lock.
-    Does nothing with another C library.
+    """Let all threads but the main one share one glibc heap.
+
+    Otherwise each thread keeps freed memory in a heap of its own: with 16 micro-batches that kept 60 MB. One heap for
+    all would cost a step up to a tenth, in waiting for its lock. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -34,7 +35,7 @@ def share_heaps() -> None:
 
 
 def give_back_freed() -> None:
-    """Let the system have what was freed and is still kept. Does nothing with another C library than glibc."""
+    """Return freed memory that the allocator still keeps to the system. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -43,9 +44,9 @@ def give_back_freed() -> None:
 def end_openmp_threads() -> None:
     """End the threads that libgomp keeps for the calling thread. Called when a thread hands over to another.
 
-    Where more of them are kept than there are cores, libgomp lets all of them sleep at the end of every parallel
-    loop instead of spinning for a while: 20000 wake-ups in a step of a 46 M model, and a step a tenth slower. Does
-    nothing with another OpenMP.
+    If more of them are kept than there are cores, libgomp lets all of them sleep at the end of every parallel loop
+    instead of spinning for a while. That cost 20000 wake-ups in a step of a 46 M model, and made the step a tenth
+    slower. Does nothing with another OpenMP.
     """
     _pause_openmp()(1)  # omp_pause_soft
 

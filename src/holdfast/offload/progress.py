@@ -1,4 +1,4 @@
-"""Progress: what the user's script holds that belongs to every commit, besides the model's tensors."""
+"""User state: what the script holds that belongs to every commit, besides the model's tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class UserState:
     scheduler: Any = None
     loader: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """What of the run's choices decides about its numbers, by name; as JSON."""
+    """Choices of the run that affect its numbers, by name, as JSON."""
     given: list[dict[str, Any]] = field(default_factory=list)
-    """The ``hyper_parameters`` as the script had them, before a resume puts the run's in their place."""
+    """The ``hyper_parameters`` as the script had them, before a resume replaces them by the run's."""
     ranks: int = 1
 
     def now(self) -> dict[str, Any]:
-        """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
-        the first thing that cannot be stored by value."""
+        """Return random generators, hyper-parameters, schedule and data position, as JSON.
+
+        Raises ``BadInput`` naming the first value that cannot be stored by value.
+        """
         progress = {
             "random": encode(random_state()),
             "optimizer": kind_name(self.optimizer),
@@ -59,8 +61,10 @@ class UserState:
         return progress
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``; warns of what
-        the run did not have, or had otherwise."""
+        """Set hyper-parameters, scheduler and loader to the progress of a commit.
+
+        Raises ``RunMismatch``. Warns of what the run did not have, or had otherwise.
+        """
         self._refuse_another(progress)
         self.check_place(progress)
         self._warn_of_changes(progress)
@@ -70,7 +74,7 @@ class UserState:
                 thing.load_state_dict(decode(progress[name]))
 
     def check_place(self, progress: dict[str, Any]) -> None:
-        """Raise ``RunMismatch`` if the loader cannot go on from a progress that as many ranks as here did not write."""
+        """Raise ``RunMismatch`` if the loader cannot continue from a progress that another number of ranks wrote."""
         refuse_other_ranks(self.loader, progress, self.ranks)
 
     def check_source(self, progress: dict[str, Any]) -> None:
@@ -79,16 +83,16 @@ class UserState:
         refuse_place_of_first(self.loader, progress)
 
     def adopt(self, progress: dict[str, Any]) -> list[str]:
-        """Put scheduler and loader where the progress of some other run has them. Tells what is not as it has it."""
+        """Set scheduler and loader to the progress of another run. Returns sentences about what differs from it."""
         return adopt(dict(self._stateful()), progress)
 
     def step_scheduler(self) -> None:
-        """Step the scheduler, but for one that the script has to step with a value of its own."""
+        """Step the scheduler, unless the script has to step it with a value of its own."""
         if self.scheduler is not None and not needs_arguments(self.scheduler):
             self.scheduler.step()
 
     def look_for_forgotten(self) -> None:
-        """Warn of a scheduler that is at work and was not given."""
+        """Warn of a scheduler that is in use and was not passed to ``offload``."""
         self._forgotten.look(
             "Pass it as scheduler=: the engine steps it, and the script no longer does; one whose step() takes a metric"
             " the script goes on stepping.",
@@ -100,12 +104,15 @@ class UserState:
         return Forgotten([self.optimizer], [self.scheduler, self.loader])
 
     def hand_over(self) -> None:
-        """From here on the engine steps for the optimizer, so a scheduler need not warn that nobody does."""
+        """Mark the optimizer as stepped, so that a scheduler does not warn of one that is not stepped.
+
+        From here on the engine steps instead of the optimizer.
+        """
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def group_parameters(self) -> list[list[str]]:
-        """By group: the trained parameters that its hyper-parameters are for."""
+        """Return, for each parameter group, the names of the trained parameters that its hyper-parameters apply to."""
         groups: list[list[str]] = [[] for _ in self.optimizer.param_groups]
         for parameter in self.model.parameters:
             if parameter.trained and parameter.group is not None:
@@ -124,14 +131,14 @@ class UserState:
                     "from the run's step",
                     stacklevel=6,
                 )
-        saved = progress.get("settings", {})  # a run of an earlier version does not say
+        saved = progress.get("settings", {})  # absent in a run of an earlier version
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
                 stacklevel=6,
             )
-        before = progress.get("given", [])  # a run of an earlier version does not say
+        before = progress.get("given", [])  # absent in a run of an earlier version
         kept = told_of_kept(before, progress["groups"], self.given, "offload returns")
         if kept is not None:
             warnings.warn(kept, stacklevel=6)
@@ -150,7 +157,7 @@ class UserState:
                 f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
                 "that the run was made with."
             )
-        saved = progress.get("group_parameters", [])  # a run of an earlier version does not say
+        saved = progress.get("group_parameters", [])  # absent in a run of an earlier version
         was_in = {name: group for group, names in enumerate(saved) for name in names}
         for group, names in enumerate(self.group_parameters()):
             for name in names:

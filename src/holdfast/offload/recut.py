@@ -1,4 +1,4 @@
-"""Recutting: a commit that other ranks have made, read as the pieces that this one has."""
+"""Reading of a commit that other ranks have made, as the fragments that this rank has."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ class Recut:
         return self._store.atoms(self._manifest)
 
     def file(self, name: str, never_changes: bool, is_here: Callable[[str], bool]) -> FileRef | None:
-        """The file that the commit calls by a name that says what is in it: of what ``never_changes``, another commit's
-        will do, and one that ``is_here`` of the same content is preferred."""
+        """Return the commit's file called ``name``, whose name identifies its content.
+
+        For a file that ``never_changes``, a file of another commit may be returned: one with the same content that
+        ``is_here`` is preferred.
+        """
         found = self._manifest.files.get(name)
         if not never_changes or (found is not None and is_here(found.path)):
             return found
@@ -41,7 +44,7 @@ class Recut:
     def fill(
         self, image: memoryview, layout: Layout, places: Mapping[str, tuple[tuple[int, ...], Box]]
     ) -> None:
-        """Fill ``image`` with what the commit has of the regions at ``places`` of its atoms, by key."""
+        """Fill ``image`` with the commit's values of the regions at ``places``, by key of the tensor entry."""
         image[:] = bytes(len(image))
         for entry in layout.entries:
             box = places[entry.key][1]

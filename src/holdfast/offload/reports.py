@@ -1,4 +1,4 @@
-"""Reports: what a run is to take and what a step did, for their events, and what moved. Bytes, seconds."""
+"""Reports for events: what a run will take, what a step did, and what moved. Bytes, seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Traffic = dict[tuple[str, str], int]
 
 
 def traffic(run: Runtime) -> Traffic:
-    """What has moved since the run was built."""
+    """Return the bytes moved since the run was built."""
     moved = dict(run.moved)
     for (direction, kind, _), count in run.store.queue.counters().items():
         key = (f"ssd_{direction}", kind)
@@ -29,12 +29,12 @@ def traffic(run: Runtime) -> Traffic:
 
 
 def difference(now: Traffic, before: Traffic) -> Traffic:
-    """What has moved since ``before``."""
+    """Return the bytes moved since ``before``."""
     return {key: count - before.get(key, 0) for key, count in now.items()}
 
 
 def by_lane(moved: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    """``moved``, as an event says it: by lane, and in that by kind of operation.
+    """Return ``moved`` grouped as in an event: by lane, and within a lane by kind of operation.
 
     >>> by_lane({("ssd_read", "load_state"): 4096, ("upload", "upload_params"): 0})
     {'ssd_read': {'load_state': 4096}}
@@ -47,15 +47,17 @@ def by_lane(moved: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
 
 
 def mean_loss(step: Step) -> float:
-    """The step's loss, as the micro-batches of all ranks are weighted; of a zeroth-order one, the mean of both of its
-    streams."""
+    """Return the step's loss, as the micro-batches of all ranks are weighted.
+
+    For a zeroth-order step it is the mean of both of its streams.
+    """
     if step.delta is not None:
         return sum(step.mean_losses()) / 2
     return mean_of([loss for loss, _ in step.losses], [weight for _, weight in step.losses])
 
 
 def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int) -> dict[str, Any]:
-    """What an event says of an engine that begins after ``first_step``."""
+    """Return the fields of the event for an engine that begins after ``first_step``."""
     memory = plan.memory
     return {
         "first_step": first_step,
@@ -82,8 +84,10 @@ def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int
 def step_event(
     run: Runtime, step: Step, steps_done: int, tokens: int, seconds: float, moved: Traffic
 ) -> dict[str, Any]:
-    """What an event says of a step that is over, of ``tokens`` on all ranks; ``moved`` is this one's traffic since the
-    step before it was."""
+    """Return the fields of the event for a step that is over.
+
+    ``tokens`` counts those of all ranks; ``moved`` is this rank's traffic since the event of the step before.
+    """
     event = {
         "step": steps_done,
         "loss": mean_loss(step),
@@ -110,7 +114,7 @@ def step_event(
 
 
 def count_tokens(micro_batches: Sequence[Any]) -> int:
-    """Elements of the first integer tensor of each micro-batch."""
+    """Return the number of elements of the first integer tensor of each micro-batch, summed."""
     return sum(map(_count_tokens, micro_batches))
 
 

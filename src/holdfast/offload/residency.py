@@ -1,8 +1,8 @@
-"""Residency: where every tensor of a run is. Handlers of operations take and give its buffers and note it here.
+"""Residency: the place of every tensor of a run. Handlers of operations acquire and release its buffers here.
 
-For each block it knows the working copy (kept on the host, or loaded for one pass), the state image (kept,
-or loaded for one update) and the gradients; for each block and micro-batch the moving inputs. Buffers come
-from one pool of exact sizes; tensors are views of them.
+For each block it knows the compute copy (kept on the host, or loaded for one pass), the state image (kept, or loaded
+for one update) and the gradients. For each block and micro-batch it knows the moving inputs. Buffers come from one pool
+of exact sizes; tensors are views of them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from .lending import Form, Lending, forms_of, packed_bytes, unpacked
 from .units import Member, Unit, as_tensor
 
 SUMMED_AT_ONCE = 1 << 20
-"""Elements. torch adds a bf16 tensor to an fp32 one by way of an fp32 copy of it, and the memory of a large copy
-comes from the system anew every time: eight times slower on 8 M elements."""
+"""Elements added at once.
+
+torch adds a bf16 tensor to an fp32 one through an fp32 copy of it. The memory of a large copy comes from the system
+anew every time, which is eight times slower on 8 M elements.
+"""
 
 
 @dataclass
 class Gradients:
-    """The accumulated gradients of one unit: where the sum is, and which members have one this step."""
+    """The accumulated gradients of one unit: the sum, and the members that have a gradient in this step."""
 
     flat: torch.Tensor
     buffer: Buffer | None
-    """Their host memory, once there is any: what ``flat`` shares, unless that is on a separate device."""
+    """Host memory of the gradients, once there is any; ``flat`` shares it, unless ``flat`` is on a separate device."""
     touched: set[str]
 
 
 class Residency:
-    """The places of one engine's bytes. Handlers of different lanes touch different keys."""
+    """The places of one engine's bytes. Handlers of different lanes use different keys."""
 
     def __init__(
         self,
@@ -43,36 +46,39 @@ class Residency:
         kept_bytes: int = 0,
         planned_bytes: int = 0,
     ) -> None:
-        """``kept_bytes``: for what is kept on the host for a separate device. ``planned_bytes``: of the largest input
-        of a block, or gradient of one, that the plan has counted."""
+        """Create the pools.
+
+        ``kept_bytes`` is the size of the arena for what a separate device keeps on the host. ``planned_bytes`` is the
+        size of the largest block input, or gradient of one, that the plan has counted.
+        """
         self.pool, self.blocks = pool, blocks
         self._lending = Lending(pool, kept_bytes, pool.pins, planned_bytes)
         self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
-        """Working copies that stay on the host."""
+        """Compute copies that stay on the host."""
         self.images: dict[int, Buffer] = {}
         """State images that stay on the host; during an update also those that do not."""
         self.loaded: dict[tuple[str, int, int], Buffer] = {}
-        """Working copies loaded for one pass, by (phase, block, micro-batch)."""
+        """Compute copies loaded for one pass, by (phase, block, micro-batch)."""
         self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}
-        """Working copies on the device for one pass."""
+        """Compute copies on the device for one pass."""
         self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
-        """The parameters that share their memory, in the order of the unit's members."""
+        """Parameters that share the memory of these copies, in the order of the unit's members."""
         self.redone: dict[int, Buffer] = {}
         """State images that are updated once more, from the step before."""
         self.outgoing: dict[int, Buffer] = {}
-        """Updated working copies on their way to the SSD."""
+        """Updated compute copies on their way to the SSD."""
         self.grads: dict[int, Gradients] = {}
         self._resident_sums = torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device)
         self.resident_grads: Gradients | None = None
-        """Where the prologue's and epilogue's gradients of the present step go."""
+        """Destination of the prologue's and epilogue's gradients in the present step."""
         self.inputs: dict[tuple[int, int], Buffer] = {}
         """Block inputs read back from the SSD."""
 
     # Gradients
 
     def start_grads(self, block: int, device: torch.device | None) -> Gradients:
-        """Gradients of ``block`` on a separate device, or in a buffer if there is none; taken once in a step."""
+        """Return the gradients of ``block``, allocated once per step: on ``device``, or in a host buffer if None."""
         held = self.grads.get(block)
         if held is None:
             unit = self.blocks[block]
@@ -86,14 +92,18 @@ class Residency:
         return held
 
     def start_resident_grads(self) -> Gradients:
-        """Gradients of the prologue and epilogue, none yet: the same memory in every step, since no step
-        computes before the last has updated them."""
+        """Return the gradients of prologue and epilogue, with none collected yet.
+
+        They use the same memory in every step, because no step computes before the last has updated them.
+        """
         self.resident_grads = Gradients(self._resident_sums, None, set())
         return self.resident_grads
 
     def free_grads(self, block: int, lent: bool) -> None:
-        """The gradients of ``block``, where there are any here, are used up. Memory that is ``lent`` by block inputs is
-        the next ones'."""
+        """Release the gradients of ``block``, if there are any here.
+
+        Memory that is ``lent`` from block inputs goes to the next inputs.
+        """
         held = self.grads.pop(block, None)
         if held is not None and held.buffer is not None:
             (self.pool.drop if lent else self.pool.give)(held.buffer)
@@ -101,23 +111,26 @@ class Residency:
     def leaf(
         self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None
     ) -> torch.nn.Parameter:
-        """A parameter that shares the memory of ``view``. If it is trained, its gradient is added to the sums
-        that ``held`` gives, the moment it is there; without ``held`` none is taken. It requires grad also where
-        none is taken: operations choose their kernels by it."""
+        """Return a parameter that shares the memory of ``view``.
+
+        If it is trained and ``held`` is given, its gradient is added to the sums that ``held`` returns, as soon as the
+        gradient arrives. A trained parameter requires grad even without ``held``, because operations choose their
+        kernels by that.
+        """
         parameter = torch.nn.Parameter(view, requires_grad=member.trained)
         if held is not None and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
         return parameter
 
     def _collect(self, unit: Unit, held: Gradients | None, member: Member, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # a source took all that was on its way here
+        if parameter.grad is None:  # a source collected all that was on its way here
             return
         assert held is not None
         self.accumulate(unit, held, member, parameter.grad)
         parameter.grad = None
 
     def accumulate(self, unit: Unit, held: Gradients, member: Member, grad: torch.Tensor) -> None:
-        """Add ``grad`` to the sum, in fp32; the first of a step starts it."""
+        """Add ``grad`` to the sum, in fp32; the first gradient of a step starts the sum."""
         view = unit.grad_view(held.flat, member)
         if member.name not in held.touched:
             view.copy_(grad)
@@ -128,7 +141,7 @@ class Residency:
     # Block inputs on the SSD
 
     def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[Form]]:
-        """A buffer with the bytes of ``tensors`` one after another, and what is needed to unpack it."""
+        """Return a buffer with the bytes of ``tensors`` one after another, and the forms needed to unpack it."""
         forms = forms_of(tensors)
         buffer = self.pool.take(packed_bytes(forms), "block inputs")
         for packed, tensor in zip(unpacked(as_tensor(buffer), forms), tensors, strict=True):
@@ -136,7 +149,7 @@ class Residency:
         return buffer, forms
 
     def drop_pass(self, phase: str) -> None:
-        """Give back what a pass that was broken off has loaded."""
+        """Release what an interrupted pass has loaded."""
         for place in [place for place in self.on_device if place[0] == phase]:
             del self.on_device[place]
             self.leaves.pop(place, None)
@@ -144,7 +157,7 @@ class Residency:
             self.pool.give(self.loaded.pop(place))
 
     def let_go(self) -> None:
-        """Hold nothing any more: the memory goes back to the system as soon as nobody looks at it."""
+        """Release everything; the memory returns to the system as soon as no tensor refers to it."""
         for held in (self.copies, self.images, self.loaded, self.redone, self.outgoing, self.inputs):
             held.clear()
         self.leaves.clear()
@@ -156,7 +169,7 @@ class Residency:
 
 
 def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add ``grad`` to the fp32 sum ``total``, which is contiguous."""
+    """Add ``grad`` to the contiguous fp32 sum ``total``, in parts."""
     total, grad = total.flatten(), grad.flatten()
     at_once = SUMMED_AT_ONCE if total.device.type == "cpu" else max(total.numel(), 1)
     for start in range(0, total.numel(), at_once):

@@ -1,4 +1,4 @@
-"""Resuming: the newest whole commit of a run, and whether it is one of this model."""
+"""Resuming: finds the newest whole commit of a run, and checks that it is one of this model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parts import Parts
 
 
 def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
-    """The newest whole commit to continue. Warns about commits passed over.
+    """Return the newest whole commit to continue. Warns about commits passed over.
 
     Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
     """
@@ -34,7 +34,7 @@ def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
 
 
 def _newest_readable(store: LocalStore) -> Manifest | None:
-    """The newest commit that says what it holds; its data may be damaged."""
+    """Return the newest commit whose manifest and index can be read; its data may be damaged."""
     for ref in store.line():
         with suppress(Damaged, NoCommit):
             manifest = store.load(ref)
@@ -44,7 +44,7 @@ def _newest_readable(store: LocalStore) -> Manifest | None:
 
 
 def _same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
-    """Raises ``RunMismatch`` naming the first atom in which the run differs from the model."""
+    """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
     theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]
     for key in [*ours, *theirs]:
@@ -61,13 +61,13 @@ def _sort(atom: dict[str, Any] | None) -> str:
 
 
 def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
-    """Raises ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
+    """Raise ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
     _same_blocks(stored, store, manifest)
     _same_layouts(stored, store, manifest)
 
 
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
-    """Raises ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
+    """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
     there, here = (
         ", ".join(sorted(one - other))
         for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
@@ -81,8 +81,10 @@ def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Ma
 
 
 def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
-    """Raises ``RunMismatch`` if a file of the run has its tensors at other places: the same names, shapes and
-    dtypes in another order, as after a change of the model's code."""
+    """Raise ``RunMismatch`` if a file of the run has its tensors at other places.
+
+    Names, shapes and dtypes are the same then, in another order, as after a change of the model's code.
+    """
     for name, unit in stored.items():
         ref = manifest.files[name]
         if store.layout(ref).header != unit.layout.header:
@@ -90,7 +92,7 @@ def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: M
 
 
 def other_layout(path: str) -> RunMismatch:
-    """The error for a file whose tensors are not where this model would have them."""
+    """Return the error for a file whose tensors are not where this model would have them."""
     return RunMismatch(
         f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
         "run was made with, or give this one its own directory."
@@ -98,7 +100,7 @@ def other_layout(path: str) -> RunMismatch:
 
 
 def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
-    """``manifest`` with the progress that this rank goes on from: its own, or where it has none that of the first."""
+    """Return ``manifest`` with the progress of this rank, or that of the first rank if this rank has none."""
     streams = [ranks.stream, *manifest.streams]
     stream = next(each for each in streams if each in manifest.streams)
     return replace(manifest, progress=manifest.progress_of(stream))

@@ -1,9 +1,9 @@
 """Random numbers keyed by (seed, step, micro-batch, place in the model).
 
-Dropout then does not depend on the order in which blocks and micro-batches run, and the recomputation of a
-block draws what its forward pass drew. That goes for the global generators of torch, Python and NumPy, which
-are as they were when a step is over; engines on several threads take turns with them, step by step. ``keyed_rng``
-gives the same keys to an ordinary training loop, and takes no turns: nothing else may draw beside it.
+Dropout then does not depend on the order in which blocks and micro-batches run, and the recomputation of a block draws
+what its forward pass drew. The keys apply to the global generators of torch, Python and NumPy, which are restored after
+a step. Engines on several threads take turns with them, step by step. ``keyed_rng`` gives the same keys to an ordinary
+training loop and takes no turns: nothing else may draw beside it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PROLOGUE = "prologue"
 
 
 def key_seed(seed: int, step: int, micro_batch: int, place: str) -> int:
-    """A 63-bit seed for one place of one micro-batch of one step."""
+    """Return a 63-bit seed for one place of one micro-batch of one step."""
     text = f"{seed}/{step}/{micro_batch}/{place}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def inside(block: int) -> str:
-    """The place "in block ``block``"."""
+    """Return the name of the place inside block ``block``."""
     return f"block {block}"
 
 
 def after(block: int) -> str:
-    """The place between block ``block`` and the next; the epilogue, after the last."""
+    """Return the name of the place between block ``block`` and the next; after the last block, the epilogue."""
     return f"after {block}"
 
 
@@ -51,7 +51,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Leave the default generators as they were."""
+    """Restore the default generators on exit."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = generator_state(device)
     try:
@@ -65,13 +65,15 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 _taken = threading.Lock()
 _mine: ContextVar[bool] = ContextVar("holdfast_generators", default=False)
-"""Whether this context's step has the generators: a model may call another engine, on a micro-batch's thread."""
+"""True if this context's step has the generators: a model may call another engine on a micro-batch's thread."""
 
 
 @contextmanager
 def own_generators(device: torch.device, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The default generators for one step, whose turn it is, and left as they were. ``waiting`` is called
-    from time to time until then and may raise."""
+    """Wait for the turn to use the default generators, and restore them on exit.
+
+    ``waiting`` is called from time to time until then and may raise.
+    """
     if _mine.get():
         with preserved_generators(device):
             yield
@@ -88,14 +90,14 @@ def own_generators(device: torch.device, waiting: Callable[[], None] = lambda: N
 
 
 class Keys:
-    """Says which step and micro-batch the next call of the model belongs to."""
+    """Tells which step and micro-batch the next call of the model belongs to."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.step = self.micro_batch = 0
 
     def at(self, step: int, micro_batch: int) -> None:
-        """Steps and micro-batches count from 0."""
+        """Set the step and micro-batch of the next call, both counted from 0."""
         self.step, self.micro_batch = step, micro_batch
 
     def enter(self, place: str) -> None:
@@ -111,8 +113,8 @@ def keyed_rng(
 ) -> Iterator[Keys]:
     """Give a plain training loop the random numbers of an offloaded run.
 
-    Inside, call ``keys.at(step, micro_batch)`` before each ``model(...)``. Hooks are removed and the
-    generators restored on exit.
+    Inside, call ``keys.at(step, micro_batch)`` before each ``model(...)``. Hooks are removed and the generators
+    restored on exit.
     """
     keys = Keys(seed, with_index(torch.device(device)))
     found = find_blocks(model, blocks)

@@ -1,7 +1,7 @@
-"""What the handlers of operations share: the model's units, the places of bytes, the store, the device.
+"""State shared by the handlers of operations: the model's units, the places of bytes, the store, the device.
 
-``Runtime`` lives as long as the engine, ``Step`` as long as one step's operations: since a step's updates
-and commit go on beside the next step, everything that belongs to a step is in its ``Step``.
+``Runtime`` lives as long as the engine, ``Step`` as long as one step's operations. A step's updates and commit continue
+beside the next step, so everything that belongs to a step is in its ``Step``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .zeroth import Zeroth
 
 @dataclass
 class Stored:
-    """The newest generation of a file: which one, and its checksums."""
+    """The newest generation of a file, and its checksums."""
 
     generation: int
     checksums: tuple[str, ...]
@@ -61,9 +61,9 @@ class Runtime:
     store: LocalStore
     patch: Patch
     stored: dict[str, Generations]
-    """The files of every unit, by the name under which a commit refers to them."""
+    """The files of every unit, by the name that commits use."""
     index: dict[str, Any]
-    """Where each atom lies, as commits refer to it."""
+    """The place of each tensor entry, as commits refer to it."""
     param_scratch: Scratch | None
     param_offsets: list[int]
     grad_scratch: Scratch | None
@@ -72,18 +72,18 @@ class Runtime:
     resident_buffer: Buffer
     """The resident state image, in host memory."""
     resident_copy: torch.Tensor
-    """The resident working copy, in host memory; on a unified device the leaves are views of it."""
+    """The resident compute copy, in host memory; on a unified device the leaves are views of it."""
     parameter_order: list[str]
     newest: dict[str, Stored] = field(default_factory=dict)
-    """By the names of ``stored``: what the next commit refers to."""
+    """The newest generation of each file, by the names in ``stored``; the next commit refers to these."""
     resident_leaves: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What the prologue and epilogue compute with, by name."""
+    """Parameters that the prologue and epilogue compute with, by name."""
     durable_step: int = -1
     """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
     zeroth: Zeroth | None = None
-    """Of a run of MeZO."""
+    """State of a MeZO run; None for other optimizers."""
 
     def __post_init__(self) -> None:
         self.attributes = Attributes(self.model, self.patch.blocks)
@@ -94,11 +94,14 @@ class Runtime:
         return [*self.blocks, self.resident]
 
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
-        """The model's persistent buffers as they are now on the first rank, which all others take. By name."""
+        """Return the model's persistent buffers by name, as they are now on the first rank; all ranks take them.
+
+        Collective: every rank must call this.
+        """
         here = self.resident.buffer_values()
         if self.fellows.alone:
             return self.device.leave(here)
-        values = {name: self.device.fetch(tensor) for name, tensor in here.items()}  # they are sent at once
+        values = {name: self.device.fetch(tensor) for name, tensor in here.items()}  # all are sent at once
         self.fellows.from_first(list(values.values()))
         if self.fellows.rank:
             for name, place in self.resident.buffers.items():
@@ -106,14 +109,16 @@ class Runtime:
         return values
 
     def share(self, unit: Unit) -> float:
-        """The part of all trained elements that ``unit`` has."""
+        """Return the fraction of all trained elements that ``unit`` has."""
         return unit.elements / sum(each.elements for each in self.units)
 
 
 class InputScratch:
-    """The SSD's room for block inputs: a slot for each block and micro-batch, given at its first use and
-    again, twice as large, when an input has grown. ``open_extent(nbytes)`` makes another scratch file, and
-    ``remove_extent`` removes one without slots."""
+    """The SSD scratch for block inputs: a slot for each block and micro-batch.
+
+    A slot is assigned at its first use, and again, twice as large, when an input has grown. ``open_extent(nbytes)``
+    creates another scratch file, and ``remove_extent`` removes one without slots.
+    """
 
     def __init__(
         self, open_extent: Callable[[int], Scratch], remove_extent: Callable[[Scratch], None]
@@ -125,8 +130,10 @@ class InputScratch:
         self._lock = threading.Lock()
 
     def slot(self, place: tuple[int, int], nbytes: int, more: int = 1) -> tuple[Scratch, int]:
-        """The file and offset for ``place``, for which nothing is under way. A new file has room for ``more``
-        inputs of this size."""
+        """Return the file and offset for ``place``, for which nothing may be under way.
+
+        A new file has room for ``more`` inputs of this size.
+        """
         with self._lock:
             held, offset, capacity = self._slots.get(place, (None, 0, 0))
             if held is not None and nbytes <= capacity:
@@ -151,13 +158,13 @@ class MicroBatch:
 
     coroutine: Coroutine
     weight: float | None
-    """What its loss is multiplied by; None divides it by the number of micro-batches."""
+    """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
     tracker: Tracker = field(default_factory=Tracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     deliveries: dict[int, Delivery] = field(default_factory=dict)
-    """By the block that made it."""
+    """Outputs of blocks, by the block that made them."""
     loss: float | torch.Tensor | None = None
-    """A number once all losses have been checked."""
+    """The loss, as a float once all losses have been checked."""
     result: Any = None
 
 
@@ -166,7 +173,7 @@ class Step:
     """One step (or evaluation, or save) under way."""
 
     number: int
-    """Counted from 0; also the key of its random numbers. An evaluation has none: -1."""
+    """Number of the step, counted from 0; also the key of its random numbers. -1 for an evaluation, which has none."""
     shape: StepShape
     operations: list[Op]
     training: bool = True
@@ -178,57 +185,62 @@ class Step:
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
     losses: list[tuple[float, float | None]] = field(default_factory=list)
-    """Of the micro-batches of all ranks, with what each was multiplied by; None is a plain mean."""
+    """Losses of the micro-batches of all ranks, each with its factor; None is a plain mean."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The model's persistent buffers, as the last computation has left them."""
+    """The model's persistent buffers after the last computation."""
     skipped: bool = False
     reason: str = ""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     """Norm of each parameter's gradient, by name."""
     total_norm: float | None = None
     scale: torch.Tensor | None = None
-    """What clips all gradients; None if they are left as they are."""
+    """Factor that clips all gradients; None if they are left as they are."""
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What clips those of one unit, by its name, where each is clipped by itself."""
+    """Factor that clips the gradients of a unit, by unit name, where each unit is clipped by itself."""
     left_out: set[str] = field(default_factory=set)
-    """Units that are not updated: each is clipped by itself, and their gradients are not finite."""
+    """Names of the units that are not updated, because their gradients are not finite; each is clipped by itself."""
     unsettled: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """By unit: decides on its clipping, once its norm has arrived from the device."""
+    """Functions that decide on the clipping of a unit once its norm has arrived from the device, by unit name."""
     _settling: threading.Lock = field(default_factory=threading.Lock)
     before: dict[int, Stored] = field(default_factory=dict)
-    """The state that a guess began from, by block."""
+    """The state before a guess, by block."""
     redone: bool = False
-    """The norm is not what was guessed: what was updated before it was known is updated again."""
+    """True if the norm is not as guessed, so that updates made before it was known are made again."""
     touched: dict[int, set[str]] = field(default_factory=dict)
-    """By block: which of the gradients that wait on the SSD there are."""
+    """Names of the parameters whose gradients wait on the SSD, by block."""
     delta: Delta | None = None
-    """How far a zeroth-order step moves the weights, once that is known."""
+    """Distance by which a zeroth-order step moves the weights, once that is known."""
     kept: tuple[bool, ...] = ()
-    """Of a training step, per block: is it not computed again in the backward pass?"""
+    """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
 
     def mean_losses(self) -> list[float]:
-        """The loss, as micro-batches are weighted; of a zeroth-order step, that of each of its two streams."""
+        """Return the loss, as micro-batches are weighted; for a zeroth-order step, that of each of its two streams."""
         count, batches = self.shape.micro_batches, self.micro_batches
         return [_mean_loss(batches[start : start + count]) for start in range(0, len(batches), count)]
 
     def settle_later(self, unit: Unit, decide: Callable[[], None]) -> None:
-        """Have ``decide`` called before anybody asks what happens to ``unit``."""
+        """Have ``decide`` called before the clipping of ``unit`` is used."""
         self.unsettled[unit.name] = decide
 
     def settle(self, unit: Unit | None = None) -> None:
-        """Decide on the clipping of ``unit``, or of all. Its norm has arrived. Called by threads of updates and by the
-        one that computes."""
+        """Decide on the clipping of ``unit``, or of all units, whose norms have arrived.
+
+        Called by the threads of updates and by the thread that computes.
+        """
         with self._settling:
             for name in [*self.unsettled] if unit is None else [unit.name]:
                 self.unsettled.pop(name, lambda: None)()
 
     def leaves(self, unit: Unit) -> bool:
-        """Is ``unit`` left as it is? One that a zeroth-order step has brought was moved by the step before."""
+        """Return whether ``unit`` stays as it is.
+
+        A unit that a zeroth-order step has read was moved by the step before, so it does not.
+        """
         self.settle(unit)
         return (self.skipped and self.delta is None) or unit.name in self.left_out
 
     def factor(self, unit: Unit) -> torch.Tensor | None:
-        """What the gradients of ``unit`` are multiplied by."""
+        """Return the factor for the gradients of ``unit``; None leaves them as they are."""
         self.settle(unit)
         return self.scales.get(unit.name, self.scale)
 
@@ -239,5 +251,5 @@ def _mean_loss(micro_batches: list[MicroBatch]) -> float:
 
 
 def of(op: Op) -> dict[str, Any]:
-    """How the SSD's queue orders and counts what ``op`` moves."""
+    """Return how the SSD's queue orders and counts the bytes that ``op`` moves."""
     return {"kind": op.key.kind, "phase": op.key.phase, "priority": op.priority}

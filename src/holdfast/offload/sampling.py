@@ -1,4 +1,4 @@
-"""Sampling: tokens that a model continues."""
+"""Sampling of tokens that continue a text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def continued(
     choose: Callable[[torch.Tensor], torch.Tensor],
     context: int | None,
 ) -> torch.Tensor:
-    """``tokens`` (int64, shape (1, T)) and ``count`` more, each chosen from what ``model`` makes of the last
-    ``context`` before it: logits of shape (1, T, vocabulary), alone or as ``.logits``. On the device of ``tokens``."""
+    """Return ``tokens`` (int64, shape (1, T)) followed by ``count`` more, on the device of ``tokens``.
+
+    Each is chosen from the logits of ``model`` for the last ``context`` tokens before it. The model returns logits of
+    shape (1, T, vocabulary), alone or as ``.logits``.
+    """
     given, tokens = tokens.device, tokens.cpu()
     for _ in range(count):
         value = model(tokens if context is None else tokens[:, -context:])
@@ -28,8 +31,10 @@ def continued(
 
 
 def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What draws a token from logits of shape (1, vocabulary): one of the ``top_k`` likeliest. A temperature of 0
-    takes the likeliest. Raises ``BadInput``."""
+    """Return a function that draws a token from logits of shape (1, vocabulary), among the ``top_k`` likeliest.
+
+    A temperature of 0 takes the likeliest. Raises ``BadInput``.
+    """
     if not temperature >= 0:
         raise BadInput(f"temperature = {temperature} must be at least 0; 0 takes the likeliest token")
     if top_k is not None and top_k < 1:

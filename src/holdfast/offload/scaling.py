@@ -1,8 +1,8 @@
-"""Loss scaling: what is too small for fp16 is computed enlarged, and brought back to size in fp32.
+"""Loss scaling: values that are too small for fp16 are computed enlarged, and scaled back in fp32.
 
-The arithmetic is that of ``torch.amp.GradScaler``: the loss is multiplied by the scale, the summed gradients by its
-reciprocal before they are measured, a step whose gradients are not finite is skipped and lowers the scale, and a row of
-steps that were not raises it.
+The arithmetic is that of ``torch.amp.GradScaler``. The loss is multiplied by the scale, and the summed gradients by its
+reciprocal before they are measured. A step whose gradients are not finite is skipped and lowers the scale; a row of
+steps that were not skipped raises it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ..errors import BadInput
 
 LEAST = 2.0**-149
-"""Of a scale in fp32 that is not 0."""
+"""Smallest fp32 scale that is not 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class LossScale:
 
     scale: float = 65536.0
     growth_factor: float = 2.0
-    """Of the scale, after ``growth_interval`` steps in a row that were not skipped."""
+    """Factor for the scale after ``growth_interval`` steps in a row that were not skipped."""
     backoff_factor: float = 0.5
-    """Of the scale, at a step that was."""
+    """Factor for the scale at a skipped step."""
     growth_interval: int = 2000
     good_steps: int = 0
     """Steps since the scale was last changed."""
@@ -49,7 +49,7 @@ class LossScale:
         object.__setattr__(self, "scale", _fp32(self.scale))
 
     def after(self, skipped: bool) -> LossScale:
-        """The next step's."""
+        """Return the loss scale of the next step."""
         if skipped:
             return replace(self, scale=max(_fp32(self.scale * self.backoff_factor), LEAST), good_steps=0)
         if self.good_steps + 1 < self.growth_interval:
@@ -58,18 +58,18 @@ class LossScale:
         return replace(self, scale=grown if math.isfinite(grown) else self.scale, good_steps=0)
 
     def enlarge(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss``, scaled."""
+        """Return ``loss`` multiplied by the scale."""
         return loss * torch.full((), self.scale, dtype=torch.float32, device=loss.device)
 
     def reduce(self, grad: torch.Tensor) -> None:
-        """Bring the sum of scaled gradients, in fp32, back to size."""
+        """Divide the fp32 sum of scaled gradients by the scale, in place."""
         grad.mul_(_fp32(1 / self.scale))
 
     def progress(self) -> dict[str, Any]:
-        """What a commit keeps of it, as JSON."""
+        """Return the part that a commit keeps, as JSON."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
 
 def _fp32(value: float) -> float:
-    """The nearest number of that type."""
+    """Return the nearest fp32 number."""
     return float(torch.tensor(value, dtype=torch.float32))

@@ -1,8 +1,8 @@
-"""Shares: how the tensors of a unit are divided over the ranks that train together.
+"""Sharding of a unit's tensors over the ranks that train together.
 
-The tensors lie one after the other, and a rank has one range of them all, so that its share of whatever is laid out in
-their order (working copy, gradients) is one range of bytes. A tensor is cut only between rows, and only where a
-multiple of 4096 elements ends: there torch's fused kernels give the bits that they give on the whole tensor.
+The tensors lie one after another, and a rank has one range of all of them. So its shard of everything laid out in their
+order (compute copy, gradients) is one range of bytes. A tensor is divided only between rows, and only at a multiple of
+4096 elements: there torch's fused kernels give the same bits as on the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GRAIN = 4096
 
 
 class Part(NamedTuple):
-    """Of the tensor number ``index``: the elements from ``start`` to ``stop``, whole rows."""
+    """Elements ``start`` to ``stop`` of the tensor number ``index``, which are whole rows."""
 
     index: int
     start: int
@@ -26,8 +26,9 @@ class Part(NamedTuple):
 
 
 def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) -> list[list[Part]]:
-    """By rank what it has of ``tensors``, given by their shapes and whether they may be cut: about as many elements
-    each.
+    """Return, for each rank, its parts of ``tensors``: about as many elements each.
+
+    Each tensor is given by its shape and whether it may be divided.
 
     >>> divided([((64, 128), True), ((64,), True)], 2)
     [[Part(index=0, start=0, stop=4096)], [Part(index=0, start=4096, stop=8192), Part(index=1, start=0, stop=64)]]
@@ -42,7 +43,7 @@ def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) ->
 
 
 def _nearest(tensors: Sequence[tuple[tuple[int, ...], bool]], bounds: list[int], target: float) -> int:
-    """The place nearest to ``target`` where a rank's range may end."""
+    """Return the place nearest to ``target`` where a rank's range may end."""
     index = min(bisect_right(bounds, target), len(tensors)) - 1
     if index < 0:
         return 0
@@ -56,7 +57,7 @@ def _nearest(tensors: Sequence[tuple[tuple[int, ...], bool]], bounds: list[int],
 
 
 def _between(bounds: list[int], first: int, last: int, is_last: bool) -> list[Part]:
-    """What lies from ``first`` to ``last``. A tensor of no elements is where the next one begins."""
+    """Return the parts from ``first`` to ``last``. A tensor of no elements lies where the next one begins."""
     parts = []
     for index, (start, stop) in enumerate(pairwise(bounds)):
         begin, end = max(start, first), min(stop, last)

@@ -1,4 +1,4 @@
-"""Steps: from what a caller gives the engine to a ``Step`` and the operations that carry it out."""
+"""Makes a ``Step`` with its operations from what a caller gives the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .weights import depends_on_shift, shares, target_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How steps are made; all of it may change from one resume to the next."""
+    """Rules for making steps; all of them may change from one resume to the next."""
 
     schedule: str
     order: str
@@ -30,7 +30,7 @@ class Rules:
     clip_norm: float | None
     clipping: Clipping
     loss_scale: LossScale | None
-    """Of a fresh run; None unless it computes in fp16."""
+    """Loss scale of a fresh run; None unless it computes in fp16."""
     commit_every: int
     normalize: str | Callable[[Any], float]
 
@@ -39,7 +39,7 @@ class Rules:
         return self.normalize if isinstance(self.normalize, str) else "a function"
 
     def shape(self, micro_batches: int, commit: bool) -> StepShape:
-        """Of a training step."""
+        """Return the shape of a training step."""
         return StepShape(
             micro_batches=micro_batches,
             clipping="none" if self.clip_norm is None and self.loss_scale is None else self.clipping,
@@ -56,24 +56,24 @@ class StepMaker:
     def __init__(self, run: Runtime, plan: Plan, rules: Rules) -> None:
         self._run, self._plan, self._rules = run, plan, rules
         self.loss_scale = rules.loss_scale
-        """Of the next step."""
+        """Loss scale of the next step."""
         self._streams = 1 if run.zeroth is None else STREAMS
         self.shifts: bool | None = None
-        """Does the model shift labels? None until that has been asked."""
+        """True if the model shifts labels; None until that has been asked."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
 
     @property
     def may_ask(self) -> bool:
-        """Return whether counts may depend on what is not known of the model yet."""
+        """True if counts may depend on what is not known of the model yet."""
         return self._rules.normalize == "tokens" and self.shifts is None
 
     def unclear(self, micro_batches: Sequence[Any]) -> Any | None:
-        """Return the first micro-batch of which the count depends on whether the model shifts labels, if one does."""
+        """Return the first micro-batch whose count depends on whether the model shifts labels; None if none does."""
         return next((batch for batch in micro_batches if depends_on_shift(batch)), None)
 
     def counts(self, micro_batches: Sequence[Any]) -> list[float]:
-        """What each micro-batch counts; nothing where all count the same."""
+        """Return the count of each micro-batch; empty where all count the same."""
         rule = self._rules.normalize
         if rule == "micro_batches":
             return []
@@ -81,7 +81,7 @@ class StepMaker:
         return [count(batch) for batch in micro_batches]
 
     def weights(self, counts: Sequence[Sequence[float]], num_micro_batches: int) -> list[float | None]:
-        """What each loss of this rank is multiplied by, given the ``counts`` of all; None for a plain mean."""
+        """Return the factor for each loss of this rank, given the ``counts`` of all ranks; None for a plain mean."""
         if self._rules.normalize == "micro_batches":
             return [None] * num_micro_batches
         first = self._run.fellows.rank * num_micro_batches
@@ -90,12 +90,12 @@ class StepMaker:
     def training(
         self, number: int, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any
     ) -> Step:
-        """Step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
+        """Return step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
         shape = rules.shape(len(micro_batches), commit)
         if casts(autocast_state()):
-            # then every block is computed again, and its inputs are to come in time for that
+            # then every block is computed again, and its inputs must come in time for that
             shape = replace(shape, recomputed_fraction=1.0)
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
@@ -115,35 +115,38 @@ class StepMaker:
         )
 
     def progress(self) -> dict[str, Any]:
-        """What a commit keeps of how steps are made."""
+        """Return the part of a commit's progress that concerns how steps are made."""
         return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.progress()}
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Go on from the progress of a commit."""
+        """Continue from the progress of a commit."""
         if self.loss_scale is not None:
             self.loss_scale = replace(self.loss_scale, **progress.get("loss_scale", {}))
 
     def over(self, step: Step) -> None:
-        """``step`` has been computed: it is known whether it was skipped."""
+        """Update the loss scale after ``step``, of which it is known now whether it was skipped."""
         if step.loss_scale is not None:
             self.loss_scale = step.loss_scale.after(step.skipped)
 
     def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
-        """All of ``calls`` through the blocks together, forward only."""
+        """Return a step that takes all of ``calls`` through the blocks together, forward only."""
         shape = StepShape(micro_batches=len(calls))
         batches = [MicroBatch(Coroutine(call), None) for call in calls]
         operations = self._listed("evaluate", shape)
         return Step(number=-1, shape=shape, training=False, operations=operations, micro_batches=batches)
 
     def saving(self, number: int, progress: dict[str, Any], commit: bool = True) -> Step:
-        """What makes the state after step ``number`` a commit, if it is to; all of it, where units are behind."""
+        """Return a step that commits the state after step ``number``, if ``commit``.
+
+        Where units are behind (MeZO), it also applies the last step to all of them.
+        """
         work, placement = self._plan.work, self._plan.placement
         behind = self._run.zeroth is not None and self._run.zeroth.is_behind
         operations = catch_up(work, placement, commit) if behind else commit_only(work, placement)
         return Step(number=number, shape=StepShape(micro_batches=0), operations=operations, progress=progress)
 
     def _listed(self, schedule: str, shape: StepShape) -> list[Op]:
-        """The operation list for one shape of step, made once."""
+        """Return the operation list for one shape of step, made once."""
         found = self.lists.get((schedule, shape))
         if found is None:
             make = LISTS.get(schedule, forward_only)

@@ -1,6 +1,7 @@
-"""Taking a model over: its own parameters leave memory, and what stays on the device is put in their place.
+"""Takes a model over: its own parameters leave memory, and the resident parameters are put in their place.
 
-Every parameter says meanwhile who has taken it, so that nobody else takes an empty one for a fresh one.
+Each parameter carries a mark that names the run which has taken it, so that no other engine takes an empty parameter
+for a fresh one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ MARK = "_holdfast_taken"
 
 
 class Homes:
-    """Where a model's parameters and buffers were when it was handed over, and where they go back to.
+    """The devices on which a model's parameters and buffers were when it was handed over, and return to.
 
-    An engine computes on its device and keeps parameters out of memory; a model that is given back works as before only
-    if everything is on one device again. Frees nothing and copies nothing until ``give_back_buffers``.
+    An engine computes on its device and keeps parameters out of memory. A model that is given back works as before only
+    if everything is on one device again. Nothing is freed or copied until ``give_back_buffers``.
     """
 
     def __init__(self, whole: nn.Module, model: Captured) -> None:
@@ -42,7 +43,8 @@ class Homes:
         return self._parameters[name]
 
     def give_back_buffers(self) -> None:
-        """Put every buffer back on its device; one that the model has made since goes where its parameters go."""
+        """Put every buffer back on its device; a buffer that the model has made since goes to its parameters'
+        device."""
         moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
         for module, key, held in _buffers(self._whole):
             home = self._buffers.get((id(module), key), self._usual)
@@ -51,13 +53,13 @@ class Homes:
 
 
 def _home_of(name: str, parameter: nn.Parameter) -> torch.device:
-    """The device of a parameter; of one that a failed engine has emptied, the one that it was on before."""
+    """Return the device of a parameter; if a failed engine has emptied it, the device on which it was before."""
     taken = getattr(parameter, MARK, None)
     return parameter.device if taken is None else taken.homes.of_parameter(name)
 
 
 def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Every buffer of every module, by the module and its name there."""
+    """Return every buffer of every module, with the module and its name there."""
     return [
         (module, key, held)
         for module in model.modules()
@@ -68,16 +70,19 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 @dataclass
 class Taken:
-    """Set on a parameter, as ``MARK``: the run that it was handed over to."""
+    """The value of ``MARK`` on a parameter: the run that it was handed over to."""
 
     directory: str
     homes: Homes
     open: bool = True
-    """An engine is training it. If not, and it is still on ``meta``, the directory alone has its values."""
+    """True while an engine trains the parameter.
+
+    If False and the parameter is on ``meta``, only the directory has its values.
+    """
 
 
 def refuse_open(model: nn.Module) -> None:
-    """Raises ``BadInput`` naming a parameter that another engine is training."""
+    """Raise ``BadInput`` naming a parameter that another engine is training."""
     for name, parameter in model.named_parameters():
         taken = getattr(parameter, MARK, None)
         if taken is not None and taken.open:
@@ -87,7 +92,7 @@ def refuse_open(model: nn.Module) -> None:
 
 
 def refuse_emptied(model: Captured) -> None:
-    """Raises ``BadInput`` naming a parameter that an engine has emptied: a fresh run would start without it."""
+    """Raise ``BadInput`` naming a parameter that an engine has emptied: a fresh run would start without it."""
     for captured in model.parameters:
         taken = getattr(captured.parameter, MARK, None)
         if taken is not None:
@@ -98,7 +103,7 @@ def refuse_emptied(model: Captured) -> None:
 
 
 def refuse_partly_empty(model: Captured) -> None:
-    """Raise ``BadInput`` where some parameters have values and others, on ``meta``, seem to have lost theirs.
+    """Raise ``BadInput`` if some parameters have values and others, on ``meta``, seem to have lost theirs.
 
     Parameters that ``empty_parameters()`` made are meant to be initialised, and so is a model that is all on ``meta``.
     """
@@ -113,7 +118,7 @@ def refuse_partly_empty(model: Captured) -> None:
 
 
 def refuse_held(model: Captured) -> None:
-    """Raises ``BadInput`` naming a parameter that cannot be emptied, because something else holds on to it."""
+    """Raise ``BadInput`` naming a parameter that cannot be emptied, because something else refers to it."""
     for captured in model.parameters:
         parameter = captured.parameter
         held = weakref.getweakrefcount(parameter) or parameter._use_count() > 2  # type: ignore[attr-defined]
@@ -129,8 +134,10 @@ def _held(name: str) -> BadInput:
 
 
 class Watched:
-    """What must stay as it was handed over, since a run's files are laid out for it: which modules there are with which
-    parameters, and which of these are trained."""
+    """The modules, their parameters, and which of these are trained, as they were handed over.
+
+    A run's files are laid out for them, so they must not change.
+    """
 
     def __init__(
         self,
@@ -145,7 +152,7 @@ class Watched:
         self._optimizer, self._groups = optimizer, _members(optimizer)
 
     def refuse_changes(self) -> None:
-        """Raises ``BadInput`` naming the first thing that is not as it was; nothing is lost by it."""
+        """Raise ``BadInput`` naming the first thing that has changed; nothing is lost by it."""
         for name, parameter, requires_grad in self._parameters:
             if parameter.requires_grad != requires_grad:
                 raise BadInput(
@@ -167,7 +174,7 @@ class Watched:
 
 
 def _modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """By name: which module it is, and the names of its parameters."""
+    """Return each module by name, with the names of its parameters."""
     return {
         name: (module, tuple(key for key, held in module._parameters.items() if held is not None))
         for name, module in model.named_modules()
@@ -179,8 +186,10 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[RemovableHandle]:
-    """Let ``model`` refuse to run unless ``in_engine()``, to be saved and to be loaded, until the handles are
-    removed."""
+    """Make ``model`` refuse to be saved, to be loaded, and to run unless ``in_engine()``.
+
+    It does so until the returned handles are removed.
+    """
 
     def refuse_forward(model: nn.Module, args: Any) -> None:
         if not in_engine():
@@ -208,17 +217,17 @@ def _instead(what: str, instead: str) -> str:
 
 
 def take_over(run: Runtime, model: Captured, taken: Taken) -> None:
-    """From here on the model computes with what ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
+    """Make the model compute with the parameters that ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
     _install_resident(run, taken)
     run.device.take_buffers(run.model)
-    _empty_originals(model, taken)  # last: a failure before costs no values
+    _empty_originals(model, taken)  # last, so that a failure before loses no values
 
 
 def _install_resident(run: Runtime, taken: Taken) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.bring(run.resident.copy_view(run.resident_copy, member))
-        view = view.data  # with a version of its own, by which edits are seen
+        view = view.data  # with a version counter of its own, by which edits are detected
         parameter = run.residency.leaf(run.resident, member, view, lambda: run.residency.resident_grads)
         setattr(parameter, MARK, taken)
         run.resident_leaves[member.name] = parameter
@@ -226,10 +235,10 @@ def _install_resident(run: Runtime, taken: Taken) -> None:
 
 
 def _empty_originals(model: Captured, taken: Taken) -> None:
-    """Move the model's own parameters to ``meta``: their values live in the store now. The objects stay the
-    same, so the optimizer's groups still refer to them, and keep their attributes. Either all are moved or none.
+    """Move the model's own parameters to ``meta``: their values live in the store now. Moves all or none.
 
-    Raises ``BadInput`` naming a parameter that something else holds on to.
+    The objects stay the same, so the optimizer's groups still refer to them, and keep their attributes. Raises
+    ``BadInput`` naming a parameter that something else refers to.
     """
     moved: list[tuple[nn.Parameter, nn.Parameter]] = []
     for captured in model.parameters:
@@ -274,7 +283,10 @@ def switch_on_cache(configs: list[Any]) -> None:
 
 
 def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
-    """The engine is closed. Parameters that were on ``meta`` before are as they were."""
+    """Mark the parameters as no longer in use by an engine, after the engine was closed.
+
+    Parameters that were on ``meta`` before are as they were.
+    """
     taken.open = False
     for captured in model.parameters:
         if captured.name not in were_real:
@@ -282,8 +294,10 @@ def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
 
 
 def give_back(model: Captured, values: dict[str, torch.Tensor], homes: Homes) -> None:
-    """Give those of the model's own parameters that ``values`` names their trained values, in their own dtype and on
-    the device that each was on."""
+    """Give the model's own parameters that ``values`` names their trained values.
+
+    Each keeps its own dtype and the device on which it was.
+    """
     for captured in model.parameters:
         if captured.name in values:
             parameter = captured.parameter

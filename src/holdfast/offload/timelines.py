@@ -1,8 +1,9 @@
-"""Timelines: when the operations of a step ran, for the log of events. Seconds.
+"""Records when the operations of a step ran, for the event log. Seconds.
 
-Recorded are the first and the third step of a sitting and every thousandth; in all others nothing is looked at. A
-step's updates and its commit go on beside the next step, so a timeline is written when the computations of that one are
-over: by then it is all there. What other steps did meanwhile is in it, since the lanes were busy with that too.
+Recorded are the first and the third step since the engine was built, and every thousandth. In all others nothing is
+recorded. A step's updates and its commit continue beside the next step, so a record is written when the computations of
+the next step are over: by then it is complete. It includes the operations of other steps in that time, because they
+kept the lanes busy too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from .reports import by_lane
 from .runtime import Step
 
 SAMPLED, EVERY = (1, 3), 1000
-"""Steps of a sitting, counted from 1."""
+"""Recorded steps since the engine was built, counted from 1."""
 
 DIGITS = 6
-"""Of seconds."""
+"""Decimal digits of recorded seconds."""
 
 
 class Timelines:
-    """Of one engine. Told when each of its steps begins and returns; writes nothing where nobody keeps ``events``."""
+    """Records of one engine's steps; the engine calls ``begins`` and ``returns`` around each.
+
+    Writes nothing if ``events`` are not kept.
+    """
 
     def __init__(self, executor: Executor, events: EventLog) -> None:
         self._executor, self._events = executor, events
@@ -36,7 +40,7 @@ class Timelines:
         self._began = self._returned = 0.0
 
     def begins(self, step: Step, schedule: str) -> None:
-        """``step`` begins. The first of its shape is told of: what it is to move."""
+        """Note that ``step`` begins. For the first step of its shape, write what it will move."""
         self._num_steps += 1
         if self._events.path is None:
             return
@@ -55,16 +59,16 @@ class Timelines:
             self._began, self._returned = time.perf_counter(), 0.0
 
     def returns(self) -> None:
-        """The computations of the step are over."""
+        """Note that the computations of the step are over."""
         if self._spans is None:
             return
         if not self._returned:
             self._returned = time.perf_counter()
-        else:  # those of the step after the one that is recorded
+        else:  # the computations of the step after the recorded one
             self.end()
 
     def end(self) -> None:
-        """Write what was recorded, if anything was. Nothing of that step is under way any more."""
+        """Write the record, if there is one. Nothing of the recorded step is under way any more."""
         spans, self._spans = self._spans, None
         if spans is None:
             return
@@ -79,7 +83,8 @@ class Timelines:
             )  # fmt: skip
 
     def _row(self, span: Span, kinds: list[str]) -> list[Any]:
-        """Lane, kind, start, end, step, phase, block, micro-batch, bytes. A transfer starts when it is asked for."""
+        """Return lane, kind, start, end, step, phase, block, micro-batch, bytes. A transfer starts when it is
+        requested."""
         key = span.key
         start, end = (round(at - self._began, DIGITS) for at in (span.start, span.end))
         lane, kind = LANES.index(span.lane), kinds.index(key.kind)

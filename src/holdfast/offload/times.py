@@ -1,8 +1,9 @@
-"""Times: how long one micro-batch takes in a block and in the rest of the model, measured with real tensors.
+"""Measures with real tensors how long one micro-batch takes in a block and in the rest of the model. Seconds.
 
-One block and what is outside of the blocks get parameters of random numbers, in the dtype of the run; the model's own
-code runs from its first line to its loss, and the other blocks hand on what the first made. So no model is too large to
-be timed: what it takes is what the engine takes for a step. Seconds. Nothing is changed by it, no generator either.
+One block and the code outside of the blocks get parameters of random numbers, in the dtype of the run. The model's own
+code runs from its first line to its loss, and the other blocks pass on the output of the first. So no model is too
+large to be timed: the memory needed is what the engine takes for a step. Nothing is changed by it, also no random
+generator.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from .microbatches import extract_loss, module_call
 from .residency import add_in_parts
 
 TIMES = 9
-"""That each is timed at most; the median is taken."""
+"""Largest number of times that each is timed; the median is taken."""
 
 RANDOM_ELEMENTS = 64 * 2**20
-"""Of the largest parameter that gets random numbers; larger ones get one number."""
+"""Most elements of a parameter that gets random numbers; larger ones get one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of one micro-batch, seconds."""
+    """Times of one micro-batch, in seconds."""
 
     forward_seconds: float
-    """Through one block."""
+    """Forward through one block."""
     backward_seconds: float
-    """Likewise, with the recomputation, and its gradients added to their sums."""
+    """Backward through one block, with the recomputation, and with its gradients added to their sums."""
     head_seconds: float
-    """Before the blocks and after them, with the loss, forward and backward."""
+    """The code before and after the blocks, with the loss, forward and backward."""
 
 
 def time_model(
@@ -56,7 +57,10 @@ def time_model(
     loss_fn: Callable[..., Any] | None = None,
     seconds: float = 2.0,
 ) -> Times:
-    """Time for about ``seconds``, once at least. Raises ``ModelNotSupported`` if the model cannot be run this way."""
+    """Time the model for about ``seconds``, at least once.
+
+    Raises ``ModelNotSupported`` if the model cannot be run this way.
+    """
     try:
         return _Timing(model, blocks, dtype, device, seconds).run(sample, loss_fn)
     except Exception as error:
@@ -79,7 +83,7 @@ class _Timing:
         self.output: Any = None
         self.timed = False
         self.outside = 0.0
-        """Of the head, until the mark."""
+        """Seconds of the head until ``mark``."""
         self.mark = 0.0
 
     def run(self, sample: Any, loss_fn: Callable[..., Any] | None) -> Times:
@@ -108,7 +112,7 @@ class _Timing:
         self.output = None
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stands in for the blocks."""
+        """Replacement for the blocks' forward."""
         self.outside += self.now() - self.mark
         last = index == len(self.patch.forwards) - 1
         if index == 0:
@@ -121,13 +125,15 @@ class _Timing:
         return output
 
     def begin(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the next block is called with where nothing before the first one is trained: in training its inputs need
-        gradients nonetheless, so it is timed with those."""
+        """Return the inputs of the next block where nothing before the first one is trained.
+
+        In training the next block's inputs need gradients nonetheless, so it is timed with those.
+        """
         with torch.no_grad():
             return moving(self.patch.forwards[0](*args, **kwargs), (args, kwargs))
 
     def block(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Time the first block, and the backward of what is before it."""
+        """Time the first block, and the backward of the code before it."""
         forward, inputs = self.patch.forwards[0], detached((args, kwargs))
         start = self.now()
         with torch.no_grad():
@@ -155,15 +161,18 @@ class _Timing:
 def _random_parameters(
     model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Parameters of the first block and of what is outside of the blocks, whose gradients are added to sums in fp32 as
-    in training; buffers on the device. The other blocks' parameters stay as they are."""
+    """Give the first block and the code outside of the blocks random parameters, inside the context.
+
+    Their gradients are added to fp32 sums as in training, and buffers are on the device. The other blocks' parameters
+    stay as they are.
+    """
     others = {id(m) for block in blocks.modules[1:] for m in block.modules()}
     modules = (m for m in model.modules() if id(m) not in others)
     return swapped(modules, lambda p: _summed(p, dtype, device), lambda b: b.to(device, copy=True))
 
 
 def _summed(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter of random numbers, whose gradients go where those of training go."""
+    """Return a parameter of random numbers, whose gradients are added to an fp32 sum as in training."""
     values = torch.empty(parameter.shape, dtype=dtype, device=device)
     small = values.numel() <= RANDOM_ELEMENTS
     new = nn.Parameter(values.normal_(0.0, 0.02) if small else values.fill_(0.01), parameter.requires_grad)

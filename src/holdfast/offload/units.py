@@ -1,11 +1,11 @@
 """Units: the bytes of one block (or of the resident rest) in each of their forms.
 
-A unit has a *state image* (fp32 master, optimizer state and counters of its trained parameters, exactly the
-bytes of its generation file), a *frozen image* (parameters that never change), a *working copy* (every
-parameter in the compute dtype: what the device reads) and *gradients* (fp32). All four are flat, with fixed
-offsets; tensors are views. A change of micro-batches, fractions or schedule changes none of them.
+A unit has a *state image* (fp32 master, optimizer state and counters of its trained parameters, exactly the bytes of
+its generation file), a *frozen image* (parameters that never change), a *compute copy* (every parameter in the compute
+dtype, which the device reads) and *gradients* (fp32). All four are flat, with fixed offsets; tensors are views. A
+change of micro-batches, fractions or schedule changes none of them.
 
-Of several ranks each has its ``pieces`` of a unit: its images hold these alone, while a working copy that computes and
+With several ranks each has its ``pieces`` of a unit. Its images hold only these, while a compute copy that computes and
 gradients that are being summed are those of the whole unit on every rank.
 """
 
@@ -35,12 +35,15 @@ from .pieces import Piece, copy_parts, range_of
 from .shares import divided
 
 ALIGN = 256
-"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it. cuBLASLt chooses its
-algorithm, and with it the last bits, by alignment up to this; a tensor that torch allocates has at least as much."""
+"""Bytes. Tensors in compute copies, gradients and packed inputs start at multiples of it.
+
+cuBLASLt chooses its algorithm, and so the last bits, by alignment up to this value. A tensor that torch allocates has
+at least this alignment.
+"""
 
 
 def as_tensor(buffer: Buffer) -> torch.Tensor:
-    """The bytes of a buffer as a uint8 tensor that shares them."""
+    """Return the bytes of a buffer as a uint8 tensor that shares them."""
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
@@ -75,9 +78,9 @@ class Member:
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
-        """Dims from the slowest to the fastest in memory, as of a ``channels_last`` one; None if it is contiguous.
+        """Dims from the slowest to the fastest in memory, as for ``channels_last``; None if contiguous.
 
-        Kernels, and so the last bits, depend on it: working copies have it, and files do not.
+        Kernels, and so the last bits, depend on the order: compute copies have it, and files do not.
         """
         return memory_order(self.owned.captured.parameter)
 
@@ -115,7 +118,7 @@ class Unit:
         world_size: int = 1,
         prefix: str = "",
     ) -> None:
-        """``prefix`` is of the names of this rank's files."""
+        """Lay the unit out. ``prefix`` begins the names of this rank's files."""
         self.name, self.dtype, self._optimizer = name, dtype, optimizer
         self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
@@ -137,7 +140,7 @@ class Unit:
         self.frozen = [m for m in self.members if not m.trained]
         self._divide(rank, world_size)
         self.places: dict[str, tuple[tuple[int, ...], Box]] = {}
-        """By key of an atom that is stored here: the shape of the whole atom, and which region of it this is."""
+        """Shape of the whole tensor entry, and the region stored here, by key of each entry that is stored here."""
         self.state_atoms = self._state_atoms()
         self.frozen_atoms = [
             self._placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
@@ -146,16 +149,16 @@ class Unit:
         self.layout = _layout(self.state_atoms)
         self.frozen_layout = _layout(self.frozen_atoms)
         self.file_name = self._file_name(prefix, name, self.layout)
-        """Of its state, as a commit calls it."""
+        """Name of the file of the unit's state, as commits use it."""
         self.frozen_name = self._file_name(prefix, f"{name}.frozen", self.frozen_layout)
-        """The name of the file that holds the parameters which never change."""
+        """Name of the file that holds the parameters which never change."""
 
     def _divide(self, rank: int, world_size: int) -> None:
-        """Which part of the unit is whose."""
+        """Divide the unit over the ranks."""
         trained = divided([(m.shape, self._optimizer.cuts(m.group)) for m in self.trained], world_size)
         frozen = divided([(m.shape, True) for m in self.frozen], world_size)
         self.owners: dict[str, list[tuple[int, int]]] = {m.name: [(0, 0)] * world_size for m in self.members}
-        """By parameter: the elements that each rank has of it."""
+        """Range of elements that each rank has of each parameter, by parameter name."""
         for members, divisions in ((self.trained, trained), (self.frozen, frozen)):
             for owner, parts in enumerate(divisions):
                 for index, start, stop in parts:
@@ -167,10 +170,10 @@ class Unit:
             ]
             for t, f in zip(trained, frozen, strict=True)
         ]
-        """By rank, its bytes of the working copy: trained and frozen ones."""
+        """Byte ranges of the compute copy of each rank: of trained and of frozen parameters."""
         self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
         self.copy_parts = copy_parts(self.copy_ranges[rank])
-        """This rank's share of the working copy: its trained and its frozen part."""
+        """This rank's shard of the compute copy: its trained and its frozen part."""
         first = self.grad_ranges[rank][0]
         shifts = [part.start - part.at for part in self.copy_parts]
         size = self.dtype.itemsize
@@ -188,26 +191,27 @@ class Unit:
         self.share_grad_bytes = round_up(stop - start)
         self.gathered_bytes = sum(b - a for ranges in self.copy_ranges for a, b in ranges)
         self.gathered_bytes -= sum(b - a for a, b in self.copy_ranges[rank])
-        """Of a working copy, what other ranks send."""
+        """Bytes of a compute copy that other ranks send."""
         self.reduced_bytes = (stop - start) * (world_size - 1)
-        """The same of gradients."""
+        """Bytes of gradients that other ranks send."""
 
     @property
     def elements(self) -> int:
-        """Trained elements."""
+        """Number of trained elements."""
         return sum(m.elements for m in self.trained)
 
     def kept(self, member: Member | Piece) -> Slots:
-        """What the optimizer keeps for a parameter, or for a piece of one."""
+        """Return what the optimizer keeps for a parameter, or for a fragment of one."""
         return self._optimizer.slots(member.group, member.shape)
 
     def member_slots(self, member: Member | Piece) -> Slots:
-        """The same, and how often it was updated."""
+        """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
         slots = self.kept(member)
         return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
 
     def _state_atoms(self) -> list[Atom]:
-        """Parameters first, then slot after slot, then the small counters and buffers."""
+        """Return the tensor entries of the state: parameters, then state name by state name, then counters and
+        buffers."""
         placed = self._placed
         atoms = [placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in self.pieces]
         slots = [(p, self.member_slots(p), self.member_slots(p.member)) for p in self.pieces]
@@ -230,13 +234,16 @@ class Unit:
         return atoms
 
     def _placed(self, atom: Atom, shape: tuple[int, ...] | None = None, box: Box | None = None) -> Atom:
-        """Note of which region of an atom of ``shape`` an atom of this rank is; all of it unless told."""
+        """Note the shape of the whole tensor entry and the region of it that ``atom`` is; by default all of it."""
         self.places[atom.key] = shape or atom.shape, box or Box.whole(atom.shape)
         return atom
 
     def _file_name(self, prefix: str, name: str, layout: Layout) -> str:
-        """The name of a file in which a rank keeps what it has of a unit. It says what that is, since a file is of one
-        size for ever, and of how many ranks there are depends what each has."""
+        """Return the name of a file in which a rank keeps its part of a unit.
+
+        With several ranks the name identifies the content: a file never changes its size, and the number of ranks
+        decides what each has.
+        """
         if not prefix:
             return name
         boxes = [self.places[entry.key][1].to_json() for entry in layout.entries]
@@ -245,31 +252,31 @@ class Unit:
     # Views
 
     def state_view(self, image: torch.Tensor, name: str, slot: str) -> torch.Tensor:
-        """An atom inside a state image, in its own shape."""
+        """Return a tensor entry inside a state image, in its own shape."""
         return _view(self.layout, image, f"{name}/{slot}")
 
     def frozen_view(self, image: torch.Tensor, name: str) -> torch.Tensor:
         return _view(self.frozen_layout, image, f"{name}/param")
 
     def copy_view(self, copy: torch.Tensor, member: Member) -> torch.Tensor:
-        """A parameter inside a working copy."""
+        """Return a parameter inside a compute copy."""
         end = member.copy_offset + member.elements * self.dtype.itemsize
         return member.arranged(copy[member.copy_offset : end].view(self.dtype))
 
     def grad_view(self, grads: torch.Tensor, member: Member) -> torch.Tensor:
-        """A gradient inside the gradients."""
+        """Return a parameter's gradient inside the gradients."""
         end = member.grad_offset + member.elements * 4
         return grads[member.grad_offset : end].view(torch.float32).view(member.shape)
 
     def piece_of_copy(self, copy: torch.Tensor, piece: Piece, whole: bool = False) -> torch.Tensor:
-        """A piece inside this rank's share of a working copy, or inside a ``whole`` one."""
+        """Return a fragment inside this rank's shard of a compute copy, or inside a ``whole`` copy."""
         size = self.dtype.itemsize
         start = piece.member.copy_offset + piece.start * size if whole else piece.copy_at
         flat = copy[start : start + piece.elements * size].view(self.dtype)
         return piece.member.arranged(flat) if piece.is_whole else flat.view(piece.shape)
 
     def piece_of_grads(self, grads: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """A piece inside this rank's share of the gradients."""
+        """Return a fragment inside this rank's shard of the gradients."""
         end = piece.grad_at + piece.elements * 4
         return grads[piece.grad_at : end].view(torch.float32).view(piece.shape)
 
@@ -281,7 +288,7 @@ class Unit:
         copy: torch.Tensor | None,
         whole_copy: bool = False,
     ) -> ParameterState:
-        """What the host optimizer needs of one parameter, or of this rank's piece of it: views."""
+        """Return what the host optimizer needs of one parameter, or of this rank's fragment of it, as views."""
         slots = self.member_slots(piece)
 
         def view(slot: str) -> torch.Tensor:
@@ -302,14 +309,14 @@ class Unit:
     def write_copy(
         self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor, whole: bool = False
     ) -> None:
-        """Derive this rank's share of the working copy from its images: into a share, or into a ``whole`` one."""
+        """Derive this rank's shard of the compute copy from its images: into a shard, or into a ``whole`` copy."""
         self.write_trained_copy(state, copy, whole)
         for piece in self.frozen_pieces:
             assert frozen is not None
             self.piece_of_copy(copy, piece, whole).copy_(self.frozen_view(frozen, piece.name))
 
     def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor, whole: bool = False) -> None:
-        """Derive its trained part."""
+        """Derive the trained part of the compute copy."""
         for piece in self.pieces:
             self.piece_of_copy(copy, piece, whole).copy_(self.state_view(state, piece.name, "param"))
 
@@ -327,11 +334,11 @@ class Unit:
         self.write_buffers(state, self.buffer_values())
 
     def boxes_of(self, piece: Piece) -> dict[str, Box]:
-        """Of the tensors that the optimizer keeps for a parameter, by slot, the region that is ``piece``'s."""
+        """Return the fragment's region of each tensor that the optimizer keeps for its parameter, by state name."""
         return {slot: piece.box_in(form) for slot, form in self.member_slots(piece.member).tensors.items()}
 
     def write_state(self, piece: Piece, image: torch.Tensor, state: dict[str, Any]) -> None:
-        """Take over what an optimizer holds for ``piece`` already, if it holds anything."""
+        """Write the optimizer state that exists for ``piece``, if there is any."""
         slots = self.member_slots(piece.member)
         for slot in slots.tensors:
             if slot in state:
@@ -343,7 +350,7 @@ class Unit:
             self.state_view(image, piece.name, STEP).fill_(1)
 
     def buffer_values(self) -> dict[str, torch.Tensor]:
-        """The model's persistent buffers as they are now, by name."""
+        """Return the model's persistent buffers as they are now, by name."""
         for name, (module, key) in self._absent.items():
             if module._buffers.get(key) is not None:
                 raise ModelNotSupported(
@@ -353,7 +360,7 @@ class Unit:
         return {name: buffer_at(place).clone() for name, place in self.buffers.items()}
 
     def write_buffers(self, state: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """Copy what ``buffer_values`` gave into the state image."""
+        """Copy the result of ``buffer_values`` into the state image."""
         for name, buffer in values.items():
             view = self.state_view(state, name, "buffer")
             if (view.shape, view.dtype) != (buffer.shape, buffer.dtype):

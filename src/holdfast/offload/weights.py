@@ -1,8 +1,8 @@
-"""Weights: what each micro-batch counts in its step.
+"""Weights of micro-batches: how much each counts in its step.
 
-By target tokens, the step's loss is the mean over all of them, whatever micro-batch they are in. A model's loss
-leaves out those of -100. Most causal language models also leave out the first label of each row, since they shift
-labels, and some do not. So the model is asked: its loss with the first labels alone is compared with that without any.
+By target tokens, the step's loss is the mean over all of them, whatever micro-batch they are in. A model's loss leaves
+out targets of -100. Most causal language models also leave out the first label of each row, because they shift labels,
+and some do not. So the model is asked: its loss with only the first labels is compared with its loss without any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 def shares(counts: Sequence[float]) -> list[float | None]:
-    """The part of the whole that each count is. Raises ``BadInput`` for what is no count."""
+    """Return each count divided by the sum. Raises ``BadInput`` for a value that is no count."""
     for number, count in enumerate(counts):
         if not (isinstance(count, (int, float)) and math.isfinite(count) and count >= 0):
             raise BadInput(
@@ -30,8 +30,10 @@ def shares(counts: Sequence[float]) -> list[float | None]:
 
 
 def mean_of(losses: Sequence[float], weights: Sequence[float | None]) -> float:
-    """The mean loss of micro-batches that count what ``weights`` say; None is all the same. Those that count nothing
-    are left out, whatever their loss."""
+    """Return the mean loss of micro-batches with ``weights``; None counts all the same.
+
+    Micro-batches of weight 0 are left out, whatever their loss.
+    """
     if all(weight is None for weight in weights):
         return sum(losses) / len(losses)
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)

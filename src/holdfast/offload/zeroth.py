@@ -1,8 +1,8 @@
-"""Zeroth order: what a run of MeZO knows between two steps.
+"""Zeroth order: the state of a MeZO run between two steps.
 
-How far a step moves the weights is known when it is over, and a block moves when the next step brings it. So after a
-step every unit is *behind*: its newest state lacks the last step's ``Delta``, which the commit of that step has in its
-progress. Whatever else reads weights lets all units catch up before.
+How far a step moves the weights is known when it is over, and a block moves when the next step reads it. So after a
+step every unit is *behind*: its newest state lacks the last step's ``Delta``, which is in the progress of that step's
+commit. Before anything else reads weights, all units catch up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .units import Unit
 
 
 class Zeroth:
-    """Of one run. Operations of the update lane touch different units."""
+    """State of one MeZO run. Operations of the update lane use different units."""
 
     def __init__(self) -> None:
         self._last: Delta | None = None
@@ -28,24 +28,24 @@ class Zeroth:
         self.resident: Buffer | None = None
         """Both displaced copies of the prologue and epilogue, during a step, in host memory."""
         self.leaves: list[dict[str, nn.Parameter]] = []
-        """What these compute with, by stream and name."""
+        """Parameters that prologue and epilogue compute with, by stream and name."""
         self.copies: torch.Tensor | None = None
-        """Whose memory that is."""
+        """The memory that these parameters share."""
 
     @property
     def is_behind(self) -> bool:
         return bool(self._behind)
 
     def let_go(self) -> None:
-        """Hold no memory any more."""
+        """Release all memory."""
         self.resident, self.leaves, self.copies = None, [], None
 
     def owe(self, delta: Delta, units: Sequence[Unit]) -> None:
-        """A step is over that moves all ``units`` by ``delta``."""
+        """Note that a step is over that moves all ``units`` by ``delta``."""
         self._last, self._behind = delta, {unit.name for unit in units}
 
     def resume(self, progress: Mapping[str, Any], units: Sequence[Unit]) -> None:
-        """Go on from the progress of a commit."""
+        """Continue from the progress of a commit."""
         delta, _ = pending_of(progress)
         if delta is not None:
             self.owe(delta, units)
@@ -67,8 +67,10 @@ def fill_copies(
     plus: torch.Tensor,
     minus: torch.Tensor,
 ) -> None:
-    """Fill the trained part of two working copies with the master parameters in ``image``, displaced along the
-    direction of this step and against it."""
+    """Fill the trained part of two compute copies with the displaced master parameters in ``image``.
+
+    ``plus`` is displaced along the direction of this step, ``minus`` against it.
+    """
     epsilon = epsilon_of(groups)
     for member in unit.trained:
         targets = [(by, unit.copy_view(copy, member)) for by, copy in ((epsilon, plus), (-epsilon, minus))]
@@ -76,7 +78,7 @@ def fill_copies(
 
 
 def _state(unit: Unit, name: str, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A parameter, its seed and its count of steps."""
+    """Return a parameter, its seed and its count of steps."""
     return (
         unit.state_view(image, name, "param"),
         unit.state_view(image, name, SEED),

@@ -1,1 +1,1 @@
-"""When things happen. Numbers in, lists of operations out: no torch, no files."""
+"""Schedules: numbers in, lists of operations out. No torch, no files."""

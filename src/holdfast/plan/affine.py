@@ -1,4 +1,4 @@
-"""Affine: a constant plus multiples of named unknowns. Written like numbers, read as a row of a linear program."""
+"""Affine expressions: written like numbers, read as a row of a linear program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Affine:
-    """``constant + sum(terms[name] * name)``.
+    """A constant plus multiples of named unknowns: ``constant + sum(terms[name] * name)``.
 
     >>> bytes_read = 10 * (1 - Affine.of("kept")) + 5
     >>> bytes_read({"kept": 0.25}), bytes_read.least
@@ -20,7 +20,7 @@ class Affine:
 
     @classmethod
     def of(cls, name: str) -> Affine:
-        """The unknown ``name``."""
+        """Return the unknown ``name``."""
         return cls(0.0, {name: 1.0})
 
     def __add__(self, other: Affine | float) -> Affine:
@@ -49,10 +49,10 @@ class Affine:
     __rmul__ = __mul__
 
     def __call__(self, values: Mapping[str, float]) -> float:
-        """With the unknowns known."""
+        """Return the value for given unknowns."""
         return self.constant + sum(value * values[name] for name, value in self.terms.items())
 
     @property
     def least(self) -> float:
-        """The smallest value, of unknowns that lie between 0 and 1."""
+        """The smallest value, for unknowns that lie between 0 and 1."""
         return self.constant + sum(min(value, 0.0) for value in self.terms.values())

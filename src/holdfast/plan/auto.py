@@ -1,11 +1,13 @@
-"""Auto: what stays in host memory, which part of the updates waits and which blocks are computed again, for a run whose
-model and machine were measured.
+"""Chooses a placement and the delayed and recomputed fractions for a measured model on a measured machine.
 
-The linear program (``linear.py``) proposes fractions for some delayed fractions, and so does what saves most traffic
-per byte (``placement.py``). Each proposal becomes whole blocks that fit by the exact memory of the operation list that
-the engine will run; the simulator plays that list; the fastest is taken, and then improved as far as memory is left,
-which activations compete for. Of those that are equally fast, the one that computes most again, which takes least
-memory, and then the one that wears the SSD least.
+1. For several delayed fractions, the linear program (``linear.py``) proposes a placement, and so does the greedy choice
+   by traffic saved per byte (``placement.py``).
+2. Each proposal becomes whole blocks that fit, by the exact memory of the operation list that the engine will run.
+3. The simulator plays that list, and the fastest choice is taken.
+4. The choice is improved while memory is left, for which activations compete.
+
+Of equally fast choices, the one that recomputes most is taken, because it needs least memory, and then the one that
+wears the SSD least.
 """
 
 from __future__ import annotations
@@ -34,68 +36,68 @@ from .simulate import Simulation, simulate
 from .work import Placement, StepShape, Work
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
-"""Delayed fractions that are tried, as whole blocks."""
+"""Delayed fractions that are tried, rounded to whole blocks."""
 
 RECOMPUTED = (0.0, 1 / 4, 1 / 2, 3 / 4)
-"""Recomputed fractions that are tried after 1, likewise."""
+"""Recomputed fractions that are tried after 1, rounded to whole blocks."""
 
 SAME = 5e-3
 """Relative difference of step times below which two choices are equally fast."""
 
 STEPS = 4
-"""That a list is played; the time of a step is the mean of the later half."""
+"""Number of times that a list is played; the step time is the mean of the later half."""
 
 PLAYED = 400_000
-"""Operations that are played in one search, at most: about ten seconds."""
+"""Most operations that are played in one search: about ten seconds."""
 
 TRIES = 4
-"""That the linear program is asked with less memory, until whole blocks fit."""
+"""Number of times that the linear program is run with less memory, until whole blocks fit."""
 
 NO_LIMIT = 1024 * 1024 * GiB
-"""Of host memory, where there is no budget."""
+"""Host memory assumed where there is no budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is chosen for. Bytes."""
+    """The problem for which a choice is made. Bytes."""
 
     work: Work
-    """With floating-point operations that ``machine`` does at its rate."""
+    """The model's work, with floating-point operations that ``machine`` does at its rate."""
     shape: StepShape
-    """Of the usual step. Its delayed and recomputed fractions are chosen unless those below say them."""
+    """Shape of the usual step. Its delayed and recomputed fractions are chosen unless the fields below state them."""
     machine: MachineProfile
     schedule: MakesOps
     host_budget: int | None
-    """Of the whole process."""
+    """Budget of the whole process."""
     held_bytes: int
-    """Of it, what the process holds besides."""
+    """Bytes that the process holds besides what the plan counts."""
     evaluation_batches: int
     asked: Mapping[str, Fraction]
     """Fractions of params, optimizer and activations; "auto" is to be chosen."""
     delayed_fraction: Fraction
     recomputed_fraction: Fraction = 1.0
     device_budget: int | None = None
-    """Of a separate device's memory."""
+    """Budget of a separate device's memory."""
 
     @property
     def stated(self) -> dict[str, float]:
-        """Raises ``BadInput`` for a fraction that is none."""
+        """The fractions that are stated. Raises ``BadInput`` for a value that is no fraction."""
         found = {kind: checked(kind, value) for kind, value in self.asked.items()}
         return {kind: value for kind, value in found.items() if value is not None}
 
     @property
     def all_wait(self) -> bool:
-        """All updates wait for the norm or the last micro-batch, whatever delayed fraction is said."""
+        """True if all updates wait for the norm or the last micro-batch, whatever delayed fraction is stated."""
         return self.shape.clipping == "defer" or self.schedule is horizontal
 
     def operations(self, placement: Placement, shape: StepShape) -> list[Op]:
-        """Of a step in which every guess is right."""
+        """Return the operations of a step in which every guess is right."""
         return as_guessed(self.schedule(self.work, placement, shape))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer, played."""
+    """One placement and shape, with the result of playing it."""
 
     placement: Placement
     shape: StepShape
@@ -109,28 +111,30 @@ class Choice:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Of a step, that each lane works."""
+        """Seconds of a step during which each lane works."""
         return {lane: seconds for lane, seconds in self.simulation.busy_seconds().items() if seconds}
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Of ``placement``."""
+        """Fractions of ``placement``."""
         return self.placement.shares
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best of those that were tried."""
+    """The best of the choices that were tried."""
 
     best: Choice
     tried: int
     by_linear_program: bool
-    """Otherwise HiGHS is not there."""
+    """False if HiGHS is not installed."""
 
 
 def answer(question: Question) -> Answer:
-    """The best choice. Raises ``DoesNotFit`` if what was stated leaves none, and ``BadInput`` for a fraction that is
-    none."""
+    """Return the best choice.
+
+    Raises ``DoesNotFit`` if no choice fits with what was stated, and ``BadInput`` for a value that is no fraction.
+    """
     search, with_program = _Search(question), has_highs()
     for shape in search.shapes():
         for placement in search.proposals(shape, with_program):
@@ -147,7 +151,7 @@ def answer(question: Question) -> Answer:
 
 
 def play(question: Question, placement: Placement, shape: StepShape) -> Choice:
-    """What the simulator makes of one placement and shape."""
+    """Simulate one placement and shape."""
     operations = question.operations(placement, shape)
     moved = lane_bytes(operations)
     found = simulate([operations] * STEPS, machine_of(question.machine, operations))
@@ -155,19 +159,22 @@ def play(question: Question, placement: Placement, shape: StepShape) -> Choice:
 
 
 class _Search:
-    """What was played so far."""
+    """The choices played so far."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
         self.played: dict[tuple[Placement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
-        """Of what saves most per byte, where that does not fit."""
+        """The error of the greedy placement (most traffic saved per byte), if that does not fit."""
         once = STEPS * len(question.operations(Placement.fractions(self.blocks), question.shape))
         self.most = max(PLAYED // once, 3)
-        """Choices that may be played."""
+        """Number of choices that may be played."""
 
     def shapes(self) -> list[StepShape]:
-        """With the delayed fractions to try, of whole blocks: as many as may be played, with two proposals each."""
+        """Return shapes with the delayed fractions to try, in whole blocks.
+
+        There are as many as may be played, with two proposals each.
+        """
         given = self.question.recomputed_fraction
         again = 1.0 if given == "auto" else given
         return [
@@ -176,7 +183,7 @@ class _Search:
         ]
 
     def less_recomputed(self, shape: StepShape) -> list[StepShape]:
-        """``shape`` with less that is computed again, where that may be chosen."""
+        """Return ``shape`` with smaller recomputed fractions; empty where they may not be chosen."""
         if not self._may_keep:
             return []
         counts = {round(part * (self.blocks - 1)) for part in RECOMPUTED} - {self.blocks - 1}
@@ -184,7 +191,7 @@ class _Search:
 
     @property
     def _may_keep(self) -> bool:
-        """Whether activations may stay: there has to be a budget of the memory that they would take."""
+        """True if activations may stay, which needs a budget of the memory that they would take."""
         q = self.question
         budget = q.host_budget if q.work.unified else q.device_budget
         return q.recomputed_fraction == "auto" and budget is not None and self.blocks > 1
@@ -200,7 +207,7 @@ class _Search:
         return [count / self.blocks for count in counts[::every]]
 
     def proposals(self, shape: StepShape, with_program: bool) -> Iterator[Placement]:
-        """Placements that fit in host memory."""
+        """Yield placements that fit in host memory."""
         found = self._program(shape) if with_program else None
         if found is not None:
             yield found
@@ -228,8 +235,11 @@ class _Search:
 
     @property
     def best(self) -> Choice:
-        """The fastest; of equally fast ones that which computes most again, then that which writes and reads least, and
-        then that which delays least."""
+        """The fastest choice.
+
+        Of equally fast ones, the one that recomputes most, then the one that writes and reads least, then the one that
+        delays least.
+        """
         choices = self.played.values()
         fastest = min(choice.step_seconds for choice in choices)
         close = [choice for choice in choices if choice.step_seconds <= fastest * (1 + SAME)]
@@ -243,8 +253,11 @@ class _Search:
         )
 
     def improve(self) -> None:
-        """Try a block more of each kind, one less of another for it, and a block more or less delayed or computed
-        again, as long as that is better."""
+        """Try neighbours of the best choice as long as the result improves.
+
+        A neighbour keeps a block more of one kind, perhaps a block less of another, or delays or recomputes a block
+        more or less.
+        """
         before = None
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
@@ -273,7 +286,7 @@ class _Search:
                     yield choice.placement, replace(choice.shape, **{name: other / count})
 
     def _program(self, shape: StepShape) -> Placement | None:
-        """What the linear program says, in whole blocks that fit; None if it finds nothing that does."""
+        """Return the linear program's placement in whole blocks that fit; None if it finds none."""
         q = self.question
         budget = NO_LIMIT if q.host_budget is None else q.host_budget
         memory = budget - q.held_bytes + PROCESS_BYTES
@@ -305,7 +318,7 @@ class _Search:
         return Setting(
             machine=replace(
                 q.machine, host_memory_bytes=memory, ssd_capacity_bytes=sys.maxsize
-            ),  # files are there
+            ),  # the files exist
             model=model,
             method=Method(
                 clipping=q.shape.clipping,
@@ -326,11 +339,14 @@ class _Search:
         )
 
     def _rows(self, kind: str) -> int:
-        """Of which a fraction is: the last block's own inputs never leave."""
+        """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""
         return max(self.blocks - (kind == "activations"), 1)
 
     def fits(self, placement: Placement, shape: StepShape) -> bool:
-        """In host memory, and what stays of activations on a separate device."""
+        """Return whether the choice fits in host memory.
+
+        On a separate device, also whether the activations that stay fit there.
+        """
         q, memory = self.question, self._memory(placement, shape)
         if q.host_budget is not None and q.held_bytes + memory.host_bytes > q.host_budget:
             return False
@@ -343,7 +359,7 @@ class _Search:
 
 
 def has_highs() -> bool:
-    """Whether the linear program can be solved here."""
+    """Return whether the linear program can be solved here."""
     try:
         load_highs()
     except BadInput:

@@ -1,8 +1,8 @@
-"""Cadence: how often a base is made and how many records go into one write, so that failures cost least.
+"""Cadence: steps between snapshots and log records per write, chosen so that failures cost least.
 
-The optimum of ``waste.py`` over whole numbers, under limits that are the user's (time to recover, storage, memory,
-bandwidth) or the writer's (steps on their way, the time it takes to make a base). Each limit bounds one of the two
-numbers, so that which of them binds can be said. Seconds, bytes.
+It is the optimum of ``waste.py`` over whole numbers, under limits of the user (time to recover, storage, memory,
+bandwidth) or of the writer (steps on their way, the time it takes to make a snapshot). Each limit bounds one of the two
+numbers, so that the limits that bind can be named. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from ..units import GiB, counted
 from .waste import Cadence, Measured, Waste, closed_form, host_bytes, recovery_seconds, storage_bytes, waste
 
 MOST_STEPS = 1_000_000
-"""Between bases, where nothing else asks for one."""
+"""Most steps between snapshots, where no limit asks for fewer."""
 
 STORAGE_FULLS = 20
-"""The default cap on storage, in sizes of the state."""
+"""Default cap on storage, in sizes of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a cadence must keep to."""
+    """Limits that a cadence must keep."""
 
     recovery_seconds: float = 300.0
-    """Most for load and replay, after a single failure."""
+    """Longest load and replay after a single failure."""
     storage_bytes: int | None = None
-    """Most for bases and records; None is ``STORAGE_FULLS`` times the state."""
+    """Most bytes of snapshots and log records; None is ``STORAGE_FULLS`` times the state."""
     host_bytes: int = 4 * GiB
-    """Most for the copies that wait to be written."""
+    """Most bytes of the copies that wait to be written."""
     bandwidth_share: float = 0.5
-    """Most of the write bandwidth, on the average."""
+    """Largest fraction of the write bandwidth, on the average."""
     retain: int = 2
-    """Bases kept."""
+    """Number of snapshots kept."""
     pending_steps: int = 8
     """Most steps that may not be durable yet; a write holds half of them at most."""
     delay_seconds: float = 1.0
-    """Longest that a record waits for others to be written with."""
+    """Longest time that a log record waits for others to be written with."""
 
     def __post_init__(self) -> None:
         for name in ("recovery_seconds", "host_bytes", "delay_seconds"):
@@ -57,7 +57,7 @@ class Limits:
 
 
 class Bound(NamedTuple):
-    """What one limit allows: at least (``low``), or at most, so many ``steps`` or ``records``."""
+    """A limit's bound on ``steps`` or ``records`` (``axis``): at least (``low``) or at most ``value``."""
 
     limit: str
     axis: str
@@ -67,18 +67,18 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best cadence under limits, and why."""
+    """The best cadence under limits, and the limits that bind it."""
 
     cadence: Cadence
     waste: Waste
     binding: tuple[str, ...]
-    """The limits without which another would be better."""
+    """The limits without which another cadence would be better."""
     measured: Measured
     limits: Limits
 
 
 def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
-    """What each of ``limits`` allows."""
+    """Return the bound that each of ``limits`` sets."""
     m, spread = measured, measured.base_steps - 1
     replay = m.replay_record_seconds + m.replay_write_seconds
     left_seconds = limits.recovery_seconds - m.load_seconds
@@ -102,12 +102,12 @@ def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
 
 
 def storage_cap(measured: Measured, limits: Limits) -> int:
-    """Bytes."""
+    """Return the cap on storage in bytes."""
     return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
 
 
 def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
-    """The cadence of least waste under ``limits``, of those where bases fall between writes.
+    """Return the cadence of least waste under ``limits``, among those where snapshots fall between writes.
 
     Raises ``DoesNotFit``, naming the limits, if they allow none.
     """
@@ -130,7 +130,7 @@ def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
 
 
 def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[Cadence]:
-    """The best multiple of ``records`` from ``low`` to ``high``, if there is one."""
+    """Yield the best multiple of ``records`` from ``low`` to ``high``, if there is one."""
     least, most = -(-low // records), high // records
     if least > most:
         return
@@ -143,7 +143,7 @@ def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[
 
     at = clamp(closed_form(measured)[0] / records)
     stride = max(1, at // 4)
-    while True:  # downhill from the closed form; the cost has one valley
+    while True:  # downhill from the closed form; the cost has one minimum
         best = min((at, clamp(at - stride), clamp(at + stride)), key=cost)
         if best == at and stride == 1:
             break
@@ -155,7 +155,7 @@ def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[
 def _binding(
     measured: Measured, best: Cadence, found: Sequence[Bound], low: int, high: int, most: int
 ) -> Iterator[str]:
-    """Limits that keep from ``best`` the neighbours that are better."""
+    """Yield the limits that keep ``best`` from its better neighbours."""
     steps, records = best
     [free] = _best_of(measured, records, 1, MOST_STEPS)
     for bound in found:
@@ -172,14 +172,14 @@ def _binding(
 
 
 def _quotient(amount: float, each: float) -> float:
-    """How often ``each`` goes into ``amount``: below 0 for not at all, inf for as often as one likes."""
+    """Return how often ``each`` goes into ``amount``: below 0 if ``amount`` is negative, inf without bound."""
     if amount < 0:
         return -1
     return inf if amount == inf or each == 0 else floor(amount / each)
 
 
 def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: float, high: float) -> str:
-    """What is too little, and what would be enough beside the other limits."""
+    """Return the text of the error: which limits are too small, and what would be enough beside the others."""
     m = measured
     if low == inf:
         alone = m.record_bytes / (m.write_bytes_per_second * m.step_seconds)

@@ -1,8 +1,8 @@
-"""Drives: which of several SSDs each unit of state lives on. Bytes, bytes per second.
+"""Distribution of the units of state over several SSDs. Bytes, bytes per second.
 
-A unit's files all lie on one drive, and units go round in proportion to what each drive takes, so that in every step
-and every stretch of blocks all of them are busy for about the same time. Several ranks move their parts of one
-unit at once, so these lie on different drives too.
+A unit's files all lie on one drive. Units go round in proportion to the rate of each drive, so that in every step and
+every stretch of blocks all drives are busy for about the same time. Several ranks move their parts of one unit at once,
+so these lie on different drives too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 
 def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) -> tuple[float, ...]:
-    """The part of the state that each drive of ``rates`` has, where a step moves ``state_bytes`` of it, and
-    ``other_bytes`` that lie on the first drive anyway.
+    """Return the fraction of the state that each drive has, given the drives' ``rates``.
+
+    A step moves ``state_bytes`` of the state, and ``other_bytes`` that lie on the first drive anyway.
 
     >>> shares_of_state([1.0, 3.0], 100, 0)
     (0.25, 0.75)
@@ -27,8 +28,9 @@ def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) 
 
 
 def spread(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[list[int]]:
-    """By rank of ``sizes`` and by its units, in the order in which a step goes through them, the drive that each lies
-    on: the one that is furthest behind its share, of all ranks and of this one together.
+    """Return the drive of each unit of each rank, in the order in which a step goes through the units.
+
+    It is the drive that is furthest behind its share, counting all ranks and this one together.
 
     >>> spread([[8, 8, 8, 8, 8, 8]], [1 / 3, 2 / 3])
     [[1, 0, 1, 1, 0, 1]]

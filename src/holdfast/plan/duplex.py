@@ -1,7 +1,7 @@
-"""Duplex: how long something takes that moves bytes two ways: an SSD that is read and written, a bus.
+"""Time for moving bytes two ways at once: an SSD that is read and written, or a bus.
 
-Rates are bytes per second. What is known is each way alone, and both at once in equal parts; between these the time is
-interpolated. Without the latter the ways take turns.
+Rates are bytes per second. Known are the rate of each way alone, and the rate of both at once in equal parts. Between
+these the time is interpolated. Without the latter the ways take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .affine import Affine
 
 @dataclass(frozen=True, kw_only=True)
 class Duplex:
-    """Two ways. ``mixed`` is the sum of both, measured with as much one way as the other.
+    """The rates of two ways. ``mixed`` is the sum of both, measured with as much one way as the other.
 
     >>> Duplex(one=4.0, other=2.0).seconds(8, 8), Duplex(one=4.0, other=2.0, mixed=4.0).seconds(8, 8)
     (6.0, 4.0)
@@ -25,9 +25,12 @@ class Duplex:
     mixed: float | None = None
 
     def rows(self, one: Affine, other: Affine) -> list[Affine]:
-        """Seconds for ``one`` and ``other`` bytes, as the largest of these. A device on which the ways gain by each
-        other has two rows; on one where they lose (as reads do beside writes), each byte takes the longer time of the
-        mixture, whatever the mixture, which is careful."""
+        """Return the seconds for ``one`` and ``other`` bytes, as rows whose largest value counts.
+
+        A device on which the ways help each other has two rows. On one where they slow each other down (as reads do
+        beside writes), each byte takes the longer time of the equal mixture, whatever the mixture, which is a careful
+        estimate.
+        """
         turns = 1 / self.one + 1 / self.other
         both = turns if self.mixed is None else 2 / self.mixed
         if both >= turns:
@@ -36,10 +39,10 @@ class Duplex:
         return [(one - other) / self.one + other * both, (other - one) / self.other + one * both]
 
     def seconds(self, one: float, other: float) -> float:
-        """For so many bytes each way."""
+        """Return the seconds for ``one`` and ``other`` bytes."""
         return max(row({}) for row in self.rows(Affine(one), Affine(other)))
 
     def slowdown(self, one: float, other: float) -> float:
-        """``seconds`` over those of ways that take turns, for the same bytes."""
+        """Return ``seconds`` divided by the time of ways that take turns, for the same bytes."""
         turns = one / self.one + other / self.other
         return self.seconds(one, other) / turns if turns else 1.0

@@ -1,4 +1,4 @@
-"""Estimates: what a run is measured to take, followed while it changes. Seconds, bytes."""
+"""Estimates of a run's measured costs, updated while they change. Seconds, bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from .waste import Measured
 def mean_between_failures(
     prior_seconds: float, prior_failures: float, seconds: float, failures: int
 ) -> float:
-    """Mean seconds between failures, after ``failures`` of them in ``seconds``. Before, it was believed to be
-    ``prior_seconds``, as firmly as if that many failures had been seen (a gamma prior of an exponential rate).
+    """Return the mean seconds between failures, after ``failures`` of them in ``seconds``.
+
+    Before, it was believed to be ``prior_seconds``, as firmly as if ``prior_failures`` failures had been seen (a gamma
+    prior of an exponential rate).
 
     >>> mean_between_failures(3600.0, 1.0, seconds=0.0, failures=0)
     3600.0
@@ -24,7 +26,7 @@ def mean_between_failures(
 
 @dataclass
 class _Ratio:
-    """Amounts per amount, the older ones of exponentially less weight."""
+    """A ratio of two sums, in which older observations have exponentially less weight."""
 
     amount: float = 0.0
     per: float = 0.0
@@ -34,10 +36,10 @@ class _Ratio:
 
 
 class Estimates:
-    """``prior``, until something else is seen.
+    """Estimates that start at ``prior`` and follow the observations.
 
-    Sums are averaged, not rates: a small write, whose rate says little, weighs little. Each observation leaves the
-    share ``keep`` of the weight of those before.
+    Sums are averaged, not rates: a small write, whose rate is uncertain, weighs little. Each observation multiplies the
+    weight of those before by ``keep``.
     """
 
     def __init__(self, prior: Measured, prior_failures: float = 1.0, keep: float = 0.8) -> None:
@@ -50,9 +52,11 @@ class Estimates:
         self._ran_seconds, self._failures = 0.0, 0
 
     def saw(self, quantity: str, amount: float, per: float = 1.0) -> None:
-        """``amount`` of a field of ``Measured``, for ``per`` of what it is counted in:
-        ``saw("write_bytes_per_second", nbytes, seconds)``, ``saw("replay_seconds", seconds, num_records)``,
-        ``saw("base_stall_seconds", seconds)``."""
+        """Add an observation: ``amount`` of a field of ``Measured`` for ``per`` of its unit.
+
+        Examples: ``saw("write_bytes_per_second", nbytes, seconds)``, ``saw("replay_seconds", seconds, num_records)``,
+        ``saw("base_stall_seconds", seconds)``.
+        """
         known = {field.name for field in fields(Measured)} - {"mean_seconds_between_failures"}
         if quantity not in known:
             raise ValueError(f"{quantity!r} is not one of {', '.join(sorted(known))}")
@@ -61,13 +65,13 @@ class Estimates:
         self._seen.setdefault(quantity, _Ratio()).add(amount, per, self._keep)
 
     def ran(self, seconds: float, failures: int = 0) -> None:
-        """So long since it was last told, with so many failures."""
+        """Add ``seconds`` of running since the last call, with ``failures`` failures."""
         self._ran_seconds += seconds
         self._failures += failures
 
     @property
     def measured(self) -> Measured:
-        """What is believed now."""
+        """The current estimates."""
         values: dict[str, Any] = {name: ratio.amount / ratio.per for name, ratio in self._seen.items()}
         for name in ("full_bytes", "record_bytes", "base_steps"):
             if name in values:

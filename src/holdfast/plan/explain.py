@@ -1,4 +1,4 @@
-"""Explanations of a plan: what binds, what more of something would bring, how long the SSDs live."""
+"""Explanations of a plan: what binds, what more of a resource would bring, how long the SSDs live."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .search import Case, best_at
 from .setting import CLIPPING
 
 BINDS = 0.99
-"""A lane that works for this part of a pass is what the pass waits for."""
+"""Fraction of a pass during which a lane must work for the pass to wait for it."""
 
 MORE_HOST_BYTES = 64 * GiB
 
@@ -20,17 +20,17 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Change:
-    """Another machine or method with the same number of micro-batches; None where nothing fits."""
+    """Another machine or method with the same number of micro-batches; ``solution`` is None where nothing fits."""
 
     what: str
     solution: Solution | None
     gain: float
-    """Tokens per second, over those of the plan, less 1."""
+    """Tokens per second divided by those of the plan, minus 1."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """Of the SSDs, if all that is written is what the run writes."""
+    """Life of the SSDs, if all that is written is what the run writes."""
 
     written_bytes_per_step: float
     rated_bytes: float
@@ -39,7 +39,7 @@ class Life:
 
 
 def binding(solution: Solution) -> dict[str, list[str]]:
-    """The lanes that each pass waits for."""
+    """Return the lanes that each pass waits for."""
     totals = {FORWARD: solution.forward_seconds, BACKWARD: solution.backward_seconds}
     return {
         name: [lane for lane, seconds in solution.lane_seconds.items() if seconds[i] >= BINDS * totals[name]]
@@ -48,12 +48,12 @@ def binding(solution: Solution) -> dict[str, list[str]]:
 
 
 def memory_is_full(solution: Solution) -> bool:
-    """Whether the plan takes all host memory that there is."""
+    """Return whether the plan takes all of the host memory."""
     return solution.of(formulas.host_bytes) >= 0.999 * solution.setting.machine.host_memory_bytes
 
 
 def what_if(case: Case, best: Solution) -> list[Change]:
-    """More host memory, one more SSD, and other ways to clip, each by itself."""
+    """Return the effect of more host memory, one more SSD, and other ways to clip, each by itself."""
     machine, method = case.machine, case.method
     cases = {
         "64 GiB more host memory": replace(case, machine=machine.with_more(host_bytes=MORE_HOST_BYTES)),
@@ -71,7 +71,7 @@ def what_if(case: Case, best: Solution) -> list[Change]:
 
 
 def life(solution: Solution) -> Life:
-    """How long the SSDs live."""
+    """Return how long the SSDs live."""
     machine, written = solution.setting.machine, solution.of(formulas.written_bytes)
     rated = machine.ssd_count * machine.ssd_rated_bytes
     steps = rated / written if written else float("inf")

@@ -1,9 +1,9 @@
-"""Formulas: what a step of equal blocks moves, computes and holds, as a function of what stays in host memory.
+"""Formulas for what a step of equal blocks moves, computes and holds, given what stays in host memory.
 
 The unknowns lie between 0 and 1: the fractions of ``FRACTIONS`` that stay in host memory, and ``RECYCLED``, the part of
 waiting gradients that lies in buffers which are dead by then. Everything else is a number, so each formula is affine:
-the linear program takes it as a row, and a report evaluates it. Bytes and seconds, per block and pass (``Phase``) or of
-the whole step. ``docs/plan.md`` explains each term.
+the linear program takes it as a row, and a report evaluates it. Bytes and seconds, per block and pass (``Phase``) or
+for the whole step. ``docs/plan.md`` explains each term.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ RECYCLED = "recycled"
 COMPUTE, OPTIMIZER, BUS, SSD = "computing", "optimizer", "copies", "SSD"
 
 MARGIN_MICRO_BATCHES = 4
-"""Of the paper's engine: those of each block whose inputs stay in host memory whatever else goes to the SSD."""
+"""Micro-batches of each block whose inputs always stay in host memory, in the paper's engine."""
 
 PROCESS_BYTES = 512 * MiB
-"""Of Python, torch and its kernels."""
+"""Host memory of Python, torch and its kernels."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One block in the forward or the backward pass: all micro-batches, and the updates that go on beside them."""
+    """One block in the forward or the backward pass: all micro-batches, and the updates beside them."""
 
     compute_seconds: float
     updated_elements: float
@@ -51,7 +51,7 @@ class Phase:
 
 
 def forward(s: Setting) -> Phase:
-    """The forward pass, with the delayed part of the step before."""
+    """Return the forward pass, with the delayed updates of the step before."""
     m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
     params, state, inputs, delayed = (
         on_ssd(s, "params"),
@@ -73,7 +73,7 @@ def forward(s: Setting) -> Phase:
 
 
 def backward(s: Setting) -> Phase:
-    """The backward pass with the recomputation, and the updates that do not wait."""
+    """Return the backward pass with the recomputation, and the updates that are not delayed."""
     m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
     return Phase(
@@ -87,8 +87,10 @@ def backward(s: Setting) -> Phase:
 
 
 def lanes(s: Setting, phase: Phase) -> dict[str, list[Affine]]:
-    """Seconds that each lane takes for ``phase``: the largest of its rows. On a device that shares the host's cores,
-    computing and the optimizer take turns."""
+    """Return the seconds that each lane takes for ``phase``, as rows whose largest value counts.
+
+    On a device that shares the host's cores, computing and the optimizer take turns.
+    """
     compute = phase.compute_seconds
     update = phase.updated_elements / s.machine.update_elements_per_second
     if s.machine.device_shares_host:
@@ -102,7 +104,10 @@ def lanes(s: Setting, phase: Phase) -> dict[str, list[Affine]]:
 
 
 def other_seconds(s: Setting) -> float:
-    """Of a step, besides its blocks: the head and, between two steps, the update of what stays on the device."""
+    """Return the seconds of a step besides its blocks.
+
+    They are those of the head and, between two steps, of the update of what stays on the device.
+    """
     head = s.micro_batches * s.head_seconds
     elements, bus = s.resident_elements, s.bus
     moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
@@ -110,19 +115,22 @@ def other_seconds(s: Setting) -> float:
 
 
 def waiting(s: Setting) -> float:
-    """The part of a step's gradients that waits for the end of the backward pass."""
+    """Return the fraction of a step's gradients that waits for the end of the backward pass."""
     return 1.0 if s.method.keeps_all_gradients else s.delayed_fraction
 
 
 def on_ssd(s: Setting, what: str) -> Affine:
-    """Of one block."""
+    """Return the bytes of one block's params, optimizer state or gradients (``what``) that live on the SSD."""
     size = {"params": s.param_bytes, "optimizer": s.state_bytes, "gradients": s.grad_bytes}[what]
     return size * (1 - Affine.of(what))
 
 
 def dead_bytes(s: Setting) -> Affine:
-    """Of buffers that gradients may wait in: block inputs that were used, and parameters that the delayed updates will
-    replace. The engine of this version lends the former alone, to delayed updates alone."""
+    """Return the bytes of dead buffers in which gradients may wait.
+
+    These are block inputs that were used, and parameters that the delayed updates will replace. The engine of this
+    version lends only the former, and only to delayed updates.
+    """
     inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
     if not s.method.recycles:
         return Affine() if s.method.keeps_all_gradients else inputs
@@ -130,25 +138,25 @@ def dead_bytes(s: Setting) -> Affine:
 
 
 def waiting_bytes(s: Setting) -> float:
-    """Of the gradients that wait, all blocks together."""
+    """Return the bytes of the gradients that wait, all blocks together."""
     return waiting(s) * s.blocks * s.grad_bytes
 
 
 def host_bytes(s: Setting) -> Affine:
-    """Host memory, at most."""
+    """Return the most host memory that is held."""
     held = _paper_host_bytes(s) if s.method.paper else _host_bytes(s)
     return held + waiting_bytes(s) * (Affine.of("gradients") - Affine.of(RECYCLED))
 
 
 def device_bytes(s: Setting) -> float:
-    """Memory of a separate device, at most. It does not depend on the number of blocks or micro-batches."""
+    """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
     inputs = (2 * DEVICE_SLOTS + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
     return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + s.model.workspace_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
-    """Room that the run takes on the SSDs."""
+    """Return the space that the run takes on the SSDs."""
     method = s.method
     files = method.retain + (1 if method.commit_every == 1 else 2)
     state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
@@ -157,12 +165,12 @@ def ssd_bytes(s: Setting) -> Affine:
 
 
 def written_bytes(s: Setting) -> Affine:
-    """To the SSDs, by one step."""
+    """Return the bytes that one step writes to the SSDs."""
     return s.blocks * (forward(s).written + backward(s).written)
 
 
 def read_bytes(s: Setting) -> Affine:
-    """From the SSDs, by one step."""
+    """Return the bytes that one step reads from the SSDs."""
     return s.blocks * (forward(s).read + backward(s).read)
 
 
@@ -170,28 +178,31 @@ def read_bytes(s: Setting) -> Affine:
 
 
 def _forward_passes(s: Setting) -> float:
-    """Of a block, on the average: the last has none of its own."""
+    """Return the mean number of forward passes of a block: the last block has none of its own."""
     return 1.0 if s.method.paper else (s.blocks - 1) / s.blocks
 
 
 def _spilled(s: Setting) -> Affine:
-    """Inputs of one block that go to the SSD and come back."""
+    """Return the bytes of one block's inputs that go to the SSD and come back."""
     count = max(s.micro_batches - MARGIN_MICRO_BATCHES, 0) if s.method.paper else s.micro_batches
     return count * s.input_bytes * (1 - Affine.of("activations"))
 
 
 def _each_commit(s: Setting) -> float:
-    """Commits per step."""
+    """Return the number of commits per step."""
     return 1 / s.method.commit_every if s.method.commit_every else 0.0
 
 
 def _stored(s: Setting, state: Affine) -> Affine:
-    """Of a block's state, what an update makes the SSD write: what lives there, and at a commit what does not."""
+    """Return the bytes of a block's state that an update writes to the SSD.
+
+    It writes the state that lives there, and at a commit also the rest.
+    """
     return state + _each_commit(s) * (s.state_bytes - state)
 
 
 def _updated(s: Setting) -> Affine:
-    """Of a block's parameters, what an update writes to the SSD."""
+    """Return the bytes of a block's parameters that an update writes to the SSD."""
     return s.trained_param_bytes * (1 - Affine.of("params"))
 
 
@@ -200,7 +211,10 @@ def _all_state_bytes(s: Setting) -> float:
 
 
 def _host_bytes(s: Setting) -> Affine:
-    """The slots of the operation lists, and what stays. A buffer for moving what moves is counted by how much moves."""
+    """Return the host memory of the operation lists' slots, and of what stays.
+
+    A buffer for moving what does not stay is counted in proportion to how much moves.
+    """
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
     rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
@@ -219,8 +233,10 @@ def _host_bytes(s: Setting) -> Affine:
 
 
 def _paper_host_bytes(s: Setting) -> Affine:
-    """Of the paper's engine: two buffers for parameters and two for the part updated at once, two for gradients, three
-    for state."""
+    """Return the host memory of the paper's engine.
+
+    It has two buffers for parameters and two for the part updated at once, two for gradients, three for state.
+    """
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, part = s.micro_batches, max(s.delayed_fraction, 1 - s.delayed_fraction)
     margin = s.blocks * min(m, MARGIN_MICRO_BATCHES) + 2 * max(m - MARGIN_MICRO_BATCHES, 0)

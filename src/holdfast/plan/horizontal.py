@@ -1,7 +1,7 @@
 """The horizontal order: each micro-batch through the whole model, as ordinary accumulation does.
 
-It is the baseline: parameters cross 2M times a step and accumulated gradients 2M-1 times. Gradients of all
-blocks wait for the last micro-batch, so four bytes per parameter are kept, on the host or on the SSD.
+It is the baseline: parameters cross 2M times a step and accumulated gradients 2M-1 times, for M micro-batches.
+Gradients of all blocks wait for the last micro-batch, so four bytes per parameter are kept, on the host or on the SSD.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from .work import Placement, StepShape, Work
 
 
 def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
-    """The operations of one training step in the horizontal order. Every update comes after the norm, so that nothing
-    has to be guessed."""
+    """Return the operations of one training step in the horizontal order.
+
+    Every update comes after the norm, so that nothing has to be guessed.
+    """
     if shape.clipping == "speculate":
         shape = replace(shape, clipping="defer")
     s = Schedule(work=work, placement=placement, shape=shape, keeps_grads=True)
@@ -30,15 +32,18 @@ def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
-    for block in range(s.count):  # in the order in which the next step wants them
+    for block in range(s.count):  # in the order in which the next step needs them
         updates.update_block(s, block, end)
     updates.commit(s)
     return s.finish()
 
 
 def _forward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
-    """One micro-batch of ``block``; without a graph, unless what it holds stays for the backward pass. The last block's
-    input is used at once, on the device."""
+    """Add the forward of one micro-batch of ``block``.
+
+    It has no graph, unless the graph is kept for the backward pass. The last block's input is used at once, on the
+    device.
+    """
     makes = (*((0,) if block == 0 else ()), *((block + 1,) if block + 1 < s.last else ()))
     key = s.compute(
         Key("forward", block, m),
@@ -58,7 +63,7 @@ def _forward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None
 
 
 def _backward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
-    """One micro-batch of ``block``, added to the sum of those before it."""
+    """Add the backward of one micro-batch of ``block``, which adds to the sum of those before it."""
     is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()
     given = (*params.release(s, "backward", block, m), *inputs.used_activations(s, block, m))

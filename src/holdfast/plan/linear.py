@@ -1,7 +1,7 @@
 """The linear program: what stays in host memory, for a given number of micro-batches and delayed fraction.
 
-Least seconds per block, forward and backward, such that each lane has the time for its work and what is held fits.
-Solved by HiGHS, which is imported when it is needed; everything that only evaluates the formulas does without.
+It minimises the seconds per block, forward and backward, such that each lane has the time for its work and everything
+held fits. HiGHS solves it, and is imported only when needed; code that only evaluates the formulas does without.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
 UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)
 
 KEEP = {"params": -1.0, "optimizer": -1.0, "activations": -1e-3}
-"""Of placements that are equally fast, which one the paper's authors take: most in memory."""
+"""Second cost: of equally fast placements, the paper's authors take the one with most in memory."""
 
 CLOSE = 1e-7
-"""Of the seconds, that the second solution may lose to the first."""
+"""Relative loss of seconds that the second solution may have against the first."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A setting with what stays in host memory."""
+    """A setting with the fractions that stay in host memory."""
 
     setting: Setting
     fractions: Mapping[str, float]
-    """On the host, and ``RECYCLED``."""
+    """Fractions on the host, and ``RECYCLED``."""
 
     @cached_property
     def lane_seconds(self) -> dict[str, tuple[float, float]]:
-        """Of one block, forward and backward, that each lane works."""
+        """Seconds that each lane works for one block, forward and backward."""
         forward, backward = (
             formulas.lanes(self.setting, phase(self.setting))
             for phase in (formulas.forward, formulas.backward)
@@ -53,12 +53,12 @@ class Solution:
 
     @property
     def forward_seconds(self) -> float:
-        """Of one block."""
+        """Seconds of the forward pass of one block."""
         return max(forward for forward, _ in self.lane_seconds.values())
 
     @property
     def backward_seconds(self) -> float:
-        """Of one block."""
+        """Seconds of the backward pass of one block."""
         return max(backward for _, backward in self.lane_seconds.values())
 
     @property
@@ -72,7 +72,7 @@ class Solution:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Of a whole step, that each lane works."""
+        """Seconds that each lane works for a whole step."""
         s = self.setting
         busy = {name: s.blocks * sum(seconds) for name, seconds in self.lane_seconds.items()}
         busy[formulas.COMPUTE] += s.micro_batches * s.head_seconds
@@ -83,13 +83,13 @@ class Solution:
         return max(self.busy_seconds, key=self.busy_seconds.__getitem__)
 
     def of(self, formula: Any) -> float:
-        """A formula of ``formulas`` at this solution."""
+        """Evaluate a formula of ``formulas`` at this solution."""
         found = formula(self.setting)
         return found(self.fractions) if isinstance(found, Affine) else found
 
 
 def load_highs() -> ModuleType:
-    """HiGHS. Raises ``BadInput`` if it is not installed."""
+    """Import and return HiGHS. Raises ``BadInput`` if it is not installed."""
     try:
         import highspy
     except ImportError as error:
@@ -102,8 +102,10 @@ def load_highs() -> ModuleType:
 
 
 def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Solution | None:
-    """The best placement, or None if there is none; ``stated`` fractions are as they are. Where several take the same
-    time, the one that wears the SSDs least."""
+    """Return the best placement, or None if there is none; ``stated`` fractions are fixed.
+
+    Of placements that take the same time, it is the one that wears the SSDs least.
+    """
     rows, given = _rows(setting), dict(stated or {})
     if setting.method.paper:
         given |= {"gradients": 1.0, RECYCLED: 1.0}
@@ -117,7 +119,10 @@ def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Soluti
 
 
 def why_none(setting: Setting) -> DoesNotFit:
-    """The error of a setting without a placement: what is too little even if everything that can be is elsewhere."""
+    """Return the error for a setting without a placement.
+
+    It names what is too small even if everything that can be is elsewhere.
+    """
     s, machine = setting, setting.machine
     for needed, have, what, help_ in (
         (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
@@ -146,7 +151,7 @@ def why_none(setting: Setting) -> DoesNotFit:
 
 
 def _rows(s: Setting) -> list[Affine]:
-    """Each at most 0."""
+    """Return the rows of the program, each of which must be at most 0."""
     waits, rows = formulas.waiting_bytes(s), []
     for seconds, phase in ((FORWARD, formulas.forward(s)), (BACKWARD, formulas.backward(s))):
         rows += [row - Affine.of(seconds) for lane in formulas.lanes(s, phase).values() for row in lane]
@@ -162,7 +167,10 @@ def _rows(s: Setting) -> list[Affine]:
 
 
 def _second_cost(s: Setting) -> Mapping[str, float]:
-    """What is least where the time is: bytes written, and read for a hundredth of them."""
+    """Return the cost to minimise among equally fast placements.
+
+    It counts the bytes written, and those read at a hundredth of that.
+    """
     if s.method.paper:
         return KEEP
     moved = formulas.written_bytes(s) + 0.01 * formulas.read_bytes(s)
@@ -171,7 +179,7 @@ def _second_cost(s: Setting) -> Mapping[str, float]:
 
 
 def _unpaid(host_bytes: Affine) -> Affine:
-    """Without what waits in dead buffers: what does not wait in memory needs none."""
+    """Return host memory without what waits in dead buffers: gradients that do not wait in memory need none."""
     return Affine(host_bytes.constant, {k: v for k, v in host_bytes.terms.items() if k != RECYCLED})
 
 
@@ -180,7 +188,7 @@ def _capacity(s: Setting) -> float:
 
 
 def _most_written(s: Setting) -> float:
-    """By one step, for the SSDs to live as long as they must."""
+    """Return the most bytes that one step may write, for the SSDs to live as long as they must."""
     rated = s.machine.ssd_count * s.machine.ssd_rated_bytes
     return rated / s.method.least_steps if s.method.least_steps else inf
 
@@ -188,7 +196,10 @@ def _most_written(s: Setting) -> float:
 def _run(
     rows: Sequence[Affine], cost: Mapping[str, float], given: Mapping[str, float]
 ) -> dict[str, float] | None:
-    """Minimise ``cost`` with every row at most 0, and what is ``given``. None if no values do."""
+    """Minimise ``cost`` with every row at most 0 and the values in ``given`` fixed.
+
+    Returns the values of the unknowns; None if there are none that fit.
+    """
     highs = load_highs()
     program = highs.HighsLp()
     program.num_col_, program.num_row_ = len(UNKNOWNS), len(rows)

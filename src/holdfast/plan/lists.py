@@ -1,7 +1,7 @@
-"""From a plan to the operation lists that the engine runs, and to the simulator's machine.
+"""Converts a plan to the operation lists that the engine runs, and to the simulator's machine.
 
 A model of equal blocks becomes ``Work``, fractions become whole blocks, and a machine's rates become those of the
-mixture of bytes that the list at hand moves.
+mixture of bytes that the list moves.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .vertical import vertical
 from .work import BlockWork, Placement, StepShape, Work
 
 EVALUATION_BATCHES = 8
-"""Micro-batches that an evaluation takes through the blocks together, where there is memory for them."""
+"""Micro-batches that an evaluation takes through the blocks together, if memory allows."""
 
 TRIES = 8
-"""That the linear program is asked with less memory, until whole blocks fit."""
+"""Number of times that the linear program is run with less memory, until whole blocks fit."""
 
 STEPS = 4
-"""That a list is played."""
+"""Number of times that a list is played."""
 
 UPDATE_WORKERS = 2
-"""Of a run, unless it is told; a machine's rate of updates is theirs together."""
+"""Default number of a run's update workers; a machine's rate of updates is that of all of them together."""
 
 COMMIT_SYNCS = 3
-"""One after another, until a commit is durable: the last file, the manifest, the directory."""
+"""Syncs one after another until a commit is durable: the last file, the manifest, the directory."""
 
 
 def work_of(setting: Setting) -> Work:
-    """One step's model, as the engine would measure it."""
+    """Return one step's work, as the engine would measure it."""
     s, method = setting, setting.method
     block = BlockWork(
         elements=s.elements,
@@ -67,7 +67,7 @@ def work_of(setting: Setting) -> Work:
 
 
 def shape_of(setting: Setting) -> StepShape:
-    """Of a step that ends in a commit, if any does."""
+    """Return the shape of a step that ends in a commit, if any step does."""
     method = setting.method
     return StepShape(
         micro_batches=setting.micro_batches,
@@ -79,15 +79,20 @@ def shape_of(setting: Setting) -> StepShape:
 
 
 def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
-    """Whole blocks, rounded down. The last block's own inputs never leave, so inputs are of those before it."""
+    """Return a placement with fractions rounded down to whole blocks.
+
+    The last block's own inputs never leave, so the fraction of inputs is of the blocks before it.
+    """
     rows = {name: max(blocks - (name == "activations"), 1) for name in FRACTIONS}
     down = {name: floor(fractions[name] * count + 1e-6) / count for name, count in rows.items()}
     return Placement.fractions(blocks, **down)
 
 
 def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
-    """What the simulator needs to time ``operations``: where both ways together are faster or slower than in turns,
-    rates are scaled so that these bytes take what they should."""
+    """Return the machine with which the simulator times ``operations``.
+
+    If both ways together are faster or slower than in turns, rates are scaled so that these bytes take the right time.
+    """
     moved, ssd, bus = lane_bytes(operations), ssd_of(profile), bus_of(profile)
     slow_ssd = ssd.slowdown(moved[SSD_READ], moved[SSD_WRITE])
     cores = _Cores.of(profile, operations, moved[SSD_READ] + moved[SSD_WRITE])
@@ -109,11 +114,13 @@ def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
 
 @dataclass(frozen=True)
 class _Cores:
-    """How the host's cores are used by what computes on them. All that the SSD moves is checksummed, on the cores as
-    well: what that takes is added to what they do besides."""
+    """The sharing of the host's cores by computing and updates.
+
+    All that the SSD moves is checksummed on the cores as well; that time is added to their other work.
+    """
 
     shared: bool = False
-    """Computing and updates take turns: computing uses all cores."""
+    """True if computing and updates take turns, because computing uses all cores."""
     slow_compute: float = 1.0
     slow_update: float = 1.0
 
@@ -137,7 +144,7 @@ class _Cores:
 
 
 def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vertical) -> int:
-    """That a run takes, from its list."""
+    """Return the host memory of a run, from its operation list."""
     memory = predict(work_of(setting), placement, shape_of(setting), schedule, EVALUATION_BATCHES)
     return formulas.PROCESS_BYTES + memory.host_bytes
 
@@ -145,16 +152,18 @@ def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vert
 def play(
     setting: Setting, placement: Placement, schedule: MakesOps = vertical, steps: int = STEPS
 ) -> Simulation:
-    """What the simulator makes of a placement, where every guess is right."""
+    """Simulate a placement, with every guess right."""
     operations = as_guessed(schedule(work_of(setting), placement, shape_of(setting)))
     return simulate([operations] * steps, machine_of(setting.machine, operations))
 
 
 def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
-    """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
-    buffer for what partly stays as a part of one. What it is short of is taken off what it counts for the same whole
-    blocks, so that it has to propose others, and it is asked again, with half of that where it has no plan then.
-    Fractions found are of whole blocks.
+    """Return the best plan whose whole blocks and buffers fit, as the operation list counts them.
+
+    The linear program counts a buffer for a kind of which a part stays as that part of a buffer. The shortage is
+    subtracted from the memory that the program counts for the same whole blocks, so that it must propose others, and
+    the program is run again; with half of the subtraction if there is no plan then. Returned fractions are of whole
+    blocks.
 
     ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
@@ -177,7 +186,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
         above, less = less, max(floor(whole.of(formulas.host_bytes)) - over, 1)
     nothing = placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks)
     needed = host_bytes(setting, nothing)
-    if needed <= allowed:  # no plan near the best one was found, and this is one
+    if needed <= allowed:  # no plan near the best one was found, and this one fits
         return _in_whole_blocks(setting, nothing), nothing
     raise DoesNotFit(
         f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
@@ -186,7 +195,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
 
 
 def _in_whole_blocks(setting: Setting, placement: Placement) -> Solution:
-    """What the program makes of ``placement``, with as much of the waiting gradients in dead buffers as can be."""
+    """Return ``placement`` as a solution, with as many waiting gradients in dead buffers as possible."""
     shares, waits = placement.shares, formulas.waiting_bytes(setting)
     part = formulas.dead_bytes(setting)(shares) / waits if waits else 0.0
     return Solution(setting, {**shares, RECYCLED: min(part, shares["gradients"])})

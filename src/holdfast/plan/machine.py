@@ -1,7 +1,6 @@
-"""A machine, as the simulator sees it: how fast each lane is.
+"""A machine as the simulator sees it: the speed of each lane.
 
-Rates are per second. What costs no time (a transfer on a device that computes in host memory) has an
-infinite rate.
+Rates are per second. What costs no time (a transfer on a device that computes in host memory) has an infinite rate.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from math import inf
 from .ops import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op
 
 SSD, BUS, CORES = "ssd", "bus", "cores"
-"""What serves two lanes where they compete."""
+"""Names of the resources that serve two lanes where these compete."""
 
 _SHARES = {SSD_READ: SSD, SSD_WRITE: SSD, UPLOAD: BUS, DOWNLOAD: BUS, COMPUTE: CORES, UPDATE: CORES}
 
@@ -26,19 +25,19 @@ class Machine:
     ssd_read_bytes_per_second: float = inf
     ssd_write_bytes_per_second: float = inf
     upload_bytes_per_second: float = inf
-    """Host to device."""
+    """Rate from host to device."""
     download_bytes_per_second: float = inf
     compute_flop_per_second: float = inf
     update_elements_per_second: float = inf
-    """Of the host optimizer, all its workers together."""
+    """Rate of the host optimizer, all its workers together."""
     commit_seconds: float = 0.0
-    """Publishing a manifest, once its files are synced."""
+    """Seconds to publish a manifest, once its files are synced."""
     shared_ssd: bool = False
-    """Reads and writes compete: only one of them moves at a time. Otherwise each has its full rate always."""
+    """True if reads and writes compete: only one of them moves at a time. Otherwise each always has its full rate."""
     shared_bus: bool = False
-    """Uploads and downloads compete likewise."""
+    """True if uploads and downloads compete in the same way."""
     shared_cores: bool = False
-    """Computing and updates compete likewise: on a CPU they are done by the same cores."""
+    """True if computing and updates compete in the same way: on a CPU the same cores do both."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,20 +60,23 @@ class Machine:
         }
 
     def seconds(self, op: Op) -> float:
-        """How long ``op`` occupies its lane."""
+        """Return how long ``op`` occupies its lane."""
         if op.lane == COMMIT:
             return self.commit_seconds
         amount = op.work if op.lane in (COMPUTE, UPDATE) else op.nbytes
         return amount / self._rates[op.lane]
 
     def by_server(self, busy: Mapping[str, float]) -> dict[str, float]:
-        """Seconds that lanes work, of what serves them: what is shared, works for one lane at a time."""
+        """Return the seconds that each resource works, given those of its lanes.
+
+        A shared resource works for one lane at a time.
+        """
         found: dict[str, float] = {}
         for lane, seconds in busy.items():
             found[self.server(lane)] = found.get(self.server(lane), 0.0) + seconds
         return found
 
     def server(self, lane: str) -> str:
-        """What serves ``lane``: itself, or what it shares."""
+        """Return the resource that serves ``lane``: the lane itself, or the one that it shares."""
         shared = _SHARES.get(lane, lane)
         return shared if getattr(self, f"shared_{shared}", False) else lane

@@ -1,4 +1,4 @@
-"""A measured model as the linear program takes it: equal blocks, each the mean of those that there are."""
+"""A measured model as the linear program takes it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .work import Work
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What the linear program takes a measured model for: equal blocks, each the mean of those that there are."""
+    """Equal blocks, each the mean of the blocks that were measured."""
 
     work: Work
     description: str = "the model at hand"
     tokens: int = 1
     micro_batch: int = 1
     sequence: int = 1
-    """Not known, none of the three; nothing that is chosen depends on them."""
+    """Tokens, micro-batch and sequence are not known; no choice depends on them."""
 
     @property
     def blocks(self) -> int:
@@ -56,13 +56,13 @@ class MeasuredModel:
 
     @property
     def param_bytes_each(self) -> int:
-        """Of one parameter on the device."""
+        """Bytes of one parameter on the device."""
         trained = self._mean("elements")
         return max(round(self._mean("trained_param_bytes") / trained), 1) if trained else 2
 
     @property
     def state_bytes_each(self) -> float:
-        """Of one trained parameter: its master, and the optimizer's state."""
+        """Bytes of one trained parameter's master and optimizer state."""
         trained = self._mean("elements")
         return self._mean("state_bytes") / trained if trained else 0.0
 

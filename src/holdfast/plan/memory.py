@@ -1,8 +1,8 @@
-"""Memory: the most that a schedule can hold, from its list alone.
+"""The most memory that a schedule can hold, from its list alone. Bytes.
 
-Bytes. For each class of buffers that is the sum of its largest, as many as it has slots, which holds for
-lanes of any speed (``slots.py``); and there is what stays for good. ``predict`` is what a budget is checked
-against: an upper bound that a run with a slow SSD reaches.
+For each class of buffers it is the sum of its largest buffers, as many as the class has slots. That holds for lanes of
+any speed (``slots.py``). What stays in memory for good is added. A budget is checked against ``predict``: an upper
+bound that a run with a slow SSD reaches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .vertical import forward_only, vertical
 from .work import Placement, StepShape, Work
 
 MakesOps = Callable[[Work, Placement, StepShape], list[Op]]
-"""A schedule."""
+"""Function that returns the operation list of a schedule."""
 Parts = dict[tuple[str, str], int]
 """Bytes by (place, class of buffer)."""
 CROSSING = (
@@ -41,7 +41,7 @@ class Memory:
     parts: Parts
 
     def at(self, place: str) -> dict[str, int]:
-        """What lies at ``place``, the largest first."""
+        """Return the bytes held at ``place``, by class, the largest first."""
         found = {what: size for (where, what), size in self.parts.items() if where == place and size}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the host's: what a separate device copies from or to, which is pinned."""
+        """Bytes of host memory that is pinned, because a separate device copies from or to it."""
         return sum(size for what, size in self.at("host").items() if what in CROSSING)
 
 
@@ -66,8 +66,10 @@ def predict(
     schedule: MakesOps = vertical,
     evaluation_batches: int = 0,
 ) -> Memory:
-    """What a run of ``schedule`` takes that also evaluates, ``evaluation_batches`` micro-batches at once: at each
-    place, what its steps take or its evaluations, whichever is more. 0 is a run that never evaluates."""
+    """Return the memory of a run of ``schedule`` that also evaluates ``evaluation_batches`` micro-batches at once.
+
+    At each place it is that of the steps or of the evaluations, whichever is more. 0 is a run that never evaluates.
+    """
     training = schedule(work, placement, shape)
     parts = step = buffers(training)
     if evaluation_batches:
@@ -77,7 +79,7 @@ def predict(
 
 
 def _larger(one: Parts, other: Parts) -> Parts:
-    """At each place, that of both which has more there."""
+    """Return, for each place, the part that holds more there."""
 
     def total(parts: Parts, place: str) -> int:
         return sum(size for (where, _), size in parts.items() if where == place)
@@ -87,14 +89,16 @@ def _larger(one: Parts, other: Parts) -> Parts:
 
 
 def _beside(evaluation: Parts, step: Parts, outlasting: set[str]) -> Parts:
-    """An evaluation, with what the step before it still holds."""
+    """Return the memory of an evaluation, with what the step before it still holds."""
     tail = {key: size for key, size in step.items() if key[1] in outlasting}
     return {key: max(evaluation.get(key, 0), tail.get(key, 0)) for key in {**evaluation, **tail}}
 
 
 def _outlasting(ops: list[Op]) -> set[str]:
-    """The classes of buffers that a step may hold when its last computation is over: updates and their writes
-    run beside what comes next."""
+    """Return the classes of buffers that a step may still hold when its last computation is over.
+
+    Updates and their writes run beside what comes next.
+    """
     by_key = {op.key: op for op in ops}
     waiting = [next(op for op in reversed(ops) if op.lane == COMPUTE)]
     over: set[Key] = set()
@@ -107,7 +111,7 @@ def _outlasting(ops: list[Op]) -> set[str]:
 
 
 def buffers(ops: Iterable[Op]) -> Parts:
-    """The most bytes of each class, by (place, class), whatever the speeds of the lanes."""
+    """Return the most bytes of each class, by (place, class), whatever the speeds of the lanes."""
     sizes: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for op in ops:
         for hold in op.takes:
@@ -119,7 +123,7 @@ def buffers(ops: Iterable[Op]) -> Parts:
 
 
 def resident(work: Work, placement: Placement) -> Parts:
-    """What stays for good."""
+    """Return the bytes that stay for good, by (place, what)."""
     device = "host" if work.unified else "device"
 
     def chosen(stays: tuple[bool, ...], size: str) -> int:

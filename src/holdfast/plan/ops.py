@@ -1,19 +1,19 @@
 """Operations: a training step as data.
 
-A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator and counted
-against the traffic formulas. An operation names what it waits for by key, in this step (``needs``) or in an
-earlier one (``needs_previous``: the latest earlier step that had the key, nothing if none had). The list is in
-topological order. Of the operations that are ready for a lane, those of the smallest ``priority`` go first,
-then those of the earlier step, then the earlier in the list.
+A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator and counted against the
+traffic formulas. An operation names what it waits for by key, in this step (``needs``) or in an earlier one
+(``needs_previous``: the latest earlier step that had the key, nothing if none had). The list is in topological order.
+Of the operations that are ready for a lane, those of the smallest ``priority`` go first, then those of the earlier
+step, then the earlier in the list.
 
-Computations run one after another, in list order: each needs the one before it. So sums are added in one
-order whatever arrives first, and an operation that waits for a computation waits for all before it.
+Computations run one after another, in list order: each needs the one before it. So sums are added in one order whatever
+arrives first, and an operation that waits for a computation waits for all before it.
 
-What ranks exchange goes one after another in list order, too, through one step and into the next: all of them have the
-same list, so none waits for what another will not do.
+Exchanges between ranks also run one after another in list order, through one step and into the next. All ranks have the
+same list, so none waits for an exchange that another will not make.
 
-Bytes are exact. ``takes`` and ``gives`` say which buffers live from where to where, so memory is counted
-and bounded from the same list (``slots.py``, ``memory.py``).
+Bytes are exact. ``takes`` and ``gives`` name the operations between which each buffer lives, so memory is counted and
+bounded from the same list (``slots.py``, ``memory.py``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ UPLOAD, DOWNLOAD = "upload", "download"  # host to device, device to host
 UPDATE, COMMIT = "update", "commit"
 EXCHANGE = "exchange"  # between ranks
 LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT, EXCHANGE)
-"""What an operation occupies. Lanes run side by side."""
+"""The resources that operations occupy. Lanes run side by side."""
 
 NOW, SOON, LATER = 0, 1, 2
-"""Priorities: what a computation will wait for; what only an update waits for; what only a commit does."""
+"""Priorities: a computation will wait for it; only an update waits for it; only a commit does."""
 
 
 GUESS = "guess"
-"""The phase of an update that may be done again."""
+"""Phase of an update that may be made again."""
 
 
 class Key(NamedTuple):
-    """Names one operation of a step. ``micro_batch`` is -1 for what happens once per block."""
+    """The name of one operation of a step. ``micro_batch`` is -1 for what happens once per block."""
 
     kind: str
     block: int = -1
@@ -48,8 +48,11 @@ class Key(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A buffer of ``nbytes`` at ``place`` ("host" or "device"). The first element of its name is its class:
-    ``slots`` buffers of a class may be held at once, or any number if 0. A class lies at one place."""
+    """A buffer of ``nbytes`` at ``place`` ("host" or "device").
+
+    The first element of its name is its class: ``slots`` buffers of a class may be held at once, or any number if 0. A
+    class lies at one place.
+    """
 
     name: tuple
     nbytes: int
@@ -64,8 +67,11 @@ class Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. ``nbytes`` is what it moves, ``work`` what it computes: floating-point operations on
-    the compute lane, elements on the update lane."""
+    """One operation.
+
+    ``nbytes`` is what it moves. ``work`` is what it computes: floating-point operations on the compute lane, elements
+    on the update lane.
+    """
 
     key: Key
     lane: str
@@ -77,17 +83,19 @@ class Op:
     gives: tuple[tuple, ...] = ()
     priority: int = NOW
     redo: bool = False
-    """Done only where a guess was wrong (``StepShape.clipping``). Otherwise it is over as soon as its turn comes, moves
-    nothing and takes no memory."""
+    """True for an operation that is done only where a guess was wrong (``StepShape.clipping``).
+
+    Otherwise it is over as soon as its turn comes, moves nothing and takes no memory.
+    """
 
 
 def as_guessed(ops: Iterable[Op]) -> list[Op]:
-    """The same step where every guess was right: what would have been done again takes nothing."""
+    """Return the same step with every guess right: operations that would be made again take nothing."""
     return [replace(op, nbytes=0, work=0.0) if op.redo else op for op in ops]
 
 
 def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
-    """Bytes moved, by (lane, kind of operation)."""
+    """Return the bytes moved, by (lane, kind of operation)."""
     moved: Counter[tuple[str, str]] = Counter()
     for op in ops:
         if op.nbytes:
@@ -96,34 +104,9 @@ def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
 
 
 def lane_bytes(ops: Iterable[Op]) -> Counter[str]:
-    """Bytes moved, by lane."""
+    """Return the bytes moved, by lane."""
     moved: Counter[str] = Counter()
     for op in ops:
         if op.nbytes:
             moved[op.lane] += op.nbytes
     return moved
-
-
-def check(ops: list[Op]) -> None:
-    """Assert what every schedule must satisfy: keys are unique, needs come earlier in the list, previous
-    needs do not, each computation needs the one before it, and every buffer that is taken is given back
-    exactly once."""
-    seen: set[Key] = set()
-    held: set[tuple] = set()
-    computed: Key | None = None
-    for op in ops:
-        assert op.key not in seen, f"{op.key} twice"
-        missing = [key for key in op.needs if key not in seen]
-        assert not missing, f"{op.key} needs {missing}, which come later or never"
-        assert not set(op.needs_previous) & seen, f"{op.key} waits for an earlier step's {op.needs_previous}"
-        if op.lane == COMPUTE:
-            assert computed is None or computed in op.needs, f"{op.key} does not need {computed}"
-            computed = op.key
-        seen.add(op.key)
-        for hold in op.takes:
-            assert hold.name not in held, f"{op.key} takes {hold.name} again"
-            held.add(hold.name)
-        for name in op.gives:
-            assert name in held, f"{op.key} gives {name}, which nobody holds"
-            held.remove(name)
-    assert not held, f"never given back: {held}"

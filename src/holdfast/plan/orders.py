@@ -1,13 +1,12 @@
-"""Orders: which way micro-batches go through a block of the vertical schedule, which blocks are updated late, and
-which are not computed again in the backward pass.
+"""Orders of the vertical schedule: of micro-batches through a block, and which blocks are delayed or not recomputed.
 
-``"plain"`` is ascending everywhere, so that gradients are added as in an ordinary accumulation loop. ``"snake"``
-turns at every block: ascending through even ones, descending through odd ones, forward and backward alike. So
-the last micro-batch of a block is the first of the next, and what flows between the two stays on the device.
-Gradients of odd blocks are then added the other way round.
+``"plain"`` is ascending everywhere, so that gradients are added as in an ordinary accumulation loop. ``"snake"`` turns
+at every block: ascending through even ones, descending through odd ones, forward and backward alike. So the last
+micro-batch of a block is the first of the next, and the tensors between the two stay on the device. Gradients of odd
+blocks are then added in reverse order.
 
-The delayed fraction (``alpha -> delayed_fraction``) is of the blocks: the updates of those it chooses are left to
-the next forward pass, whole and spread evenly over the model.
+The delayed fraction (``alpha -> delayed_fraction``) is of the blocks: the updates of those blocks are left to the next
+forward pass, whole and spread evenly over the model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ORDERS = ("plain", "snake")
 
 
 def micro_batches(shape: StepShape, block: int) -> Sequence[int]:
-    """The micro-batches in the order in which they go through ``block``.
+    """Return the micro-batches in the order in which they go through ``block``.
 
     >>> list(micro_batches(StepShape(micro_batches=3, order="snake"), 1))
     [2, 1, 0]
@@ -30,18 +29,19 @@ def micro_batches(shape: StepShape, block: int) -> Sequence[int]:
 
 
 def input_stays(shape: StepShape, block: int, micro_batch: int) -> bool:
-    """Is what ``block`` takes from the block before still on the device when it is wanted?"""
+    """Return whether the input of ``block`` is still on the device when ``block`` needs it."""
     return shape.order == "snake" and block > 0 and micro_batch == micro_batches(shape, block)[0]
 
 
 def grad_stays(shape: StepShape, block: int, micro_batch: int) -> bool:
-    """Is the gradient of what ``block`` took still on the device when the block before wants it?"""
+    """Return whether the gradient of the block's input is still on the device when the block before needs it."""
     return shape.order == "snake" and block > 0 and micro_batch == micro_batches(shape, block)[-1]
 
 
 def delayed_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
-    """Of ``count`` blocks, those that are updated beside the next forward pass. The last block is the first to be
-    chosen: it is wanted last.
+    """Return for each of ``count`` blocks whether it is updated beside the next forward pass.
+
+    The last block is the first to be chosen, because its parameters are needed last.
 
     >>> delayed_blocks(StepShape(micro_batches=1, delayed_fraction=0.5), 4)
     (False, True, False, True)
@@ -50,8 +50,9 @@ def delayed_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
 
 
 def kept_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
-    """Of ``count`` blocks, those whose activations stay from their forward pass to their backward pass. The last has no
-    forward pass of its own.
+    """Return for each of ``count`` blocks whether its activations stay from its forward to its backward pass.
+
+    The last block has no forward pass of its own.
 
     >>> kept_blocks(StepShape(micro_batches=1, recomputed_fraction=0.75), 5)
     (False, False, False, True, False)

@@ -1,8 +1,8 @@
-"""Placement by budget: what stays in host memory, as far as it fits.
+"""Placement by budget: chooses what stays in host memory, as far as it fits.
 
-Fractions are of the blocks, budgets bytes. What is not asked for is filled in by how much it saves per byte
-kept: parameters (written once, read twice a step for two bytes each), then gradients that wait for clipping,
-then block inputs, and the optimizer's state last, which costs most memory for its traffic.
+Fractions are of the blocks, budgets are bytes. Fractions that are not given are filled in by how much traffic they save
+per byte kept: parameters first (written once, read twice a step for two bytes each), then gradients that wait for
+clipping, then block inputs, and last the optimizer's state, which costs most memory for its traffic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .work import Placement, StepShape, Work
 ORDER = ("params", "gradients", "activations", "optimizer")
 
 STATE_FIRST = ("optimizer", "gradients", "activations", "params")
-"""Of a step of forward passes alone, which reads and writes the state and no working copy."""
+"""Order for a step of forward passes alone, which reads and writes the state and no compute copy."""
 
 
 def choose(
@@ -35,13 +35,11 @@ def choose(
     held_bytes: int = 0,
     order: Sequence[str] = ORDER,
 ) -> Placement:
-    """The placement with the fractions asked for, and the others as large as the budget allows, in this ``order``.
+    """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
     The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
-    micro-batches at once. No budget (None) is no limit.
-
-    Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
-    ``BadInput`` for a fraction that is none.
+    micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
+    ``BadInput`` for a value that is no fraction.
     """
     asked: dict[str, Fraction] = {
         "params": params,
@@ -60,7 +58,7 @@ def choose(
 
 
 class _Search:
-    """Placements of one kind of step, and what they take."""
+    """Placements of one kind of step, and their memory."""
 
     def __init__(
         self,
@@ -86,8 +84,10 @@ class _Search:
         return self.budget is None or self.host_bytes(fractions) <= self.budget
 
     def smallest(self, asked: dict[str, float | None]) -> dict[str, float]:
-        """The least that works with what is asked for. Usually nothing more stays; of few blocks, keeping
-        all may take less than the buffers for moving them."""
+        """Return the fractions of least memory with those that were given.
+
+        Usually nothing more stays. With few blocks, keeping all may take less than the buffers for moving them.
+        """
         fractions = {kind: 0.0 if value is None else value for kind, value in asked.items()}
         for kind in ORDER:
             if asked[kind] is None:
@@ -95,7 +95,7 @@ class _Search:
         return fractions
 
     def largest(self, fractions: dict[str, float], kind: str) -> float:
-        """The largest fraction of ``kind`` that fits beside the others."""
+        """Return the largest fraction of ``kind`` that fits beside the others."""
         if self.fits({**fractions, kind: 1.0}):
             return 1.0
         rows = max(len(self.work.blocks) - (kind == "activations"), 1)
@@ -110,7 +110,7 @@ class _Search:
 
 
 def checked(kind: str, value: Fraction) -> float | None:
-    """A fraction, or None for one to be chosen."""
+    """Return a given fraction, or None for one to be chosen. Raises ``BadInput`` for a value that is neither."""
     if value == "auto":
         return None
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:

@@ -1,7 +1,7 @@
-"""Search: how many micro-batches, and which part of the updates to delay, around the linear program.
+"""Search for the number of micro-batches and the delayed fraction, around the linear program.
 
-More micro-batches hide more I/O behind computing, until they do not. Of the counts that come within ``ENOUGH`` of the
-best, the smallest is chosen: it changes the training least.
+More micro-batches hide more I/O behind computing, up to a point. Of the counts within ``ENOUGH`` of the best, the
+smallest is chosen, because it changes the training least.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .setting import Method, Setting
 MOST_MICRO_BATCHES = 64
 
 ENOUGH = 0.99
-"""Of the tokens per second of the best count."""
+"""Fraction of the best count's tokens per second that is enough."""
 
 PATIENCE = 20
 """Counts tried after tokens per second have grown by less than 1 %."""
@@ -33,7 +33,7 @@ SAME = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is planned for: everything but the number of micro-batches and the delayed fraction."""
+    """The planning problem: everything but the number of micro-batches and the delayed fraction."""
 
     machine: MachineProfile
     model: ModelProfile
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """The best of each number of micro-batches that was tried, and which of them is chosen."""
+    """The best solution for each number of micro-batches that was tried, and the chosen one."""
 
     case: Case
     tried: tuple[Solution, ...]
@@ -65,9 +65,9 @@ def search(
     delayed: float | None = None,
     most: int = MOST_MICRO_BATCHES,
 ) -> Found:
-    """The plan for ``case``; ``micro_batches`` and ``delayed`` are chosen unless given.
+    """Return the plan for ``case``; ``micro_batches`` and ``delayed`` are chosen unless given.
 
-    Raises ``DoesNotFit`` if nothing fits, saying what is too little.
+    Raises ``DoesNotFit``, naming what is too small, if nothing fits.
     """
     check_device(case.setting(micro_batches or 1))
     if micro_batches is not None:
@@ -86,7 +86,7 @@ def search(
 
 
 def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Solution | None:
-    """The best placement and delayed fraction for that many micro-batches; None if nothing fits."""
+    """Return the best placement and delayed fraction for ``micro_batches``; None if nothing fits."""
     if delayed is not None or case.method.delayed is not None:
         return solve(case.setting(micro_batches, delayed or 0.0))
     coarse = _coarse(case, micro_batches)
@@ -99,7 +99,7 @@ def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Sol
 
 
 def check_device(setting: Setting) -> None:
-    """Raises ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
+    """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
     machine, model = setting.machine, setting.model
     needed = formulas.device_bytes(setting)
     if machine.device_shares_host or needed <= machine.device_memory_bytes:
@@ -113,8 +113,11 @@ def check_device(setting: Setting) -> None:
 
 
 def engine_case(case: Case) -> Case:
-    """The same as the engine of this version runs it: gradients that wait have memory of their own, but for those of
-    delayed updates, which do so where block inputs were (and not in the place of stale parameters)."""
+    """Return ``case`` as the engine of this version runs it.
+
+    Gradients that wait have memory of their own there. Only those of delayed updates lie where block inputs were (and
+    none in the place of stale parameters).
+    """
     return replace(case, method=replace(case.method, recycles=False))
 
 
@@ -143,7 +146,7 @@ def _coarse(case: Case, micro_batches: int) -> Solution | None:
 
 
 def _best(solutions: list[Solution]) -> Solution | None:
-    """The fastest, and of equally fast ones the one that delays least."""
+    """Return the fastest solution, and of equally fast ones the one that delays least."""
     if not solutions:
         return None
     fastest = min(s.step_seconds for s in solutions)

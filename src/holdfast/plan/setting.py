@@ -1,6 +1,6 @@
-"""Setting: a model on a machine, trained in one way: all that the formulas of a step need, as numbers.
+"""A setting: a model on a machine, trained in one way, with all numbers for the formulas of a step.
 
-Of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
+Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
 delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.
 """
 
@@ -24,14 +24,14 @@ class Model(Protocol):
     def blocks(self) -> int: ...
     @property
     def block_parameters(self) -> int:
-        """Of one block, frozen ones too."""
+        """Number of parameters of one block, frozen ones included."""
         ...
 
     @property
     def trained_block_parameters(self) -> int: ...
     @property
     def resident_parameters(self) -> int:
-        """Trained ones outside of the blocks."""
+        """Number of trained parameters outside of the blocks."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class Model(Protocol):
     def forward_flop(self) -> float: ...
     @property
     def backward_flop(self) -> float:
-        """With the recomputation."""
+        """Floating-point operations of a block's backward pass, with the recomputation."""
         ...
 
     @property
@@ -57,30 +57,37 @@ class Model(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How the training is done."""
+    """The way of training: clipping, commits, order, and bytes per parameter."""
 
     clipping: Clipping = "none"
-    """``defer``: every update waits for the norm, in the next forward pass; ``speculate``: updates may be undone, so
-    gradients are kept until the norm is known; ``per_block`` moves what ``none`` does."""
+    """The way in which gradients are clipped.
+
+    ``defer``: every update waits for the norm, in the next forward pass. ``speculate``: updates may be undone, so
+    gradients are kept until the norm is known. ``per_block`` moves as many bytes as ``none``.
+    """
     commit_every: int = 1
     """Steps from one commit to the next; 0 is none."""
     retain: int = 2
-    """Newest whole steps kept; 0 is one file of state, written in place."""
+    """Number of newest whole steps kept; 0 is one file of state, written in place."""
     order: Literal["plain", "snake"] = "plain"
     param_bytes: int = 2
-    """Of one parameter on the device."""
+    """Bytes of one parameter on the device."""
     grad_bytes: int = 4
     state_bytes: float = 12
-    """Of one trained parameter: its master, and the optimizer's state."""
+    """Bytes of one trained parameter's master and optimizer state."""
     recycles: bool = True
-    """Gradients that wait do so in buffers that are dead by then, as far as those reach; otherwise those of delayed
-    updates alone do, where block inputs were."""
+    """True if gradients that wait use buffers that are dead by then, as far as these reach.
+
+    Otherwise only those of delayed updates do, in the place of block inputs.
+    """
     paper: bool = False
-    """As in the facts of the paper, for its golden values: the buffers of its authors' engine, four micro-batches of
-    each block's inputs always in host memory, delayed parameters used without being read again; nothing besides the
-    blocks counts."""
+    """True for the engine of the paper's authors, for the paper's golden values.
+
+    It has their buffers, keeps four micro-batches of each block's inputs always in host memory, and uses delayed
+    parameters without reading them again; nothing besides the blocks counts.
+    """
     least_steps: int = 0
-    """That the SSDs must live for; 0 is any number."""
+    """Number of steps that the SSDs must live for; 0 is any number."""
 
     def __post_init__(self) -> None:
         if self.clipping not in CLIPPING:
@@ -93,22 +100,18 @@ class Method:
 
     @property
     def delayed(self) -> float | None:
-        """The delayed fraction, if clipping leaves no choice."""
+        """The delayed fraction, if clipping leaves no choice; otherwise None."""
         return 1.0 if self.clipping == "defer" else None
 
     @property
     def keeps_all_gradients(self) -> bool:
-        """Until the norm is known."""
+        """True if all gradients are kept until the norm is known."""
         return self.clipping in ("defer", "speculate")
-
-
-PAPER = Method(commit_every=0, retain=0, paper=True)
-"""The setting of the golden values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One step, up to where things stay."""
+    """One step, except the placement."""
 
     machine: MachineProfile
     model: Model
@@ -128,22 +131,22 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Number of tokens of one step."""
         return self.micro_batches * self.model.tokens
 
     @property
     def elements(self) -> int:
-        """Trained, of one block."""
+        """Number of trained elements of one block."""
         return self.model.trained_block_parameters
 
     @property
     def param_bytes(self) -> int:
-        """What a pass reads of one block."""
+        """Bytes of one block that a pass reads."""
         return self.model.block_parameters * self.method.param_bytes
 
     @property
     def trained_param_bytes(self) -> int:
-        """What an update writes of it."""
+        """Bytes of one block's parameters that an update writes."""
         return self.elements * self.method.param_bytes
 
     @property
@@ -160,22 +163,22 @@ class Setting:
 
     @property
     def resident_elements(self) -> int:
-        """Of the prologue and epilogue, which stay."""
+        """Number of elements of the prologue and epilogue, which stay."""
         return 0 if self.method.paper else self.model.resident_parameters
 
     @property
     def flop_per_second(self) -> float:
-        """Attained in a run."""
+        """Floating-point operations per second attained in a run."""
         return self.machine.device_flop_per_second / self.machine.compute_factor
 
     @property
     def forward_seconds(self) -> float:
-        """Of one micro-batch through one block."""
+        """Seconds of the forward of one micro-batch through one block."""
         return self.model.forward_flop / self.flop_per_second
 
     @property
     def backward_seconds(self) -> float:
-        """Likewise, with the recomputation."""
+        """Seconds of the backward of one micro-batch through one block, with the recomputation."""
         return self.model.backward_flop / self.flop_per_second
 
     @property
@@ -192,7 +195,7 @@ class Setting:
 
 
 def ssd_of(machine: MachineProfile) -> Duplex:
-    """One is reading, all SSDs together."""
+    """Return the rates of all SSDs together; ``one`` is reading."""
     mixed, count = machine.ssd_mixed_bytes_per_second, machine.ssd_count
     return Duplex(
         one=machine.ssd_read_bytes_per_second * count,
@@ -202,7 +205,7 @@ def ssd_of(machine: MachineProfile) -> Duplex:
 
 
 def bus_of(machine: MachineProfile) -> Duplex:
-    """One is towards the device. What computes in host memory needs none."""
+    """Return the rates of the bus; ``one`` is towards the device. Computing in host memory needs no bus."""
     if machine.device_shares_host:
         return Duplex()
     up, down = machine.upload_bytes_per_second, machine.download_bytes_per_second

@@ -1,10 +1,9 @@
 """The simulator: how long steps take on a machine, what keeps which lane busy, and what memory they hold.
 
-Seconds, bytes. Event-driven and exact for its model: a lane serves one operation at a time, chosen as
-``ops.py`` says. Transfers of the SSD are made of small requests, so there a more urgent operation overtakes
-the one under way. As in the engine, a step is known once the last computation of the step before is over; its
-other operations run beside those of the earlier one. Buffers are taken when an operation starts and given
-back when it ends.
+Seconds, bytes. It is event-driven and exact for its model: a lane serves one operation at a time, chosen as ``ops.py``
+says. Transfers of the SSD consist of small requests, so there a more urgent operation overtakes the one under way. As
+in the engine, a step is known once the last computation of the step before is over; its other operations run beside
+those of the earlier step. Buffers are taken when an operation starts and given back when it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .ops import COMPUTE, LANES, SSD_READ, SSD_WRITE, Hold, Key, Op, traffic
 
 
 class Span(NamedTuple):
-    """One operation on the timeline. What was overtaken lasts longer than it occupied its lane."""
+    """One operation in simulated time. An operation that was overtaken lasts longer than it occupied its lane."""
 
     op: Op
     start: float
@@ -30,13 +29,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was found."""
+    """The result of a simulation."""
 
     machine: Machine
     spans: tuple[Span, ...]
-    """In the order of their ends."""
+    """All operations, in the order of their ends."""
     step_ends: tuple[float, ...]
-    """When each step returns: its last computation is over. Without computations, when all it does is."""
+    """End of each step: of its last computation, or of its last operation if it has no computations."""
     peak: dict[str, int]
     """Most bytes held at once, by place."""
     peak_by_kind: dict[tuple[str, str], int]
@@ -44,30 +43,32 @@ class Simulation:
 
     @property
     def seconds_per_step(self) -> float:
-        """In the steady state: the mean over the later half of the steps."""
+        """Seconds per step in the steady state: the mean over the later half of the steps."""
         last, middle = len(self.step_ends) - 1, (len(self.step_ends) - 1) // 2
         if last == middle:
             return self.step_ends[last]
         return (self.step_ends[last] - self.step_ends[middle]) / (last - middle)
 
     def of_step(self, step: int = -1) -> list[Span]:
-        """The operations of one step; the last one unless told."""
+        """Return the operations of one step, by default of the last."""
         return [span for span in self.spans if span.step == step % len(self.step_ends)]
 
     def busy_seconds(self) -> dict[str, float]:
-        """How long each lane works for the last step."""
+        """Return the seconds that each lane works for the last step."""
         busy = dict.fromkeys(LANES, 0.0)
         for span in self.of_step():
             busy[span.op.lane] += self.machine.seconds(span.op)
         return busy
 
     def traffic(self) -> Counter[tuple[str, str]]:
-        """Bytes that the last step moves, by (lane, kind of operation)."""
+        """Return the bytes that the last step moves, by (lane, kind of operation)."""
         return traffic(span.op for span in self.of_step())
 
     def busiest(self) -> tuple[str, float]:
-        """The lane (or the SSD, where its lanes compete) that works longest for the last step, and how long. No
-        order of the same operations takes less than that."""
+        """Return the lane (or shared resource) that works longest for the last step, and its seconds.
+
+        No order of the same operations takes less than that.
+        """
         return max(self.machine.by_server(self.busy_seconds()).items(), key=lambda item: item[1])
 
     @property
@@ -92,7 +93,7 @@ def simulate(steps: Sequence[Sequence[Op]], machine: Machine) -> Simulation:
 
 
 class _Run:
-    """The state of a simulation at the time ``now``."""
+    """The state of a simulation at a time (``_now``)."""
 
     def __init__(self, steps: Sequence[Sequence[Op]], machine: Machine) -> None:
         self.links, self.memory = _Links(steps), _Memory()
@@ -108,7 +109,7 @@ class _Run:
         self._events: list[tuple[float, int, int]] = []  # end, operation, its server's turn
 
     def start_what_is_ready(self) -> bool:
-        """Let every lane serve its most urgent operation; False if nothing is under way."""
+        """Let every lane serve its most urgent operation; return False if nothing is under way."""
         for index in self._ready:
             self._server_of[index].offer((self.links.ops[index].priority, index), self._seconds[index])
         self._ready = []
@@ -123,7 +124,7 @@ class _Run:
         return bool(self._events)
 
     def end_what_is_next(self) -> None:
-        """Go on to the next end of an operation, and end all that end then."""
+        """Advance to the next end of an operation, and end all operations that end then."""
         self._now = self._events[0][0]
         while self._events and self._events[0][0] == self._now:
             _, index, turn = heapq.heappop(self._events)
@@ -141,7 +142,7 @@ class _Run:
 
 
 class _Links:
-    """Who waits for whom. Operations of all steps have one index, which is also their order of service."""
+    """Dependencies of the operations. Operations of all steps have one index, which is also their order of service."""
 
     def __init__(self, steps: Sequence[Sequence[Op]]) -> None:
         self.ops = [op for operations in steps for op in operations]
@@ -169,7 +170,7 @@ class _Links:
             earlier.update(here)
 
     def over(self, index: int) -> list[int]:
-        """``index`` is over: what waited only for it."""
+        """Note that operation ``index`` is over, and return the operations that waited only for it."""
         ready = []
         for other in self._dependents[index]:
             self.missing[other] -= 1
@@ -179,7 +180,7 @@ class _Links:
 
 
 class _Server:
-    """What serves a lane: one operation at a time."""
+    """A resource that serves one operation of its lanes at a time."""
 
     def __init__(self, preempts: bool) -> None:
         self.turn = 0
@@ -193,7 +194,7 @@ class _Server:
         heapq.heappush(self._waiting, (rank, seconds))
 
     def serve(self, now: float) -> int | None:
-        """Begin (or go on with) the most urgent operation; returns it if it was not the one under way."""
+        """Begin (or continue) the most urgent operation; return it if it was not the one under way."""
         if not self._waiting:
             return None
         if self._current is not None:
@@ -210,7 +211,7 @@ class _Server:
 
 
 class _Memory:
-    """Buffers held, and the most that ever were."""
+    """The buffers held, and the most bytes ever held."""
 
     def __init__(self) -> None:
         self.peak: Counter[str] = Counter()

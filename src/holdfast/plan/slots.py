@@ -1,10 +1,9 @@
-"""Slots: how a schedule's memory stays bounded.
+"""Slots: the dependencies that keep a schedule's memory bounded.
 
-A schedule says what each operation produces and consumes, and how many buffers a class may have
-(``Hold.slots``). ``with_slots`` turns that into dependencies: in list order, take number i of a class waits
-for give number i - slots, of this step or of the previous one. So each buffer taken beyond ``slots`` is
-matched with one given back: whatever the speeds of the lanes, no more are ever held, and the bound of
-``memory.py`` needs no simulation.
+A schedule says what each operation produces and consumes, and how many buffers a class may have (``Hold.slots``).
+``with_slots`` turns that into dependencies: in list order, take number i of a class waits for give number i - slots, of
+this step or of the previous one. So each buffer taken beyond ``slots`` is matched with one given back. No more are ever
+held, whatever the speeds of the lanes, and the bound of ``memory.py`` needs no simulation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from .ops import Hold, Key, Op
 
 AS_LISTED = -1
-"""As many slots as a class holds at once if its operations run one after another, in list order."""
+"""Number of slots that a class holds at once if its operations run one after another, in list order."""
 
 
 @dataclass
@@ -29,10 +28,9 @@ class _Class:
 
 
 def with_slots(ops: Sequence[Op]) -> list[Op]:
-    """``ops`` with the dependencies that keep every class of buffers within its slots.
+    """Return ``ops`` with the dependencies that keep every class of buffers within its slots.
 
-    What a buffer waits for must come before it in the list; a schedule for which that is not so needs more
-    slots.
+    The operation that a buffer waits for must come before it in the list; a schedule that breaks this needs more slots.
     """
     ops = _counted(ops)
     needs: dict[int, list[Key]] = {}
@@ -47,7 +45,7 @@ def with_slots(ops: Sequence[Op]) -> list[Op]:
 
 
 def _counted(ops: Sequence[Op]) -> Sequence[Op]:
-    """The same, where ``AS_LISTED`` has become a number."""
+    """Return ``ops`` with ``AS_LISTED`` replaced by a number."""
     counted = {hold.kind for op in ops for hold in op.takes if hold.slots == AS_LISTED}
     if not counted:
         return ops

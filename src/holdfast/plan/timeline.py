@@ -8,17 +8,17 @@ from .ops import LANES
 from .simulate import Simulation, Span
 
 SHADES = " .:-=+*#"
-"""By how much of its time a column's lane is busy, in eighths; a lane that is busy all the time has the last."""
+"""Characters for the busy fraction of a column, in eighths; the last is for a lane that is busy all the time."""
 
 
 def window(found: Simulation) -> tuple[float, float]:
-    """From the end of the step before the last to the end of the last: one step of the steady state."""
+    """Return the start and end of the last step: one step of the steady state."""
     ends = found.step_ends
     return (ends[-2] if len(ends) > 1 else 0.0), ends[-1]
 
 
 def busy_columns(found: Simulation, columns: int) -> dict[str, list[float]]:
-    """For each lane that works, the part of each column of ``window`` that it is busy."""
+    """Return, for each lane that works, the busy fraction of each column of ``window``."""
     start, stop = window(found)
     width = (stop - start) / columns
     busy = {lane: [0.0] * columns for lane in LANES}
@@ -31,14 +31,14 @@ def busy_columns(found: Simulation, columns: int) -> dict[str, list[float]]:
 
 
 def text_timeline(found: Simulation, columns: int = 72) -> list[str]:
-    """A line per lane, darker where it is busier."""
+    """Return a line per lane, darker where it is busier."""
     drawn = busy_columns(found, columns)
     names = max(map(len, drawn), default=0)
     return [f"{lane:<{names}} |{''.join(map(_shade, parts))}|" for lane, parts in drawn.items()]
 
 
 def chrome_trace(runs: dict[str, Simulation]) -> dict[str, Any]:
-    """All spans of several simulations, each a process with a thread for each lane. Microseconds."""
+    """Return all spans of several simulations as a trace: a process each, a thread for each lane. Microseconds."""
     events: list[dict[str, Any]] = []
     for process, (name, found) in enumerate(runs.items()):
         events.append(_named("process_name", process, 0, name))

@@ -1,7 +1,7 @@
-"""Tuner: the steps from one base to the next, followed while a run goes on.
+"""The tuner: adapts the number of steps between snapshots while a run continues.
 
-It is told what the training thread waits for, what is written and how fast, and asks ``cadence.optimum`` again when
-that has changed. Pure: the clock is whoever tells it. Seconds, bytes.
+It receives how long the training thread waits, how much is written and how fast, and runs ``cadence.optimum`` again
+when that has changed. Pure: it reads no clock; callers pass times. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from .estimates import Estimates
 from .waste import HOUR, Measured
 
 FIRST_STEPS = 100
-"""From one base to the next before anything was measured. Replay takes a fraction of training, so that costs a few
-steps' time after a failure, and a base that takes as long as several steps is spread over a hundred."""
+"""Steps between snapshots before anything was measured.
+
+Replay takes a fraction of training, so this costs a few steps' time after a failure. A snapshot that takes as long as
+several steps is spread over a hundred.
+"""
 
 WARM_STEPS = 10
-"""Until a step's time is believed."""
+"""Steps until a step's time is believed."""
 
 ENOUGH = 1.07
-"""By which factor the optimum must have moved for another number to be taken."""
+"""Factor by which the optimum must have moved for another number to be taken."""
 
 KEEP = 0.6
-"""The weight that an observation leaves to those before. Bases are rare: a machine that has changed shows in a few."""
+"""Weight that an observation leaves to those before. Snapshots are rare: a changed machine shows after a few."""
 
 COPY_BYTES_PER_SECOND = 4 * GiB
-"""Believed of copies in host memory until one was timed."""
+"""Rate believed of copies in host memory until one was timed."""
 
 BASE_BYTES_PER_STEP = 64 * MiB
-"""Of a base, that a Checkpointer copies at the end of one step."""
+"""Bytes of a snapshot that a Checkpointer copies at the end of one step."""
 
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
-"""Believed as firmly as one failure seen, until there are restarts."""
+"""Mean time believed as firmly as one observed failure, until there are restarts."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Another number of steps, and why."""
+    """Another number of steps, and the reason."""
 
     steps: int
     was: int
@@ -52,7 +55,7 @@ class Change:
 
 
 class Tuner:
-    """Chooses ``steps``, unless they were ``told``."""
+    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``)."""
 
     def __init__(self, told: int | None, limits: Limits, prior: Measured) -> None:
         self.steps = told or FIRST_STEPS
@@ -67,14 +70,15 @@ class Tuner:
 
     @property
     def measured(self) -> Measured:
-        """What is believed now."""
+        """The current estimates."""
         believed = replace(self._estimates.measured, **self._sizes)
         if not self._replay_seen:  # an optimizer takes about a tenth of a step
             believed = replace(believed, replay_seconds=believed.step_seconds / 10)
         return believed
 
     def stepped(self, seconds: float, record_stall: float) -> None:
-        """A step was trained in so many ``seconds``, besides which the training thread waited for its record."""
+        """Note that a step was trained in ``seconds``; the training thread waited ``record_stall`` for its log
+        record."""
         self._num_steps += 1
         self._steps_since += 1
         self._seconds += max(seconds, 0.0)
@@ -83,19 +87,22 @@ class Tuner:
         self._asked = self._asked or self._num_steps == WARM_STEPS
 
     def based(self, nbytes: int, steps: int, stall: float) -> None:
-        """A base of ``nbytes`` is published, for whose copies, at the ends of so many ``steps``, training waited."""
+        """Note that a snapshot of ``nbytes`` is published.
+
+        It was copied at the ends of ``steps`` steps, for which training waited ``stall`` seconds.
+        """
         self._sizes["full_bytes"] = nbytes
         self._estimates.saw("base_stall_seconds", stall)
         self._estimates.saw("base_steps", max(steps, 1))
         self._asked = True
 
     def wrote(self, nbytes: int, seconds: float) -> None:
-        """So much, in so long."""
+        """Note that ``nbytes`` were written in ``seconds``."""
         if nbytes and seconds > 0:
             self._estimates.saw("write_bytes_per_second", nbytes, seconds)
 
     def replayed(self, nbytes: int, read_seconds: float, num_records: int, replay_seconds: float) -> None:
-        """What a resume took."""
+        """Note the costs of a resume."""
         if nbytes and read_seconds > 0:
             self._estimates.saw("read_bytes_per_second", nbytes, read_seconds)
         if num_records:
@@ -103,14 +110,14 @@ class Tuner:
             self._replay_seen = True
 
     def restarted(self, seconds: float, times: int) -> None:
-        """Before this process the run was begun again so many ``times``, in so many ``seconds``."""
+        """Note that the run was restarted ``times`` times before this process, in ``seconds``."""
         self._estimates.ran(max(seconds, 0.0), times)
 
     def records_are(self, nbytes: int) -> None:
         self._sizes["record_bytes"] = nbytes
 
     def retuned(self) -> Change | None:
-        """Another number of steps, if a base or the first steps have shown that it is better by enough."""
+        """Return another number of steps, if a snapshot or the first steps have shown that it is better by enough."""
         if not self._asked or self._told:
             return None
         self._asked = False
@@ -129,7 +136,7 @@ class Tuner:
         return Change(steps, was, () if best is None else best.binding, relaxed, measured)
 
     def _best(self, measured: Measured) -> tuple[Optimum | None, tuple[str, ...]]:
-        """The optimum under as many of the limits as can be kept. Storage is kept to always."""
+        """Return the optimum under as many of the limits as can be kept. Storage is always kept."""
         for relaxed, limits in _relaxations(self.limits):
             try:
                 return optimum(measured, limits), relaxed
@@ -138,13 +145,13 @@ class Tuner:
         return None, ("bandwidth share",)
 
     def _allowed(self, best: Optimum) -> bool:
-        """Whether the present steps keep to the limits."""
+        """Return whether the present steps keep the limits."""
         found = [bound for bound in bounds(best.measured, best.limits) if bound.axis == "steps"]
         return all(self.steps >= bound.value if bound.low else self.steps <= bound.value for bound in found)
 
 
 def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float) -> Measured:
-    """What is believed of a run of which a first base has been written and nothing else is known."""
+    """Return the estimates for a run of which a first snapshot has been written and nothing else is known."""
     return Measured(
         step_seconds=1.0,
         full_bytes=full_bytes,
@@ -159,7 +166,7 @@ def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_p
 
 
 def _rarest(measured: Measured, limits: Limits) -> int:
-    """The most steps that recovery and storage allow: for a disk that records alone are too much for."""
+    """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
     most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
     return int(max(1, min(MOST_STEPS, *most)))
 

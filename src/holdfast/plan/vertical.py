@@ -1,13 +1,12 @@
 """The vertical order: all micro-batches of a block, then the next block.
 
-Parameters cross to the device twice a step and gradients once, whatever the number of micro-batches; in
-exchange the tensors between blocks travel (GreedySnake's vertical scheduling). The last block is not run in
-the forward pass: its forward, the epilogue, the loss and its backward run for one micro-batch before the
-next, so logits exist once.
+Parameters cross to the device twice a step and gradients once, whatever the number of micro-batches; in exchange the
+tensors between blocks travel (GreedySnake's vertical scheduling). The last block is not run in the forward pass: its
+forward, the epilogue, the loss and its backward run for one micro-batch before the next, so logits exist once.
 
-Which way micro-batches go through a block, and which blocks are updated beside the next forward pass, is in
-``orders.py``. Delayed updates are the last operations of their own step's list, the block that the next step
-wants first before the others: nothing has to be told that they are still to come.
+``orders.py`` decides in which order micro-batches go through a block, and which blocks are updated beside the next
+forward pass. Delayed updates are the last operations of their own step's list; the block that the next step needs first
+comes first. So the next step needs no information about them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .work import Placement, StepShape, Work
 
 
 def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
-    """The operations of one training step in the vertical order."""
+    """Return the operations of one training step in the vertical order."""
     s = Schedule(
         work=work,
         placement=placement,
@@ -44,7 +43,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
             updates.update_block(s, block)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
-    for block in filter(s.waits, range(s.count)):  # in the order in which the next step wants them
+    for block in filter(s.waits, range(s.count)):  # in the order in which the next step needs them
         if s.guesses(block):
             updates.redo_block(s, block, end)
         else:
@@ -54,7 +53,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
 
 
 def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
-    """The operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
+    """Return the operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
     shape = StepShape(micro_batches=shape.micro_batches)
     s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
     there = params.load(s, "evaluate", 0)
@@ -65,7 +64,7 @@ def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]
 
 
 def commit_only(work: Work, placement: Placement) -> list[Op]:
-    """The operations that make the present state a commit: what stays in host memory is written."""
+    """Return the operations that commit the present state: what stays in host memory is written."""
     s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1))
     for block in range(s.count):
         if placement.optimizer[block]:
@@ -76,8 +75,11 @@ def commit_only(work: Work, placement: Placement) -> list[Op]:
 
 
 def _forward(s: Schedule, block: int, phase: str, uploaded: tuple[Key, ...]) -> None:
-    """All micro-batches of ``block``; without a graph, unless what it holds stays for the backward pass. An evaluation
-    keeps an input only until it is used."""
+    """Add the forward of all micro-batches of ``block``.
+
+    They have no graph, unless the graph is kept for the backward pass. An evaluation keeps an input only until it is
+    used.
+    """
     training, is_last, order = phase == "forward", block == s.last, micro_batches(s.shape, block)
     makes = (*((0,) if training and block == 0 else ()), *(() if is_last else (block + 1,)))
     flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
@@ -109,8 +111,10 @@ def _forward(s: Schedule, block: int, phase: str, uploaded: tuple[Key, ...]) -> 
 
 
 def _backward(s: Schedule, block: int, uploaded: tuple[Key, ...]) -> None:
-    """All micro-batches of ``block``: recompute, unless what is needed of that has stayed, backward, accumulate. The
-    last block runs forward, epilogue and loss first, and then all losses are known."""
+    """Add the backward of all micro-batches of ``block``: recompute (unless kept), backward, accumulate.
+
+    The last block runs forward, epilogue and loss first, and then all losses are known.
+    """
     is_last, order = block == s.last, micro_batches(s.shape, block)
     flop = s.backward_work(block) + (s.work.head_flop if is_last else 0.0)
     for m in order:
@@ -141,8 +145,10 @@ def _backward(s: Schedule, block: int, uploaded: tuple[Key, ...]) -> None:
 
 
 def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
-    """What a backward computation waits for, and what it uses up. The only block of a model of one has the
-    prologue's output on the device."""
+    """Return what a backward computation needs, and the buffers that it gives back.
+
+    In a model of one block, the block has the prologue's output on the device.
+    """
     needs: tuple[Key, ...] = ()
     given: tuple[tuple, ...] = ()
     if s.count > 1:

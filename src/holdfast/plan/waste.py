@@ -1,12 +1,12 @@
-"""Waste: what failures, and being ready for them, cost of an hour of training.
+"""Waste: the part of an hour of training that failures, and preparing for them, cost.
 
-After Young, Daly and LowDiff. More bases cost stalls and bandwidth all the time; fewer make every recovery replay
-more. Counted are the seconds of a wall-clock hour that do not end as kept training, with stalls as *measured* on
-the training thread: what is written in the background costs what training loses by it, not its bytes over the
-bandwidth. Failures are Poisson in wall-clock time, in recovery too. Seconds, bytes.
+After Young, Daly and LowDiff. More snapshots cost stalls and bandwidth all the time; fewer make every recovery replay
+more. Counted are the seconds of a wall-clock hour that do not end as kept training. Stalls are *measured* on the
+training thread: a background write costs what training loses by it, not its bytes over the bandwidth. Failures are
+Poisson in wall-clock time, in recovery too. Seconds, bytes.
 
-Of LowDiff: M -> mean_seconds_between_failures, S / W -> base_stall_seconds, R_F -> full_bytes / read_bytes_per_second,
-R_D -> replay_write_seconds, 1/f -> steps between bases, b -> records per write.
+Symbols of LowDiff: M -> mean_seconds_between_failures, S / W -> base_stall_seconds, R_F -> full_bytes /
+read_bytes_per_second, R_D -> replay_write_seconds, 1/f -> steps between snapshots, b -> log records per write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
 
 
 class Cadence(NamedTuple):
-    """Steps from one base to the next, and records of steps per write."""
+    """Steps from one snapshot to the next, and log records (one per step) per write."""
 
     steps: int
     records: int
@@ -30,33 +30,33 @@ class Cadence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run was measured to take."""
+    """The measured costs of a run."""
 
     step_seconds: float
-    """Of training alone, with nothing recorded."""
+    """Seconds of training alone, with nothing recorded."""
     full_bytes: int
-    """Of a base."""
+    """Bytes of a snapshot."""
     record_bytes: int
     write_bytes_per_second: float
     read_bytes_per_second: float
     base_stall_seconds: float
-    """That the training thread waits for one base, over all the steps at whose ends a part of it is copied."""
+    """Seconds that the training thread waits for one snapshot, over all the steps at whose ends a part is copied."""
     base_steps: int = 1
-    """Those steps."""
+    """Number of steps over which a snapshot is copied."""
     write_stall_seconds: float = 0.0
-    """That the training thread waits for one write of records."""
+    """Seconds that the training thread waits for one write of log records."""
     record_stall_seconds: float = 0.0
-    """That the training thread waits in every step, such as for the copy of what goes into the record."""
+    """Seconds that the training thread waits in every step, such as for copies into the log record."""
     sync_seconds: float = 0.0
-    """Of one write of records, besides what its bytes take."""
+    """Seconds of one write of log records, besides those for its bytes."""
     write_slowdown: float = 0.0
     """Seconds that training loses in the background for each second of writing."""
     replay_seconds: float
-    """To apply one record. Reading it goes on beside that."""
+    """Seconds to apply one log record. Reading it happens beside that."""
     replay_write_seconds: float = 0.0
-    """In replay, for each write whatever it holds."""
+    """Seconds of replay for each write, whatever it holds."""
     restart_seconds: float = 60.0
-    """From the failure to the beginning of the load."""
+    """Seconds from the failure to the beginning of the load."""
     mean_seconds_between_failures: float = 24 * HOUR
 
     def __post_init__(self) -> None:
@@ -77,30 +77,33 @@ class Measured:
 
     @property
     def load_seconds(self) -> float:
-        """Until all of a base is of one step: half of it, on the average, takes the records since its first part."""
+        """Seconds until all of a snapshot is of one step.
+
+        On the average half of the snapshot takes the log records since its first part.
+        """
         record = max(self.replay_seconds / 2, self.record_bytes / self.read_bytes_per_second)
         return self.full_bytes / self.read_bytes_per_second + (self.base_steps - 1) * record
 
     def write_seconds(self, records: int) -> float:
-        """Until a write of so many is durable."""
+        """Return the seconds until a write of ``records`` log records is durable."""
         return self.sync_seconds + records * self.record_bytes / self.write_bytes_per_second
 
 
 @dataclass(frozen=True)
 class Waste:
-    """Seconds of a wall-clock hour, expected, that do not end as kept training."""
+    """Expected seconds of a wall-clock hour that do not end as kept training."""
 
     lost: float
-    """Done, and not yet durable when a failure came."""
+    """Training that was done and not yet durable when a failure came."""
     restart: float
     load: float
     replay: float
     base_stall: float
-    """The training thread waiting for bases, failures or not."""
+    """The training thread waiting for snapshots, failures or not."""
     record_stall: float
-    """Likewise for records and their writes."""
+    """The training thread waiting for log records and their writes, failures or not."""
     contention: float
-    """Training slower for what is written in the background, or held to the pace of the disk."""
+    """Training slower because of background writes, or held to the pace of the disk."""
 
     @property
     def total(self) -> float:
@@ -108,7 +111,7 @@ class Waste:
 
 
 def waste(measured: Measured, cadence: Cadence) -> Waste:
-    """What ``cadence`` costs. A base cuts the group of records under way short.
+    """Return the cost of ``cadence``. A snapshot ends the current group of log records early.
 
     Exact to the first order in (recovery / time between failures), and with repeated failures in recovery.
     """
@@ -136,7 +139,7 @@ def waste(measured: Measured, cadence: Cadence) -> Waste:
 
 
 def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
-    """Seconds per step: stall for bases, stall for records, contention."""
+    """Return the seconds per step of stalls for snapshots, of stalls for log records, and of contention."""
     m, (steps, records) = measured, cadence
     writes = ceil(steps / records) / steps
     base_stall = m.base_stall_seconds / steps
@@ -148,8 +151,10 @@ def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
 
 
 def closed_form(measured: Measured) -> tuple[float, float]:
-    """Steps between bases and records per write, as real numbers: the optimum where failures are rare, the disk
-    keeps pace and nothing limits. Where only ``replay_write_seconds`` counts it is that of LowDiff:
+    """Return the optimum as real numbers: steps between snapshots, and log records per write.
+
+    It holds where failures are rare, the disk keeps pace and nothing limits. Where only ``replay_write_seconds``
+    counts, it is that of LowDiff:
 
     >>> m = Measured(
     ...     step_seconds=0.1, full_bytes=1_500_000_000, record_bytes=0, write_bytes_per_second=5e8,
@@ -174,7 +179,7 @@ def closed_form(measured: Measured) -> tuple[float, float]:
 
 
 def recovery_seconds(measured: Measured, cadence: Cadence) -> float:
-    """Longest load and replay. A failure while a base was made puts that base off."""
+    """Return the longest load and replay. A failure while a snapshot is made puts that snapshot off."""
     m = measured
     longest = cadence.steps + m.base_steps - 1
     replay = longest * m.replay_record_seconds + ceil(longest / cadence.records) * m.replay_write_seconds
@@ -182,22 +187,27 @@ def recovery_seconds(measured: Measured, cadence: Cadence) -> float:
 
 
 def storage_bytes(measured: Measured, cadence: Cadence, retain: int = 2) -> int:
-    """Most bytes of bases, one of them being made, and of records since the oldest."""
+    """Return the most bytes of snapshots, one of them being made, and of log records since the oldest."""
     spread = measured.base_steps - 1
     num_records = retain * (cadence.steps + spread) + spread
     return (retain + 1) * measured.full_bytes + num_records * measured.record_bytes
 
 
 def host_bytes(measured: Measured, cadence: Cadence) -> int:
-    """That a Checkpointer has to be given: for the records that wait and as many that are written, and a quarter of it,
-    or what is copied of a base in one step if that is more, for the base."""
+    """Return the host memory that a Checkpointer needs.
+
+    It holds the log records that wait and as many that are being written. For the snapshot it holds a quarter of the
+    whole, or the part of a snapshot that one step copies, if that is more.
+    """
     records = 2 * cadence.records * measured.record_bytes
     return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
 
 
 def _at_a_failure(measured: Measured, cadence: Cadence) -> tuple[float, float]:
-    """Steps that are in no full group, and seconds to replay those that are, on the average over the interval between
-    two bases. The last group of it may hold fewer than the others."""
+    """Return the steps in no full group, and the seconds to replay the others, when a failure comes.
+
+    Both are means over the interval between two snapshots. The last group of it may hold fewer than the others.
+    """
     m, (steps, records) = measured, cadence
     groups, rest = divmod(steps, records)
     lost_steps = (groups * records**2 + rest**2) / (2 * steps)

@@ -1,7 +1,7 @@
-"""Work: what a model's step consists of, as numbers; and where its bytes live.
+"""Work: the numbers that describe a step of a model, and the places of its bytes.
 
-Sizes are bytes as they are moved, page-rounded where the SSD is concerned, so that traffic computed from
-them is exact. ``Work`` is what the engine measures from a model.
+Sizes are bytes as they are moved, rounded to pages where the SSD is concerned, so that traffic computed from them is
+exact. ``Work`` is what the engine measures from a model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Clipping = Literal["none", "defer", "speculate", "per_block"]
-"""When updates know the factor that clips their gradients (``docs/schedule.md``)."""
+"""The time at which updates know the factor that clips their gradients (``docs/schedule.md``)."""
 
 CLIPPING = ("none", "defer", "speculate", "per_block")
 
@@ -20,39 +20,41 @@ class BlockWork:
     """One block of the model."""
 
     elements: int
-    """Trained parameters that this process updates."""
+    """Number of trained parameters that this process updates."""
     param_bytes: int
-    """The whole working copy in the compute dtype: what a forward or backward pass reads."""
+    """Bytes of the whole compute copy, which a forward or backward pass reads."""
     trained_param_bytes: int
-    """The part of it that an update rewrites, by this process."""
+    """Bytes of the compute copy that an update by this process rewrites."""
     state_bytes: int
-    """Master parameters and optimizer state: the whole file, and the buffer that holds it."""
+    """Bytes of master parameters and optimizer state: the whole file, and the buffer that holds it."""
     grad_bytes: int
-    """Accumulated gradients, fp32, of the whole block."""
+    """Bytes of the accumulated fp32 gradients of the whole block."""
     param_share_bytes: int | None = None
-    """Of several ranks, what this one keeps and reads of the working copy; None is all of it."""
+    """Bytes of the compute copy that this rank, of several, keeps and reads; None is all of it."""
     param_gather_bytes: int = 0
-    """What the others send of it."""
+    """Bytes of the compute copy that the other ranks send."""
     grad_share_bytes: int | None = None
-    """The part of the gradients that this rank updates with; None is all of them."""
+    """Bytes of the gradients that this rank updates with; None is all of them."""
     grad_reduce_bytes: int = 0
-    """What the others send of theirs."""
+    """Bytes of their gradients that the other ranks send."""
     forward_flop: float = 0.0
     """Floating-point operations of one forward pass of one micro-batch."""
     backward_flop: float | None = None
-    """Of a backward pass with its recomputation; None is three times as many."""
+    """Floating-point operations of a backward pass with its recomputation; None is three times ``forward_flop``."""
     activation_bytes: int = 0
-    """What a forward pass of one micro-batch leaves for a backward pass that does not compute it again, besides the
-    block's input and parameters. In device memory. Measured."""
+    """Bytes that a forward pass of one micro-batch leaves for a backward pass without recomputation.
+
+    They do not include the block's input and parameters. In device memory. Measured.
+    """
 
     @property
     def kept_param_bytes(self) -> int:
-        """What this process keeps and reads of the working copy."""
+        """Bytes of the compute copy that this process keeps and reads."""
         return self.param_bytes if self.param_share_bytes is None else self.param_share_bytes
 
     @property
     def kept_grad_bytes(self) -> int:
-        """What this process updates with."""
+        """Bytes of the gradients that this process updates with."""
         return self.grad_bytes if self.grad_share_bytes is None else self.grad_share_bytes
 
     @property
@@ -67,39 +69,44 @@ class Work:
 
     blocks: tuple[BlockWork, ...]
     input_bytes: int
-    """What flows between two blocks for one micro-batch."""
+    """Bytes that flow between two blocks for one micro-batch."""
     resident_state_bytes: int
-    """Master parameters and optimizer state of the prologue and epilogue, in host memory: the whole file."""
+    """Bytes of the resident master parameters and optimizer state, in host memory: the whole file."""
     resident_param_bytes: int
-    """Their working copy, on the device."""
+    """Bytes of the resident compute copy, on the device."""
     resident_elements: int
     unified: bool
-    """The device computes in host memory (a CPU): moves between the two hand a buffer over."""
+    """True if the device computes in host memory (a CPU): moves between the two hand a buffer over."""
     ranks: int = 1
-    """Processes that train together, each with its share of all state: working copies are gathered for every pass, and
-    gradients are summed over them."""
+    """Number of processes that train together, each with its shard of all state.
+
+    Compute copies are gathered for every pass, and gradients are summed over the ranks.
+    """
     head_flop: float = 0.0
-    """Prologue, epilogue and loss of one micro-batch, forward and backward."""
+    """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
     resident_grad_bytes: int = 0
-    """Accumulated gradients of the prologue and epilogue, on the device."""
+    """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
     resident_grad_share_bytes: int = 0
-    """Of several ranks, what this one updates with."""
+    """Bytes of the resident gradients that this rank, of several, updates with."""
     resident_gather_bytes: int = 0
-    """What the others send of the resident working copy, and ..."""
+    """Bytes of the resident compute copy that the other ranks send."""
     resident_reduce_bytes: int = 0
-    """... of its gradients."""
+    """Bytes of the resident gradients that the other ranks send."""
     resident_trained_param_bytes: int = 0
-    """The part of their working copy that an update rewrites; matters only to the zeroth-order step."""
+    """Bytes of the resident compute copy that an update rewrites; used only by the zeroth-order step."""
     update_bytes: int = 0
-    """What updates take besides state, gradients and copies, in host memory: of optimizers that need whole tensors."""
+    """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
     workspace_bytes: int = 0
-    """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
-    held: activations between the block's input and its output. In device memory. Measured."""
+    """The most memory that computing one micro-batch of one block, or the epilogue, takes besides what is listed.
+
+    It holds the activations between the block's input and its output. In device memory. Measured.
+    """
 
 
 def spread(count: int, fraction: float) -> tuple[bool, ...]:
-    """Which of ``count`` blocks make up ``fraction`` of them, spread evenly so that every lane sees an even
-    load. The last block is the first to be chosen.
+    """Return for each of ``count`` blocks whether it is among the chosen ``fraction`` of them.
+
+    They are spread evenly, so that every lane sees an even load. The last block is the first to be chosen.
 
     >>> spread(4, 0.5), spread(4, 0.25)
     ((False, True, False, True), (False, False, False, True))
@@ -109,12 +116,12 @@ def spread(count: int, fraction: float) -> tuple[bool, ...]:
 
 
 NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
-"""What stays on the host or does not, for a person."""
+"""Names for a person of what stays on the host or does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Per block: what stays in host memory. The rest lives on the SSD."""
+    """The parts of each block that stay in host memory. The rest lives on the SSD."""
 
     params: tuple[bool, ...]
     optimizer: tuple[bool, ...]
@@ -124,14 +131,14 @@ class Placement:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the blocks, in host memory; of the inputs of all but the last."""
+        """Fraction of the blocks that stays in host memory, by kind; for inputs, of all blocks but the last."""
         stays = {each.name: getattr(self, each.name) for each in fields(self)}
         if len(stays["activations"]) > 1:
             stays["activations"] = stays["activations"][:-1]
         return {kind: sum(which) / len(which) for kind, which in stays.items()}
 
     def said(self) -> str:
-        """For a person."""
+        """Return the placement as text for a person."""
         shares = self.shares
         stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
         return f"{stays} in host memory"
@@ -146,9 +153,11 @@ class Placement:
         activations: float = 1.0,
         gradients: float = 1.0,
     ) -> Placement:
-        """Whole blocks, as near to each fraction as ``count`` blocks allow. The first to stay are those with
-        the least time between leaving and being wanted again: block 0, which is updated last and runs first,
-        and the inputs of the last blocks. The last block's own inputs never leave."""
+        """Return a placement of whole blocks, as near to each fraction as ``count`` blocks allow.
+
+        The first to stay are those with the least time until they are needed again: block 0, which is updated last and
+        runs first, and the inputs of the last blocks. The last block's own inputs never leave.
+        """
         return cls(
             params=spread(count, params)[::-1],
             optimizer=spread(count, optimizer)[::-1],
@@ -159,25 +168,32 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How a step goes. The first and the last may vary from step to step."""
+    """The shape of a step. ``micro_batches`` and ``commit`` may differ from step to step."""
 
     micro_batches: int
     clipping: Clipping = "none"
-    """``defer``: updates wait for the norm of all gradients; ``speculate``: they do not, and are done again where it
-    says otherwise, from the state of the step before, which must be a commit; ``per_block``: a block's gradients are
-    clipped by themselves, so nothing waits."""
+    """The way in which gradients are clipped.
+
+    ``defer``: updates wait for the norm of all gradients. ``speculate``: updates do not wait, and are made again where
+    the norm is not as guessed, from the state of the step before, which must be a commit. ``per_block``: a block's
+    gradients are clipped by themselves, so nothing waits.
+    """
     order: str = "plain"
-    """Which way micro-batches go through a block of the vertical schedule (``orders.py``)."""
+    """Order of the micro-batches through a block of the vertical schedule (``orders.py``)."""
     delayed_fraction: float = 0.0
-    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With ``defer``
-    all are."""
+    """Fraction of the blocks of the vertical schedule that are updated beside the next forward pass.
+
+    With ``defer`` all are.
+    """
     recomputed_fraction: float = 1.0
-    """Of the blocks before the last: those that are computed again in the backward pass. What the forward pass of the
-    others has computed stays on the device until then, and so do their parameters."""
+    """Fraction of the blocks before the last that are computed again in the backward pass.
+
+    What the forward pass of the others has computed stays on the device until then, and so do their parameters.
+    """
     commit: bool = True
-    """The step ends in a commit."""
+    """True if the step ends in a commit."""
 
     @property
     def keeps_grads(self) -> bool:
-        """Gradients of every block wait for the end of the backward pass."""
+        """True if gradients of every block wait for the end of the backward pass."""
         return self.clipping in ("defer", "speculate")

@@ -1,11 +1,10 @@
 """The zeroth-order step: forward passes alone, of two streams of micro-batches (ZO2's schedule of MeZO).
 
-The loss is measured with the weights displaced along a direction drawn from a seed, and displaced the other way. So
-each micro-batch goes through a block twice: first all of them with the one copy, then all with the other. How far the
-weights move is known when the last block has run: each block moves when the next step brings it, just before it is
-displaced again. A block's state is thus read and written once a step, and nothing else of it is: there are no
-gradients, no moments, and nothing is kept for a backward pass. What reads weights between steps comes after
-``catch_up``.
+The loss is measured with the weights displaced along a direction drawn from a seed, and displaced against it. So each
+micro-batch goes through a block twice: first all of them with one copy, then all with the other. How far the weights
+move is known when the last block has run. Each block moves when the next step reads it, just before it is displaced
+again. A block's state is thus read and written once a step, and nothing else of it is: there are no gradients, no
+moments, and nothing is kept for a backward pass. Code that reads weights between steps runs ``catch_up`` first.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from .work import Placement, StepShape, Work
 STREAMS = 2
 
 DISPLACED = "displaced"
-"""The kind of a computation with displaced weights, and the phase of what brings them."""
+"""Kind of a computation with displaced weights, and phase of the operations that bring them."""
 
 MEASURED = Key("measure_slope")
-"""The last computation: the losses say how far the weights move."""
+"""Key of the last computation: the losses tell how far the weights move."""
 
 
 def zeroth(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
-    """The operations of one zeroth-order step. Micro-batch ``m`` of the other direction is ``M + m``."""
+    """Return the operations of one zeroth-order step. Micro-batch ``m`` of the other direction is ``M + m``."""
     count = STREAMS * shape.micro_batches
     s = Schedule(
         work=work,
@@ -49,8 +48,10 @@ def zeroth(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
 
 
 def catch_up(work: Work, placement: Placement, commit: bool) -> list[Op]:
-    """The operations that bring all weights to the last step, and their working copies, which no step needs. Nothing
-    may be under way."""
+    """Return the operations that bring all weights to the last step, with their compute copies, which no step needs.
+
+    Nothing may be under way.
+    """
     s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1, commit=commit))
     for block, b in enumerate(work.blocks):
         to_ssd, needs = not placement.params[block], _load_state(s, block)
@@ -103,14 +104,17 @@ def _displace_resident(s: Schedule) -> Key:
 
 
 def _resident_copies(s: Schedule) -> tuple[Hold, ...]:
-    """The buffer of both copies on the host, and on a separate device."""
+    """Return the buffer of both copies on the host, and that on a separate device."""
     size, name = STREAMS * s.work.resident_trained_param_bytes, "displaced_resident"
     return (Hold((name,), size, slots=1), *s.on_device((f"device_{name}",), size, 1))
 
 
 def _displace(s: Schedule, block: int) -> Key:
-    """Bring a block's state, move it by the last step and write it; make both displaced copies and bring them, with
-    what never changes, to the device. Returns the operation after which they are there."""
+    """Bring a block's state, move it by the last step, write it, and displace it.
+
+    Both displaced copies are brought to the device with what never changes. Returns the operation after which they are
+    there.
+    """
     b, copies = s.work.blocks[block], (DISPLACED, block, -1)
     size, frozen = b.param_bytes + b.trained_param_bytes, b.param_bytes - b.trained_param_bytes
     buffer: tuple[Hold, ...] = (Hold(("params", *copies), size, slots=PARAM_SLOTS),)
@@ -155,7 +159,7 @@ def _load_state(s: Schedule, block: int, priority: int = ops.SOON) -> tuple[Key,
 
 
 def _store_state(s: Schedule, block: int, moved: Key) -> None:
-    """Write it, unless it stays in host memory and nothing is committed."""
+    """Write a block's state, unless it stays in host memory and nothing is committed."""
     if not s.placement.optimizer[block]:
         updates.store_state(s, block, moved, gives=(("state", block),))
     elif s.shape.commit:
@@ -163,7 +167,8 @@ def _store_state(s: Schedule, block: int, moved: Key) -> None:
 
 
 def _forward(s: Schedule, block: int, *there: Key) -> None:
-    """All micro-batches of both streams through ``block``, once ``there`` is what they compute with."""
+    """Add all micro-batches of both streams through ``block``, after the operations ``there``, which bring its
+    weights."""
     is_last = block == s.last
     makes = () if is_last else (block + 1,)
     copies = ("params" if s.work.unified else "device_params", DISPLACED, block, -1)

@@ -1,1 +1,1 @@
-"""Probe: what this machine attains, measured with the parts that a run uses. Rates are per second."""
+"""The rates that this machine attains, measured with the parts that a run uses. Rates are per second."""

@@ -1,8 +1,8 @@
-"""The machine's profile, kept from one run to the next: measured when there is none, corrected by measured steps.
+"""The machine's profile, kept between runs: measured if absent, corrected by measured steps.
 
-It lies in ``$XDG_CACHE_HOME/holdfast`` (``~/.cache/holdfast``), one file for each host, device and file system, which
-``holdfast plan --machine`` takes too. ``HOLDFAST_MACHINE`` names another profile to be used instead, which is never
-written.
+It lies in ``$XDG_CACHE_HOME/holdfast`` (``~/.cache/holdfast``), one file for each host, device and file system;
+``holdfast plan --machine`` reads the same files. ``HOLDFAST_MACHINE`` names another profile to use instead, which is
+never written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .ssd import LEAST_BYTES
 VARIABLE = "HOLDFAST_MACHINE"
 
 SECONDS = 4.0
-"""Of a probe."""
+"""The seconds that a probe takes."""
 
 FILE_BYTES = 512 * MiB
 
@@ -42,18 +42,18 @@ CORRECTED = dict.fromkeys(
     ),
     "measured, and corrected by measured steps",
 )  # fmt: skip
-"""Where figures are from that a run has corrected."""
+"""The source that a profile names for figures that a run has corrected."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of this machine. Memory and room are what is free now."""
+    """The profile of this machine. Host memory and disk space are those that are free now."""
 
     profile: MachineProfile
     path: Path | None
-    """Where it is kept; None where it is somebody's own file, or could not be measured."""
+    """The file of the profile; None if it belongs to the user or could not be written."""
     name: str
-    """For a person."""
+    """The profile's name for messages."""
     measured_now: bool
 
 
@@ -64,8 +64,18 @@ def machine_at(
     say: Callable[[str], object],
     needed_bytes: int = 0,
 ) -> Known:
-    """The profile of this machine with its state in ``directory``, which is there. ``say`` is told of a measurement.
-    ``needed_bytes`` is what the run itself will take at least: that is told first where there is too little room."""
+    """Return the profile of this machine with its state in ``directory``, measured if there is none yet.
+
+    Args:
+        directory: The directory of the state, which exists.
+        time_block: Times one block within the given seconds.
+        say: Receives a message before each measurement.
+        needed_bytes: The least disk space of the run; a lack of it is reported first.
+
+    Raises:
+        DoesNotFit: The disk cannot hold ``needed_bytes``.
+        ConfigError: The disk has too little room for the measurement, or a named profile is wrong.
+    """
     named = os.environ.get(VARIABLE)
     if named:
         return Known(_now(load_machine(named), directory), None, named, False)
@@ -98,7 +108,7 @@ def machine_at(
 
 
 def keep(path: Path, profile: MachineProfile, sources: dict[str, str]) -> bool:
-    """Write ``profile``; warns and is False where that is not possible."""
+    """Write ``profile`` and return True; where that fails, warn and return False."""
     try:
         disk = Disk(path.parent)
         disk.makedirs("")

@@ -1,4 +1,4 @@
-"""Measuring for a while: as often as a time allows, once at least."""
+"""Repeated timing of an action, as often as a time allows and at least once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 
 def median_seconds(action: Callable[[], object], seconds: float) -> float:
-    """Of one ``action``, over those that fit into ``seconds``, after one that does not count."""
+    """Return the median seconds of one ``action`` over the runs that fit into ``seconds``.
+
+    A first run, which does not count, goes before.
+    """
     action()
     found: list[float] = []
     ends = time.perf_counter() + seconds

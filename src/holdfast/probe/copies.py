@@ -18,12 +18,12 @@ COPY_BYTES = 256 * MiB
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes per second, between pinned memory and the device."""
+    """The rates of copies between pinned memory and the device, in bytes per second."""
 
     upload: float
     download: float
     both: float
-    """At once, in all."""
+    """The rate of copies in both directions at once, in all."""
 
 
 def measure_copies(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> Copies | None:
@@ -55,12 +55,15 @@ def _measure(device: torch.device, source: torch.Tensor, target: torch.Tensor, s
 
 @contextmanager
 def _pinned(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
-    """Host memory, pinned where that can be had, that is the system's again afterwards: torch would keep what it pins
-    itself until the process ends, and the engine's host budget would count it."""
+    """Yield host memory, pinned where possible, that returns to the system afterwards.
+
+    torch would keep the memory that it pins itself until the process ends, and the engine's host budget would count
+    it.
+    """
     buffer = Buffer(nbytes, "probe")
     unpin = None
     try:
-        with suppress(accelerators.CannotPin):  # then the engine's copies are of such memory, too
+        with suppress(accelerators.CannotPin):  # the engine's copies would use unpinned memory, too
             unpin = accelerators.pin(buffer.view, device)
         yield torch.frombuffer(buffer.view, dtype=torch.uint8)
     finally:

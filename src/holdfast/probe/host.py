@@ -1,5 +1,4 @@
-"""The host: how many parameters its optimizer steps in a second, with the tiles and threads of a run, and in which type
-it multiplies faster."""
+"""The rates of the host: optimizer updates with a run's tiles and threads, checksums, matrix products."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from ..update.threads import keep_torch_threads, one_torch_thread
 from .clock import median_seconds
 
 WORKERS = 2
-"""Of a run."""
+"""The number of optimizer threads of a run."""
 
 CHECKED_BYTES = 64 * MiB
 
 ELEMENTS = 4 * 2**20
-"""Of each worker: more than fits in caches."""
+"""The elements of each worker: more than fits in caches."""
 
 
 def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
-    """Elements per second of AdamW in fp32 with a copy in bf16, all workers together."""
+    """Measure the elements per second of AdamW in fp32 with a copy in bf16, all workers together."""
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
@@ -35,12 +34,12 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
         each = median_seconds(
             lambda: list(pool.map(lambda state: optimizer.update(state, hyper), states)), seconds
         )
-    torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
+    torch.set_num_threads(torch.get_num_threads())  # the setting that threads started later inherit
     return WORKERS * elements / each
 
 
 def measure_checks(seconds: float) -> float:
-    """Bytes per second that one core checksums, as it does with every byte that the SSD moves."""
+    """Measure the bytes per second that one core checksums, as it does with every byte the SSD moves."""
     memory = bytearray(CHECKED_BYTES)
     return CHECKED_BYTES / median_seconds(lambda: xxhash.xxh3_64_digest(memory), seconds)
 
@@ -58,18 +57,24 @@ def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
 
 
 SIDE = 384
-"""Rows and columns of the matrices whose product is timed: 0.1 ms, and 50 where a processor is slow in bf16."""
+"""The rows and columns of the matrices whose product is timed.
+
+A product takes 0.1 ms, or 50 ms where a processor is slow in bf16.
+"""
 
 ROUNDS, SECONDS = (4, 100), 0.02
-"""How often it is at least and at most, and for how long between those: some are slow beside other work."""
+"""The least and the most number of products, and the seconds to spend between these bounds.
+
+Some products are slow because of other work on the machine.
+"""
 
 
 def product_seconds(dtype: str) -> float:
-    """Of one matrix product in a type of torch on the host, at its fastest."""
+    """Return the shortest time of one matrix product on the host, in the torch dtype of this name."""
     one = torch.ones(SIDE, SIDE, dtype=getattr(torch, dtype), device="cpu")
     taken: list[float] = []
     while len(taken) < ROUNDS[0] or (len(taken) < ROUNDS[1] and sum(taken) < SECONDS):
         start = time.perf_counter()
-        torch.mm(one, one)  # the first makes its kernel
+        torch.mm(one, one)  # the first one prepares the kernel
         taken.append(time.perf_counter() - start)
     return min(taken)

@@ -1,4 +1,4 @@
-"""A machine measured: all of it, within a time, as a profile that says of each figure where it is from."""
+"""The measurement of a whole machine within a time, as a profile that names the source of each figure."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from .host import measure_checks, measure_update
 from .ssd import Ssd, measure_ssd
 
 SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}
-"""Of the time that is given; what is left goes by between measurements."""
+"""Fractions of the given time; the rest passes between measurements."""
 
 MB = 10**6
 
 MOST_OF_DISK = 4
-"""The file is at most this part of what is free."""
+"""The file takes at most the free space divided by this."""
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Of one micro-batch through one block."""
+    """The times of one micro-batch through one block."""
 
     forward_seconds: float
     backward_seconds: float
-    """With the recomputation."""
+    """The seconds of the backward pass, with the recomputation."""
     flop_per_second: float
     what: str
-    """That was timed, for a person."""
+    """A description of the block that was timed, for a person."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What was found."""
+    """The result of a probe."""
 
     profile: MachineProfile
     sources: dict[str, str]
-    """Of each key of the profile, by its path."""
+    """The source of each key of the profile, by the key's path."""
     ssd: Ssd
     block: BlockTimes
     copies: Copies | None
     seconds: float
-    """That it took."""
+    """The seconds that the probe took."""
 
 
 def probe_machine(
@@ -63,7 +63,11 @@ def probe_machine(
     time_block: Callable[[float], BlockTimes],
     say: Callable[[str], object] = lambda what: None,
 ) -> Probed:
-    """Measure for about ``seconds``. ``time_block`` is told how long it may take, and ``say`` what is measured next."""
+    """Measure the machine for about ``seconds``.
+
+    ``time_block`` receives the seconds that it may take; ``say`` receives the name of each measurement before it
+    begins.
+    """
     began = time.perf_counter()
     free = shutil.disk_usage(directory).free
     say("the SSD")
@@ -104,12 +108,12 @@ def _description(device: torch.device) -> str:
 
 
 def _whole(count: float) -> int:
-    """Bytes in whole MB, one at least."""
+    """Return ``count`` bytes rounded down to whole MB, at least one."""
     return max(int(count) // MB, 1) * MB
 
 
 def _rounded(rate: float) -> float:
-    """Four digits: no measurement has more."""
+    """Return ``rate`` rounded to four digits, since no measurement has more."""
     return float(f"{rate:.4g}")
 
 

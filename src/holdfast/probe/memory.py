@@ -1,4 +1,4 @@
-"""Host memory that is really free. Bytes."""
+"""The host memory that is really free, in bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""Limits and uses, of cgroup v2 and v1, as a container sees them."""
+"""The files of limits and usage, of cgroup v2 and v1, as a container sees them."""
 
 CACHED = ("inactive_file ", "active_file ")
-"""Of what a group uses, what it gives back when asked: files in the page cache."""
+"""The statistics of memory that a group returns on demand: files in the page cache."""
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that can be taken without swapping, or what the container's limit leaves if that is less."""
+    """Return the host memory that is available without swapping, within the container's limit."""
     left = [_left(cgroup / limit, cgroup / used) for limit, used in GROUPS]
     return max(min([_available(proc / "meminfo"), *(count for count in left if count is not None)]), 0)
 

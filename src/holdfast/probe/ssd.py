@@ -1,7 +1,7 @@
-"""The SSD: large reads, large writes, and both at once, past the page cache, as a run's queue makes them.
+"""The rates of the SSD: large reads, large writes, and both at once, as a run's queue makes them.
 
-A file is written once, and then read and written over, which is what a run does with its files. It is a fraction of
-the drive and may lie in a faster cache of it: only a file of many gigabytes shows what is sustained.
+The page cache is bypassed. A file is written once, then read and overwritten, as a run does with its files. It is a
+fraction of the drive and may lie in a faster cache of it: only a file of many gigabytes shows the sustained rate.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from .clock import median_seconds
 
 THREADS = 4
 GROUP_REQUESTS = 8
-"""Of one transfer, as large as a small block's state; fewer where the file is small."""
+"""The requests of one transfer, as large as a small block's state; fewer where the file is small."""
 
 REQUESTS_AT_ONCE = 2 * GROUP_REQUESTS
-"""Of each region."""
+"""The requests under way in each region."""
 
 LEAST_BYTES = 4 * REQUEST_BYTES
-"""Of the file: two regions of two transfers."""
+"""The least bytes of the file: two regions of two transfers."""
 
 
 @dataclass(frozen=True)
 class Ssd:
-    """Bytes per second."""
+    """The rates of the SSD in bytes per second."""
 
     read: float
     write: float
     mixed: float
-    """Half reads and half writes, in all."""
+    """The rate of half reads and half writes, in all."""
     sync_seconds: float
-    """Until a small write is durable."""
+    """The seconds until a small write is durable."""
     direct: bool
-    """Past the page cache. Otherwise these are rates of memory."""
+    """True if the page cache was bypassed. Otherwise the rates are those of memory."""
     file_bytes: int
 
 
 def measure_ssd(directory: Path, file_bytes: int, seconds: float) -> Ssd:
-    """Measure the file system of ``directory`` for about ``seconds``, with a file of ``file_bytes`` at most, of which
-    nothing is left even where the process is killed. Raises ``BadInput`` if that is too little, and ``DiskFull``."""
+    """Measure the file system of ``directory`` for about ``seconds``, with a file of at most ``file_bytes``.
+
+    Nothing is left of the file, even if the process is killed. Raises ``BadInput`` if ``file_bytes`` is too little,
+    and ``DiskFull``.
+    """
     if file_bytes < LEAST_BYTES:
         raise BadInput(
             f"a file of {format_bytes(file_bytes)} is too small to measure by; give {format_bytes(LEAST_BYTES)}"
@@ -71,7 +74,7 @@ def measure_ssd(directory: Path, file_bytes: int, seconds: float) -> Ssd:
 
 
 def _nameless(directory: Path) -> File:
-    """A new file that is gone when it is closed, however that comes about."""
+    """Open a new file without a name, which is gone when it is closed, even by a kill."""
     name = f"holdfast-probe-{secrets.token_hex(8)}"
     file = open_file(directory / name, write=True, create=True)
     Disk(directory).unlink(name)
@@ -79,7 +82,7 @@ def _nameless(directory: Path) -> File:
 
 
 class _Sweep:
-    """Groups of requests over regions of a file, some per region under way."""
+    """Groups of requests over regions of a file, with some per region under way."""
 
     def __init__(self, file: File, queue: IOQueue, file_bytes: int) -> None:
         self.file, self.queue, self.pool = file, queue, BufferPool()
@@ -88,7 +91,7 @@ class _Sweep:
         self.least_bytes = 4 * self.group_bytes
 
     def fill(self, nbytes: int, seconds: float) -> int:
-        """Write the file, as much of it as ``seconds`` allow; returns that."""
+        """Write as much of the file as ``seconds`` allow, and return the bytes written."""
         done, ends, most = 0, time.perf_counter() + seconds, nbytes - nbytes % self.group_bytes
         while done < most and (done < self.least_bytes or time.perf_counter() < ends):
             self._group(True, done).result()
@@ -96,7 +99,7 @@ class _Sweep:
         return done
 
     def rate(self, regions: list[tuple[bool, int, int]], seconds: float) -> float:
-        """Bytes per second over ``regions`` (write, start, stop), as much of one as of the other."""
+        """Return the bytes per second over ``regions`` (write, start, stop), moving the same amount in each."""
         turns, at_once = cycle(regions), sum(self._at_once(stop - begin) for _, begin, stop in regions)
         offsets = {region: region[1] for region in regions}
         pending: deque[Future] = deque()
@@ -116,7 +119,7 @@ class _Sweep:
         return moved / elapsed
 
     def _at_once(self, nbytes: int) -> int:
-        """Groups under way in a region: no part of it twice."""
+        """Return the number of groups under way in a region, so that no part is in use twice."""
         return max(1, min(self.groups_at_once, nbytes // self.group_bytes))
 
     def _group(self, write: bool, offset: int) -> Future:

@@ -1,4 +1,4 @@
-"""Files of profiles: those that come with the library, by name, and any other, by its path."""
+"""Profile files: those that come with the library, by name, and any other, by its path."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..regular import home_path
 from .keys import from_document, path_of
 from .machine import MachineProfile
 from .model import ModelProfile
+from .pretrained import model_of_folder
 
 Profile = TypeVar("Profile", MachineProfile, ModelProfile)
 
@@ -23,23 +24,28 @@ FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
 
 
 def known(kind: type[MachineProfile] | type[ModelProfile]) -> list[str]:
-    """Names of the profiles that come with the library."""
+    """Return the names of the profiles that come with the library."""
     folder = files(HERE) / FOLDERS[kind]
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def load_machine(name: str) -> MachineProfile:
-    """By its name, or from the TOML file at that path. Raises ``ConfigError``."""
+    """Load a machine profile by its name, or from the TOML file at that path. Raises ``ConfigError``."""
     return _load(MachineProfile, name, "machine")
 
 
 def load_model(name: str) -> ModelProfile:
-    """By its name, or from the TOML file at that path. Raises ``ConfigError``."""
+    """Load a model profile by name, from a TOML file, or from a transformers model folder. Raises ``ConfigError``."""
+    if (folder := home_path(name)).is_dir() and name not in known(ModelProfile):
+        return model_of_folder(folder)
     return _load(ModelProfile, name, "model")
 
 
 def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> str:
-    """``machine`` as a file that ``load_machine`` reads back equal; ``comments`` by path stand behind values."""
+    """Return ``machine`` as TOML that ``load_machine`` reads back equal.
+
+    ``comments``, by path of the key, stand behind the values.
+    """
     lines, section = [], ""
     for declared in fields(machine):
         value, kind = getattr(machine, declared.name), declared.metadata["kind"]
@@ -56,7 +62,7 @@ def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> 
 
 
 def _shown(value: object, kind: str) -> str:
-    """As TOML writes it."""
+    """Return ``value`` as TOML writes it."""
     if isinstance(value, float):
         return f"{value:.12g}"
     if isinstance(value, int) and kind in ("bytes", "rate"):
@@ -65,7 +71,7 @@ def _shown(value: object, kind: str) -> str:
 
 
 def _size(count: int) -> str:
-    """Exactly, in the largest unit that has no fraction."""
+    """Return ``count`` bytes exactly, in the largest unit that needs no fraction."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count % size == 0:
             return f"{count // size}{unit}"

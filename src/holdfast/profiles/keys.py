@@ -1,4 +1,4 @@
-"""Keys: how a profile declares one, and how a value of TOML becomes one of ours, or a clear error."""
+"""Keys: how a profile declares a key, and how a TOML value becomes one of ours or a clear error."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ NOUNS = {
     "count": "a whole number, 0 or more",
     "flag": "true or false",
 }
-"""What a value of each kind is."""
+"""A description of a valid value, by kind."""
 
 
 def key(path: str, kind: str, doc: str, default: Any = MISSING) -> Any:
-    """A field that ``path`` of the file sets, ``"section.key"`` or ``"key"``. One without a default must be there."""
+    """Declare a field that ``path`` of the file sets, ``"section.key"`` or ``"key"``.
+
+    A key without a default is required.
+    """
     return field(default=default, metadata={"path": path, "kind": kind, "doc": doc})
 
 
 def path_of(declared: Field) -> str:
-    """Where in the file."""
+    """Return the path of a field in the file."""
     return declared.metadata["path"]
 
 
 def from_document(kind: type[T], document: Mapping[str, Any], what: str) -> T:
-    """A profile from parsed TOML. Raises ``ConfigError``, naming ``what`` and the key."""
+    """Return a profile from parsed TOML. Raises ``ConfigError``, which names ``what`` and the key."""
     declared = {path_of(f): f for f in fields(kind)}  # type: ignore[arg-type]
     values = {}
     for path, value in _flatten(document):

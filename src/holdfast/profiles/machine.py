@@ -1,5 +1,7 @@
-"""A machine: what it has, in bytes, and what it attains, per second. Rates are what is reached, not what is printed
-on the box: the planner believes them."""
+"""The profile of a machine: its sizes in bytes and the rates that it attains per second.
+
+Rates must be those attained, not those printed on the box, because the planner trusts them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from .keys import key
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
-    """One device that computes, its host, and its SSDs, which are alike and used together."""
+    """One device that computes, its host, and its SSDs, which are equal and used together."""
 
     description: str = key("description", "text", "what it is, for a person")
     device_memory_bytes: int = key(
@@ -68,11 +70,11 @@ class MachineProfile:
 
     @property
     def spare_cores(self) -> int:
-        """That do not compute. 0 where it is not known."""
+        """The number of cores that do not compute; 0 if unknown."""
         return max(self.host_cores - self.compute_threads, 0) if self.compute_threads else 0
 
     def with_more(self, *, host_bytes: int = 0, ssds: int = 0) -> MachineProfile:
-        """The same with more host memory, and more SSDs of the kind."""
+        """Return the same machine with more host memory and more SSDs of the same kind."""
         return replace(
             self, host_memory_bytes=self.host_memory_bytes + host_bytes, ssd_count=self.ssd_count + ssds
         )

@@ -1,7 +1,7 @@
-"""A model: equal transformer blocks between an embedding and a head, and the micro-batches that it is trained with.
+"""The profile of a model: equal transformer blocks between an embedding and a head, and its micro-batches.
 
-From its sizes follow parameters, floating-point operations and what flows between blocks. A multiplication and an
-addition are two operations; attention counts every pair of tokens, masked or not.
+The sizes determine the parameters, the floating-point operations and the activations between blocks. A multiplication
+and an addition are two operations; attention counts every pair of tokens, masked or not.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from .keys import key
 
 ACTIVATION_BYTES = 34
-"""Of one block, per token and unit of width, in 16 bits with fused attention: what a backward pass needs of it."""
+"""The activation bytes of one block, per token and unit of width, that a backward pass needs.
+
+They are in 16 bits with fused attention.
+"""
 
 LOGIT_BYTES = 16
-"""Per token and word of the vocabulary: logits in 16 and 32 bits, their probabilities and their gradients."""
+"""The bytes per token and word of the vocabulary.
+
+They hold logits in 16 and 32 bits, their probabilities and their gradients.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class ModelProfile:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """The parameters of one block."""
         queries = self.heads * self._head_size
         keys = (self.kv_heads or self.heads) * self._head_size
         matrices = 2 * self.width * (queries + keys) + (3 if self.gated else 2) * self.width * self._hidden
@@ -56,50 +62,50 @@ class ModelProfile:
 
     @property
     def trained_block_parameters(self) -> int:
-        """Of one block: all of it."""
+        """The trained parameters of one block, which are all of them."""
         return self.block_parameters
 
     @property
     def resident_parameters(self) -> int:
-        """Of the embedding, the last norm and the head."""
+        """The parameters of the embedding, the last norm and the head."""
         tables = self.vocabulary * (1 if self.tied else 2) + self.positions
         return (tables + 1 + self.biases) * self.width
 
     @property
     def parameters(self) -> int:
-        """In all."""
+        """The parameters of the whole model."""
         return self.blocks * self.block_parameters + self.resident_parameters
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """The tokens of one micro-batch."""
         return self.micro_batch * self.sequence
 
     @property
     def input_elements(self) -> int:
-        """That flow between two blocks for one micro-batch."""
+        """The elements that flow between two blocks for one micro-batch."""
         return self.tokens * self.width
 
     @property
     def forward_flop(self) -> float:
-        """One forward pass of one block over one micro-batch."""
+        """The operations of one forward pass of one block over one micro-batch."""
         attention = 4.0 * self.tokens * self.sequence * self.heads * self._head_size
         return 2.0 * self.block_parameters * self.tokens + attention
 
     @property
     def backward_flop(self) -> float:
-        """One backward pass of one block over one micro-batch, with the recomputation."""
+        """The operations of one backward pass of one block over one micro-batch, with the recomputation."""
         return 3 * self.forward_flop
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of one micro-batch in one block, or in the head and the loss. An estimate."""
+        """An estimate of the activation bytes of one micro-batch in one block, or in the head and the loss."""
         block = ACTIVATION_BYTES * self.tokens * self.width
         return max(block, LOGIT_BYTES * self.tokens * self.vocabulary)
 
     @property
     def head_flop(self) -> float:
-        """Head and loss of one micro-batch, forward and backward."""
+        """The operations of head and loss for one micro-batch, forward and backward."""
         return 6.0 * self.vocabulary * self.width * self.tokens
 
     @property

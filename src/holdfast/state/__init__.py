@@ -1,1 +1,1 @@
-"""What the training state is: names, shapes, regions, progress. No files, no network."""
+"""The content of the training state: names, shapes, regions, progress. No files, no network."""

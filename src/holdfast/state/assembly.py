@@ -1,8 +1,10 @@
-"""Assembly: what rules make of the tensors that ranks stored: the atoms, and where their elements are.
+"""Assembly: applies rules to the tensors that ranks stored, to get tensor entries and their fragments.
 
-First tensors are taken out of flat partitions; then parts of one tensor are put together as they were cut, the
-innermost cut first; then it gets its canonical form (``state/reshaping.py``). What several ranks hold alike is there as
-copies, for whoever reads them to compare.
+1. Tensors are taken out of flat partitions.
+2. The parts of one tensor are joined as they were divided, the innermost division first.
+3. The tensor gets its canonical form (``state/reshaping.py``).
+
+Parts that several ranks hold identically become copies, for the reader to compare.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from .rules import Rule, Rules, Tensors
 
 @dataclass(frozen=True, eq=False)
 class Ruled:
-    """An atom, and where its elements are: ``copies`` have to be equal to ``pieces``, or, with ``average``, the mean of
-    all is the value. ``rule`` is the number of the rule, from 1."""
+    """A tensor entry, and where its elements are.
+
+    The ``copies`` must equal ``pieces``, or, with ``average``, the mean of all is the value. ``rule`` is the number
+    of the rule, from 1.
+    """
 
     atom: Atom
     pieces: Pieces
@@ -37,8 +42,13 @@ class Ruled:
 
 @dataclass
 class Assembled:
-    """All that rules made. ``ambiguous``: names that several rules match, of which the first held; ``unused``: rules
-    that held for nothing; ``dropped``: names that a rule says to leave out."""
+    """The result of applying rules.
+
+    Attributes:
+        ambiguous: Names that several rules match, of which the first was applied.
+        unused: Rules that were never applied.
+        dropped: Names that a rule leaves out.
+    """
 
     atoms: dict[str, Ruled] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -48,7 +58,7 @@ class Assembled:
 
 
 class _Made(NamedTuple):
-    """By rows of the rule ``number``."""
+    """A tensor made of rows of the rule ``number``."""
 
     number: int
     name: str
@@ -58,7 +68,9 @@ class _Made(NamedTuple):
 
 
 def assemble(rules: Rules, stored: Iterable[StoredTensor]) -> Assembled:
-    """Raises ``RuleError`` if a tensor is matched by no rule, or if they do not make whole ones.
+    """Apply ``rules`` to the ``stored`` tensors.
+
+    Raises ``RuleError`` if a tensor is matched by no rule, or if the tensors do not make whole ones.
 
     >>> rules = Rules.parse("version = 1\\n[[rule]]\\nmatch = '.*'\\nshard = 'tp'\\ndim = 0")
     >>> rows = [StoredTensor(n, "w", (3, 4), "F32", at={"tp": (n, 2)}) for n in range(2)]
@@ -88,7 +100,7 @@ def _rule(rules: Rules, row: Row) -> Rule:
 
 
 def _from_flat(rules: Rules, rows: Sequence[Row]) -> Iterator[Row]:
-    """The tensors of flat partitions, as ranks would have held them that had not divided them so."""
+    """Yield the tensors of flat partitions, as ranks would have held them without that division."""
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         axes = _tensors(rules, row).axes
@@ -136,7 +148,7 @@ def _unpacked(rule: Rule, flat: Tensors, group: Sequence[Row]) -> Iterator[Row]:
 
 
 def _all_made(rules: Rules, rows: Sequence[Row]) -> Iterator[_Made]:
-    """Of each rule the tensors that its rows make."""
+    """Yield, for each rule, the tensors that its rows make."""
     groups: dict[tuple[int, Hashable, str], list[Row]] = {}
     for row in rows:
         rule = _rule(rules, row)
@@ -161,8 +173,10 @@ def _names(*templates: Template | None) -> frozenset[str]:
 
 
 def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
-    """The cuts that rows are parts by, the outermost first: those of the rule, and what is true of other axes. Axes
-    that tell whole tensors apart are none."""
+    """Return the divisions that rows are parts by, the outermost first.
+
+    They are those of the rule, then the defaults of other axes. Axes that tell whole tensors apart are left out.
+    """
     apart = _names(
         rule.rename, rule.slot, rule.alias_of, rule.stacked.index if rule.stacked else None,
         rule.join.part if rule.join else None,
@@ -180,7 +194,10 @@ def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
 
 
 def _together(rows: Sequence[Row], levels: Sequence[Cut]) -> Laid:
-    """The tensor that ``rows`` are parts of. One number for a whole tensor is the same wherever the tensor was cut."""
+    """Return the tensor that ``rows`` are parts of.
+
+    A scalar for a whole tensor is the same wherever the tensor was divided.
+    """
     if not levels:
         return _leaf(rows)
     cut, *rest = levels
@@ -196,7 +213,10 @@ def _together(rows: Sequence[Row], levels: Sequence[Cut]) -> Laid:
 
 
 def _by_index(rows: Sequence[Row], axes: Sequence[str]) -> tuple[dict[int, list[Row]], int]:
-    """Rows by where they are on ``axes``, of which the last runs fastest, and how long those are together."""
+    """Group rows by their index on ``axes``, and return the groups and the length of the axes together.
+
+    The last axis runs fastest.
+    """
     count, found = 1, dict[int, list[Row]]()
     lengths = {}
     for axis in axes:
@@ -233,7 +253,7 @@ def _add(found: Assembled, rules: Rules, made: _Made) -> None:
 
 
 def _add_alias(found: Assembled, rules: Rules, made: _Made) -> None:
-    """What is stored under another name as well is a copy, to be compared."""
+    """Add a tensor that is also stored under another name as a copy, to be compared."""
     rule = _rule(rules, made.row)
     assert rule.alias_of is not None
     with explained(rule, [made.row]):

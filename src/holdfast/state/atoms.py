@@ -1,8 +1,7 @@
-"""Atoms: the tensors of a training state in consolidated form.
+"""Tensor entries: the tensors of a training state in consolidated form.
 
-An atom is named by the model's own fully-qualified name and a slot (``param``, ``exp_avg``, ``step``,
-``buffer``, ...). Shapes are global; dtypes are spelled as in safetensors. ``param`` is the fp32 master
-where there is one.
+An entry is named by the model's own fully-qualified name and a slot (``param``, ``exp_avg``, ``step``, ``buffer``,
+...). Shapes are global; dtypes are spelled as in safetensors. ``param`` is the fp32 master where there is one.
 """
 
 from __future__ import annotations
@@ -22,34 +21,36 @@ _TYPES = {
     "F8_E8M0": (1, "float8_e8m0fnu"), "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
 }  # fmt: skip
 DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
-"""Bytes of one element, by safetensors name: all that a payload file holds."""
+"""Bytes of one element by safetensors name, for every type that a payload file holds."""
 TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
-"""What torch calls them."""
+"""torch's name of each type, by safetensors name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Those that are converted into one another, where that is asked for."""
+"""The types that are converted into one another on request."""
 
 STEP = "step"
-"""The scalar slot that counts updates; an engine keeps it for every trained parameter, whether the optimizer has it or
-not."""
+"""The scalar slot that counts updates.
+
+An engine keeps it for every trained parameter, even if the optimizer does not.
+"""
 SEED = "seed"
 """The scalar slot of a parameter's own seed."""
 RESIDUAL = "residual"
-"""The slot of what lossy gradients have not given yet."""
+"""The slot of the error feedback: what lossy gradients have not passed on yet."""
 SUBSPACE = "subspace"
-"""The slot of the matrix that the next low-rank approximation of a gradient begins with."""
+"""The slot of the start value of PowerSGD's next approximation, written by earlier versions."""
 CARRIED = (RESIDUAL, SUBSPACE)
-"""Slots of what one gradient leaves for the next, which no record brings forward."""
+"""Slots that one gradient leaves for the next, which no log record advances."""
 
 PENDING = "mezo"
-"""In the progress of a commit of MeZO: the last update, which its files do not have yet."""
+"""The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What wrappers of torch call the module inside; others call it ``module``."""
+"""The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""
 
 
 @dataclass(frozen=True, order=True)
 class Atom:
-    """One tensor of the state.
+    """One tensor entry of the state.
 
     >>> Atom("head.weight", "param", (256, 64), "F32").nbytes
     65536
@@ -62,7 +63,7 @@ class Atom:
 
     @property
     def key(self) -> str:
-        """Its key in a payload file."""
+        """The key of the tensor in a payload file."""
         return f"{self.name}/{self.slot}"
 
     @property
@@ -71,7 +72,7 @@ class Atom:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -79,7 +80,7 @@ class Atom:
         return self.elements * self.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """As an index describes it, but for its fragments."""
+        """Return the entry as an index describes it, without its fragments."""
         return {"name": self.name, "slot": self.slot, "shape": list(self.shape), "dtype": self.dtype}
 
     @classmethod
@@ -88,6 +89,9 @@ class Atom:
 
 
 def fragment(unit: str, key: str, box: Box) -> dict[str, Any]:
-    """As an index describes it: the region ``box`` of an atom is all of the tensor ``key`` of a unit's file."""
+    """Return a fragment as an index describes it.
+
+    The region ``box`` of an entry is all of the tensor ``key`` of a unit's file.
+    """
     local = Box.whole(box.shape)
     return {"unit": unit, "key": key, "global": box.to_json(), "local": local.to_json()}

@@ -1,6 +1,6 @@
-"""Boxes: axis-aligned regions of a tensor, half-open, in elements.
+"""Regions: axis-aligned, half-open parts of a tensor, in elements.
 
-A scalar has the box with no axes, which holds one element.
+The region of a scalar has no axes and holds one element.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """The elements ``start[d] <= index[d] < stop[d]`` of every axis ``d``."""
+    """The region of elements with ``start[d] <= index[d] < stop[d]`` on every axis ``d``."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -25,7 +25,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box of a whole tensor of ``shape``."""
+        """Return the region of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -37,7 +37,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where there is none.
+        """Return the common region, or None if there is none.
 
         >>> Box((0, 0), (4, 4)).intersect(Box((2, 1), (6, 3)))
         Box(start=(2, 1), stop=(4, 3))
@@ -47,14 +47,14 @@ class Box:
         return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
 
     def moved(self, offset: tuple[int, ...]) -> Box:
-        """This box moved by ``offset`` elements along each axis."""
+        """Return this region moved by ``offset`` elements along each axis."""
         return Box(
             tuple(a + o for a, o in zip(self.start, offset, strict=True)),
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
     def rows(self, rows: range) -> Box:
-        """Of its first axis ``rows`` alone, counted from where it begins.
+        """Return the part with only ``rows`` of the first axis, counted from the start of the region.
 
         >>> Box((2, 0), (8, 4)).rows(range(1, 3))
         Box(start=(3, 0), stop=(5, 4))
@@ -64,7 +64,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What selects the region of an array."""
+        """The slices that select the region of an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def to_json(self) -> list[list[int]]:
@@ -76,7 +76,7 @@ class Box:
 
 
 def joined(boxes: Iterable[Box]) -> list[Box]:
-    """``boxes`` in order, those that follow each other along the first axis as one.
+    """Return ``boxes`` sorted, with those merged that follow each other along the first axis.
 
     >>> joined([Box((2, 0), (4, 3)), Box((0, 0), (2, 3)), Box((4, 0), (5, 2))])
     [Box(start=(0, 0), stop=(4, 3)), Box(start=(4, 0), stop=(5, 2))]

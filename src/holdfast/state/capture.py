@@ -1,7 +1,7 @@
-"""Capture: what a model and its optimizer hold, by name.
+"""Capture: the parameters and buffers of a model and its optimizer, by name.
 
 Names are the model's own without the prefixes of wrappers around it. Optimizer parameters are matched to model
-parameters by object, so groups may be built in any way; an unknown one is refused.
+parameters by object, so groups may be built in any way; an unknown parameter is refused.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import WRAPPED
 from .dtypes import TO_NAME
-from .fsdp1 import Flattened, flattened_of, refuse_flattened
 from .plain import odd_kind, repeats_itself
+from .stretches import Stretch
+
+FSDP1_INSIDE = "_fsdp_wrapped_module"
+"""The name by which FSDP1's wrapper holds the module inside."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedParameter:
-    """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
+    """One parameter of the model.
 
-    ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen. Of one that FSDP1 has
-    ``flattened`` this process holds a part, which is told there.
+    ``group`` is the index of its optimizer group, None if it has none. ``names`` are all the places it is known by;
+    the first is its name. It is trained when it requires grad and the optimizer knows it, at the time of the capture;
+    otherwise it is frozen. Of a parameter that ZeRO has flattened, this process holds only the ``stretch``.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     group: int | None
     requires_grad: bool
-    flattened: Flattened | None = None
+    stretch: Stretch | None = None
 
     @property
     def name(self) -> str:
@@ -45,13 +48,11 @@ class CapturedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return tuple(self.parameter.shape) if self.flattened is None else self.flattened.whole
+        """The shape of the whole parameter."""
+        return tuple(self.parameter.shape) if self.stretch is None else self.stretch.whole
 
     def held(self) -> torch.Tensor:
-        """Its values. Raises ``BadInput`` while FSDP1 has it gathered."""
-        if self.flattened is not None:
-            self.flattened.refuse_gathered(self.name, self.parameter)
+        """Return the values that this process holds."""
         return self.parameter.detach()
 
 
@@ -61,24 +62,27 @@ BufferPlace = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Captured:
-    """Parameters in the model's order, each once, and where each persistent buffer is: a module may rebind it.
-    ``absent`` says where one could be that is None."""
+    """The parameters in the model's order, each once, and the place of each persistent buffer.
+
+    Buffers are given by place because a module may rebind them. ``absent`` holds the places of buffers that are None.
+    """
 
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
     absent: dict[str, BufferPlace]
     passing: dict[str, BufferPlace] = field(default_factory=dict)
-    """Where buffers are that are not persistent."""
+    """The places of the buffers that are not persistent."""
 
 
 def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
-    """By every further name of a tied parameter its first one."""
+    """Return the first name of each tied parameter, by every further name."""
     return {alias: parameter.name for parameter in parameters for alias in parameter.names[1:]}
 
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
-    """By the path of each module: the same without the wrappers on the way. A wrapper holds one module and
-    nothing else; a module called ``module`` beside others is the model's own.
+    """Return the path of each module without the wrappers on the way, by its real path.
+
+    A wrapper holds one module and nothing else; a module called ``module`` beside others is the model's own.
 
     >>> plain_paths(nn.DataParallel(nn.Sequential(nn.ReLU())))
     {'': '', 'module': '', 'module.0': '0'}
@@ -100,19 +104,15 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, may_be_flattened: bool = False
-) -> Captured:
-    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one. Those that FSDP1 has flattened
-    are taken, as the parts that this process has, where they ``may_be_flattened``.
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Captured:
+    """Return the parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
 
-    Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
-    ``ModelNotSupported`` for what cannot be stored by name and value.
+    Raises:
+        OptimizerNotSupported: The optimizer holds a tensor that is no parameter of the model.
+        ModelNotSupported: Something cannot be stored by name and value.
     """
     _refuse_extra_state(model)
-    if not may_be_flattened:
-        refuse_flattened(model)
-    flattened = flattened_of(model) if may_be_flattened else {}
+    _refuse_fsdp1(model)
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -139,7 +139,7 @@ def capture(
                 )
     return Captured(
         tuple(
-            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad, flattened.get(i))
+            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad)
             for i, p in parameters.items()
         ),
         *_persistent_buffers(model, plain, known),
@@ -149,8 +149,10 @@ def capture(
 def _persistent_buffers(
     model: nn.Module, plain: dict[str, str], known: _Known
 ) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace], dict[str, BufferPlace]]:
-    """Where the buffers are that a ``state_dict`` would hold, by plain name; where those that are None; and where those
-    that are not persistent."""
+    """Return the places of the buffers of a ``state_dict``, of those that are None, and of the non-persistent ones.
+
+    All are by plain name.
+    """
     found: dict[str, BufferPlace] = {}
     absent: dict[str, BufferPlace] = {}
     passing: dict[str, BufferPlace] = {}
@@ -171,14 +173,30 @@ def _persistent_buffers(
     return found, absent, passing
 
 
+def _refuse_fsdp1(model: nn.Module) -> None:
+    """Raise ``ModelNotSupported`` for a model that FSDP1 wraps, or for the inside of such a wrapper."""
+    for path, module in model.named_modules():
+        own = module._parameters.items()
+        found = [join(path, name) for name, each in own if getattr(each, "_fsdp_flattened", False)]
+        if FSDP1_INSIDE in module._modules:
+            found = [path or "the model"]
+        for where in found:
+            raise ModelNotSupported(
+                f"{where} is of FullyShardedDataParallel (FSDP1), whose ranks hold parts of flattened parameters. Wrap"
+                " the model by fully_shard (FSDP2), or give it without a wrapper. What FSDP1 has saved can be gone on"
+                " from: a run of an earlier version as it is, a torch.distributed.checkpoint folder by"
+                " resume(source=)."
+            )
+
+
 class _Known:
-    """Which tensor has which plain name."""
+    """The tensor of each plain name."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[torch.Tensor, str]] = {}
 
     def add(self, plain: str, name: str, tensor: torch.Tensor) -> None:
-        """Raises ``ModelNotSupported`` if another tensor has this plain name."""
+        """Register a tensor. Raises ``ModelNotSupported`` if another tensor has this plain name."""
         other, its_name = self._tensors.setdefault(plain, (tensor, name))
         if other is not tensor:
             raise ModelNotSupported(
@@ -197,7 +215,7 @@ def _refuse_extra_state(model: nn.Module) -> None:
 
 
 def storable(buffer: torch.Tensor) -> bool:
-    """Return whether commits hold such a buffer."""
+    """Return whether commits can hold such a buffer."""
     try:
         _refuse_unstorable("", buffer)
     except ModelNotSupported:
@@ -206,7 +224,7 @@ def storable(buffer: torch.Tensor) -> bool:
 
 
 def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise ``ModelNotSupported`` for a parameter whose value no file holds, or not so that it could be put back."""
+    """Raise ``ModelNotSupported`` for a parameter whose value no file can hold, or not so that it could be restored."""
     if kind := odd_kind(parameter):
         raise ModelNotSupported(
             f"parameter {name} is {kind}, which commits do not hold. Make it a plain tensor (.to_dense(),"
@@ -244,7 +262,7 @@ def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
 
 
 def buffer_at(place: BufferPlace) -> torch.Tensor:
-    """The buffer that is there now."""
+    """Return the buffer that is at ``place`` now."""
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None, f"{type(module).__name__}.{name} was a buffer and is None now"

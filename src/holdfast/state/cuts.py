@@ -1,4 +1,4 @@
-"""Cuts: which region of each tensor this process holds, and which process stores it.
+"""Ownership: the region of each tensor that this process holds, and the process that stores it.
 
 A tensor that is not distributed is held whole. What several ranks hold alike, as in DDP, one of them stores.
 """
@@ -17,17 +17,17 @@ from .stretches import Region
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a ``DTensor``."""
+    """Return whether ``tensor`` is a ``DTensor``."""
     return hasattr(tensor, "to_local")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of ``tensor``: the same memory."""
+    """Return the local part of ``tensor``, in the same memory."""
     return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
 
 
 def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether ``tensor`` is not distributed, or has the shape and the placements of ``like``."""
+    """Return whether ``tensor`` is not distributed, or has the shape and the placements of ``like``."""
     if not is_distributed(tensor):
         return True
     placements = cast(Any, tensor).placements
@@ -35,7 +35,7 @@ def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """The region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one box."""
+    """Return the region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one region."""
     if not is_distributed(tensor):
         return Box.whole(tuple(tensor.shape))
     distributed = cast(Any, tensor)
@@ -58,8 +58,11 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
 
 
 def _has_gaps(distributed: Any) -> bool:
-    """Whether a strided placement, as FSDP2 makes it of a dimension that tensor parallelism has cut, is not followed by
-    those cuts, so that several pieces are left here. Only the first of them is told."""
+    """Return whether this rank holds several pieces of ``distributed``, of which torch reports only the first.
+
+    That happens where a strided placement, which FSDP2 makes for a dimension that tensor parallelism has sharded, is
+    not followed by those shardings.
+    """
     sizes, placements = distributed.device_mesh.shape, distributed.placements
     return any(
         placement.split_factor != prod(
@@ -71,8 +74,10 @@ def _has_gaps(distributed: Any) -> bool:
 
 
 def owners(held: Sequence[Mapping[str, tuple[Region, int]]]) -> list[set[str]]:
-    """By rank the tensors that it stores, given the box and the bytes of each that it holds: every box once, by the
-    rank that has the least so far of those that hold it.
+    """Return the names of the tensors that each rank stores.
+
+    ``held`` gives, by rank, the region and the bytes of each tensor that the rank holds. Every region is stored once,
+    by the holder that has the least bytes so far.
 
     >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
     >>> [sorted(names) for names in owners([{"a": one, "b": two}, {"a": one, "b": two}])]
@@ -93,7 +98,7 @@ def owners(held: Sequence[Mapping[str, tuple[Region, int]]]) -> list[set[str]]:
 
 
 class Copied(NamedTuple):
-    """A region of a parameter that several ranks hold, ``nbytes`` of it; the first of ``ranks`` stores it."""
+    """A region of a parameter that several ranks hold, of ``nbytes``. The first of ``ranks`` stores it."""
 
     name: str
     box: Region
@@ -104,7 +109,9 @@ class Copied(NamedTuple):
 def copies(
     held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]
 ) -> tuple[Copied, ...]:
-    """What several ranks hold, in an order that all have, given what each holds and stores (``owners``).
+    """Return the regions that several ranks hold, in an order that is the same on all ranks.
+
+    The arguments say what each rank holds and stores (``owners``).
 
     >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
     >>> held = [{"a": one, "b": two}, {"a": one}]

@@ -1,8 +1,8 @@
-"""Cutting: the ways in which a tensor is divided over one axis of a mesh, and how its parts are put together again.
+"""Sharding: the ways in which a tensor is divided over axes of a mesh, and their reversal.
 
 A ``Laid`` tensor is one whose elements' places are known; what several ranks hold alike is there several times. Each
-kind of cut takes those that its ranks hold, by index along its axis, and gives the one that was cut. Cuts are nested by
-taking the innermost first.
+kind of ``Cut`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was divided.
+Nested divisions are undone with the innermost first.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from .pieces import Pieces, dense, flat, joined
 
 Shape = tuple[int, ...]
 Names = Mapping[str, Value]
-"""What expressions may name, and what that is."""
+"""The names that expressions may use, with their values."""
 
 Regions = Sequence[tuple[Box, Box]]
-"""Of a tensor that was cut: the boxes that a rank holds of it, each with where it is in what the rank holds."""
+"""The regions that a rank holds of a divided tensor, each with its place in the rank's own tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Laid:
-    """A tensor of ``shape``: each of ``copies`` says where all of its elements are. They have to be equal, or, if it is
-    ``averaged``, their mean is the value."""
+    """A tensor of ``shape`` whose elements' places are known.
+
+    Each of ``copies`` gives the places of all elements. The copies must be equal, or, if the tensor is ``averaged``,
+    their mean is the value.
+    """
 
     shape: Shape
     dtype: str
@@ -34,11 +37,11 @@ class Laid:
     averaged: bool = False
 
     def held(self, regions: Regions) -> list[Pieces]:
-        """Of each copy: what it has of each second box of ``regions``, at the first."""
+        """Return, for each copy, its part in each second box of ``regions``, moved to the first box."""
         return [pieces.through(regions) for pieces in self.copies]
 
     def taken(self, shape: Shape, regions: Regions) -> Laid:
-        """The tensor of ``shape`` that has, of this one, each second box of ``regions`` at its first."""
+        """Return the tensor of ``shape`` made of each second box of ``regions``, moved to the first box."""
         return replace(self, shape=shape, copies=tuple(self.held(regions)))
 
     def changed(self, shape: Shape, change: Callable[[Pieces], Pieces]) -> Laid:
@@ -47,24 +50,26 @@ class Laid:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Widths where ranks share heads of which there are fewer: each holds the one that it needs."""
+    """Widths where more ranks than heads share the heads: each rank holds the one that it needs."""
 
     units: Expression
 
 
 Widths = str | tuple[Expression, ...] | Repeated | None
-"""A rule of ``layouts.widths_of``, or explicit ones; None is: as they were stored."""
+"""A rule of ``layouts.widths_of``, or explicit widths; None takes the stored widths."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Over ``axes``, of which the last one runs fastest."""
+    """A division over ``axes``, of which the last one runs fastest."""
 
     axes: tuple[str, ...]
 
     def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
-        """The tensor of which each of ``count`` ranks holds one of ``parts``. Raises ``ValueError`` if it does not fit
-        together."""
+        """Return the tensor of which each of ``count`` ranks holds one of ``parts``.
+
+        Raises ``ValueError`` if the parts do not fit together.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -72,7 +77,7 @@ class Cut:
 
 
 class Unique(Cut):
-    """One of the ranks has it."""
+    """A tensor that one of the ranks has."""
 
     def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
         if len(parts) > 1:
@@ -82,7 +87,7 @@ class Unique(Cut):
 
 @dataclass(frozen=True)
 class Replicate(Cut):
-    """All have the same, or, with ``some``, those that have it."""
+    """A tensor that all ranks have alike, or, with ``some``, those that have it."""
 
     some: bool = False
 
@@ -100,7 +105,7 @@ class Replicate(Cut):
 
 
 class Average(Cut):
-    """The mean of all is the value."""
+    """A tensor whose value is the mean over all ranks."""
 
     def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
         _need_all(parts, count)
@@ -118,8 +123,11 @@ class Average(Cut):
 
 @dataclass(frozen=True)
 class Shard(Cut):
-    """Spans of ``dim``, one after the other. ``size``: of the dim before it was cut, without padding, where ranks that
-    have nothing stored nothing."""
+    """A tensor whose ``dim`` is divided into spans, one after the other.
+
+    ``size`` is the unpadded length of the dim before the division, for ranks that stored nothing because they hold
+    nothing.
+    """
 
     dim: int
     widths: Widths = None
@@ -142,7 +150,7 @@ class Shard(Cut):
             _need_alike(first, laid, self.dim)
             local = Box.whole(laid.shape)
             moved = along(laid.shape, self.dim, found[number])
-            if moved.elements:  # ranks of nothing have no copies of each other
+            if moved.elements:  # ranks that hold nothing are no copies of each other
                 cells.setdefault(found[number], []).extend(laid.held([(moved, local)]))
         shape = _with(first.shape, self.dim, max((stop for _, stop in found), default=0))
         return _tiled(first, shape, list(cells.values()))
@@ -157,7 +165,7 @@ class Shard(Cut):
 
 @dataclass(frozen=True)
 class Blocks(Cut):
-    """``dim`` has several blocks of ``sizes``, and each rank a span of each, by ``widths`` of each block."""
+    """A tensor whose ``dim`` has several blocks of ``sizes``, each divided among the ranks by its ``widths``."""
 
     dim: int
     sizes: tuple[Expression, ...]
@@ -201,7 +209,7 @@ class Blocks(Cut):
 
 @dataclass(frozen=True)
 class Boxes(Cut):
-    """Each rank has the box that ``at`` says; None is nothing."""
+    """A tensor of which each rank has the region in ``at``; None means nothing."""
 
     at: tuple[Box | None, ...]
 
@@ -228,7 +236,7 @@ class Boxes(Cut):
 
 @dataclass(frozen=True)
 class Flat(Cut):
-    """Each has a part of the flattened tensor of ``shape``; at the end there may be padding."""
+    """A flattened tensor of ``shape`` that is divided into one part per rank, with padding at the end."""
 
     shape: tuple[Expression, ...]
 
@@ -252,8 +260,10 @@ class Flat(Cut):
 
 
 def unflattened(pieces: Pieces, shape: Shape, start: int, stop: int, offset: int = 0) -> Pieces:
-    """The elements ``start`` to ``stop`` of the flattened tensor of ``shape``, which ``pieces``, of a tensor of one
-    dim, have from ``offset`` on."""
+    """Return the elements ``start`` to ``stop`` of the flattened tensor of ``shape``.
+
+    ``pieces``, of a tensor of one dim, has them from ``offset`` on.
+    """
     if start >= stop:
         return Pieces.of((), len(shape))
     inside = pieces.within(Box((offset,), (offset + stop - start,)))
@@ -267,8 +277,10 @@ def unflattened(pieces: Pieces, shape: Shape, start: int, stop: int, offset: int
 
 
 def _tiled(like: Laid, shape: Shape, cells: Sequence[Sequence[Pieces]]) -> Laid:
-    """Of which each of ``cells`` is a region, with those that hold it: a copy has one holder of each, the first where
-    there are no others."""
+    """Return the tensor whose regions are ``cells``, each given by its holders.
+
+    Each copy takes one holder of each region, the first where there are no others.
+    """
     cells = [cell for cell in cells if cell]
     counts = {len(cell) for cell in cells}
     if like.averaged and counts - {len(like.copies)}:
@@ -308,7 +320,7 @@ def _need_dim(laid: Laid, dim: int) -> None:
 
 
 def _need_alike(one: Laid, other: Laid, dim: int | None) -> None:
-    """Of the same dtype and shape, but for ``dim``."""
+    """Raise ``ValueError`` unless both tensors agree in dtype and, except for ``dim``, in shape."""
     shapes = [list(laid.shape) for laid in (one, other)]
     alike = [[size for number, size in enumerate(shape) if number != dim] for shape in shapes]
     if alike[0] != alike[1] or one.dtype != other.dtype or one.averaged != other.averaged:

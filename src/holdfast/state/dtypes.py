@@ -1,4 +1,4 @@
-"""Types of tensors: torch's own by the names of safetensors, and back."""
+"""Types of tensors: torch's own by the names of safetensors, and the reverse."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Encoding of values that are no tensors of the model: plain JSON and back, each with its own type and value.
+"""Encoding of values other than model tensors: plain JSON and back, with the same type and value.
 
-One encoder for hyper-parameters, optimizer state that is no tensor, schedules, places in data and what a script adds.
-What it takes is a closed list: a value comes back with the same type and the same value, or it is refused by name when
-it is first seen. There is no pickle and nothing is imported, so an object whose state is code is refused.
+One encoder serves hyper-parameters, optimizer state that is no tensor, schedules, data positions and user state. It
+accepts a closed list: a value comes back with the same type and the same value, or it is refused by name when it is
+first seen. There is no pickle and nothing is imported, so an object whose state is code is refused.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ _NUMPY_NAMES = {
     name: theirs for name, theirs in _NUMPY_NAMES.items() if hasattr(np, theirs) or name == "BOOL"
 }
 ARRAYS = {np.dtype(theirs): name for name, theirs in _NUMPY_NAMES.items()}
-"""Types of arrays and numbers of NumPy that can be stored, each with its name."""
+"""The NumPy types of arrays and numbers that can be stored, each with its name."""
 
 Known = Callable[[Any], Any]
-"""Returns JSON for a value that the caller stores otherwise, such as a parameter by its name; None for all others."""
+"""A function that returns JSON for a value that the caller stores itself, such as a parameter by name.
+
+It returns None for all other values.
+"""
 
 Resolve = Callable[[dict[str, Any]], Any]
-"""The inverse of ``Known``: the value of a JSON dict that it made; None for all others."""
+"""The inverse of ``Known``: a function that returns the value of a JSON dict, or None for dicts of others."""
 
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
-"""What a ``defaultdict`` may make its values by."""
+"""The factories that a ``defaultdict`` may have."""
 
 _OF_TORCH = ("dtype", "layout", "memory_format")
-"""Kinds of constants of torch, each stored by the name that torch gives it."""
+"""The kinds of torch constants, each stored by the name that torch gives it."""
 
 _MOST_JSON_INT = 2**63
 
@@ -106,13 +109,13 @@ def _encode_pairs(value: dict, where: str, known: Known | None) -> list[list[Any
 
 
 def _said(key: Any) -> str:
-    """Return a key of a dictionary as an error names it: of a tensor its shape alone."""
+    """Return a key of a dictionary as an error names it; a tensor only by its shape."""
     shape = getattr(key, "shape", None)
     return repr(key) if shape is None else f"a {type(key).__name__} of shape {tuple(shape)}"
 
 
 def _encode_container(value: Any, where: str, known: Known | None) -> dict[str, Any] | None:
-    """Return the JSON of the containers of the standard library that are no list, tuple or dict; None for others."""
+    """Return the JSON of a standard container other than list, tuple and dict; None for other values."""
     kind = type(value)
     if kind is set or kind is frozenset:
         return {f"__{kind.__name__}__": _encode_items(value, where, known)}
@@ -128,7 +131,7 @@ def _encode_container(value: Any, where: str, known: Known | None) -> dict[str, 
         return {"__defaultdict__": name or None, "items": _encode_pairs(value, where, known)}
     if kind is OrderedDict:
         made: dict[str, Any] = {"__ordered__": _encode_pairs(value, where, known)}
-        if more := vars(value):  # nn.Module.state_dict() keeps versions there
+        if more := vars(value):  # nn.Module.state_dict() keeps versions in the attributes
             made["attributes"] = _encode(more, f"{where}.__dict__", known)
         return made
     return None
@@ -172,7 +175,7 @@ def _member(told: Sequence[Any]) -> enum.Enum | None:
 
 
 def _encode_of_torch(value: Any, where: str) -> Any:
-    import torch  # here alone, so that verbs which read a progress begin without it
+    import torch  # not at the top, so that commands which read a progress start without torch
 
     if type(value) is torch.Size:
         return {"__size__": list(value)}
@@ -212,7 +215,7 @@ def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
 
 
 def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
-    """A tensor by value."""
+    """Return the JSON of a tensor by value."""
     return {"__tensor__": dtype, "shape": list(shape), "bytes": base64.b64encode(data).decode()}
 
 
@@ -224,15 +227,15 @@ def _refused(where: str, what: str) -> BadInput:
 
 
 def decode(value: Any, resolve: Resolve | None = None, strict: bool = True) -> Any:
-    """Return what ``encode`` was given.
+    """Return the value that ``encode`` was given.
 
     Args:
-        value: What ``encode`` returned.
-        resolve: Asked first about every dict that is no plain one.
-        strict: False leaves members of enumerations that are not imported here as the JSON that they are.
+        value: The result of ``encode``.
+        resolve: Called first for every dict that encodes another value; its result is used unless it is None.
+        strict: Whether a member of an enumeration that is not imported here is an error; else its JSON stays.
 
     Raises:
-        BadInput: For a member of an enumeration that no module imported here has.
+        BadInput: A member belongs to no enumeration of a module imported here.
     """
     if isinstance(value, list):
         return [decode(item, resolve, strict) for item in value]
@@ -387,7 +390,7 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda t: datetime.timedelta(*t),
     ),
 }
-"""By type: its mark, how it becomes JSON and how it comes back."""
+"""The mark of each type, how it becomes JSON, and how it comes back."""
 
 _FROM_SCALARS: dict[str, Callable[[Any], Any]] = {mark: back for mark, _, back in _SCALARS.values()} | {
     "__int__": lambda told: int(told, 16),
@@ -413,8 +416,11 @@ _FROM_ITEMS: dict[str, Callable[[dict[str, Any], Callable[[Any], Any]], Any]] = 
 
 
 def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
-    since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many they were."""
+    """Return the progress of several ranks that trained together.
+
+    It is the first rank's, with the values and aliases that each rank knew of its own parameters, since each rank
+    stores some and each stage of a pipeline has its own. ``ranks`` is their number.
+    """
     first: dict[str, Any] = {"ranks": len(progress), **progress[0]}
     if all("values" in each for each in progress):
         first["values"] = {
@@ -431,7 +437,7 @@ def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined_members(ranks: Sequence[list[list[list[str]]]]) -> list[list[list[str]]]:
-    """By optimizer and group the names of the parameters of all ``ranks``, each once."""
+    """Return the parameter names of all ``ranks`` by optimizer and group, each once."""
     members = [[dict.fromkeys(names) for names in groups] for groups in ranks[0]]
     for other in ranks[1:]:
         for mine, theirs in zip(members, other, strict=True):

@@ -1,9 +1,9 @@
-"""Expressions: the integers that rules work out from captures, values and coordinates.
+"""Expressions: the integers that rules compute from captures, values and coordinates.
 
-``+ - * // %``, parentheses, numbers and names; read by the little parser below, so that the text of a rule is never
-executed. ``$1`` is what the first group of the rule's regex captured; in the braces of a template a number that comes
-first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5. Where it captured nothing it is
-0.
+They have ``+ - * // %``, parentheses, numbers and names, and are read by the small parser below, so the text of a
+rule is never executed. ``$1`` is the text that the first group of the rule's regex captured. In the braces of a
+template, a number that comes first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5.
+A group that captured nothing counts as 0.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Value = int | str
-"""Of a name: a capture is text, and a number where something is worked out with it."""
+"""The value of a name. A capture is text, and a number where it is computed with."""
 
 Tree = int | str | tuple[str, "Tree", "Tree"]
-"""A number, a name, or an operator with what it is applied to."""
+"""A number, a name, or an operator with its two operands."""
 
 Values = Mapping[str, "Expression"]
-"""What a text may name, and what that is."""
+"""The expressions that a text may name, by name."""
 
 NONE: Values = {}
 TOKEN = re.compile(r"\s*(?:(\d{1,18})(?!\w)|(\$\d+|[A-Za-z_]\w*)|(//|[-+*%()]))")
@@ -36,7 +36,9 @@ LONGEST_TEXT, MOST_NODES, LARGEST = 200, 1000, 1 << 62
 
 @dataclass(frozen=True)
 class Expression:
-    """What ``text`` says. Raises ``ValueError`` where it is none, or nothing gives one of its names.
+    """An expression that computes an integer.
+
+    Raises ``ValueError`` for a text that is no expression, and where one of its names has no value.
 
     >>> Expression.parse("($1 * pp_count + pp) * 4").value({"$1": "2", "pp": 1, "pp_count": 8})
     68
@@ -47,7 +49,7 @@ class Expression:
 
     @classmethod
     def parse(cls, text: str, values: Values = NONE) -> Expression:
-        """``values`` are put in where they are named."""
+        """Parse ``text``, with ``values`` inserted where they are named."""
         if len(text) > LONGEST_TEXT:
             raise ValueError(
                 f"{text[:40]!r}... has {len(text)} characters, and {LONGEST_TEXT} are the most that are read"
@@ -56,7 +58,7 @@ class Expression:
 
     @property
     def names(self) -> frozenset[str]:
-        """That it needs."""
+        """The names that the expression needs."""
         return frozenset(_names(self.tree))
 
     def value(self, names: Mapping[str, Value]) -> int:
@@ -68,7 +70,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Template:
-    """Text with expressions in braces.
+    """A text with expressions in braces.
 
     >>> Template.parse("model.layers.{1 + 12 * pp}.{2}").text({"$1": "3", "$2": "bias", "pp": 1})
     'model.layers.15.bias'
@@ -90,13 +92,16 @@ class Template:
 
     @property
     def names(self) -> frozenset[str]:
-        """That it needs."""
+        """The names that the template needs."""
         return frozenset[str]().union(
             *(piece.names for piece in self.pieces if isinstance(piece, Expression))
         )
 
     def text(self, names: Mapping[str, Value]) -> str:
-        """A name alone is what it is, whatever it is; else a number is worked out."""
+        """Return the text with its expressions filled in.
+
+        A name alone is inserted as it is; any other expression is computed.
+        """
         return "".join(piece if isinstance(piece, str) else _inserted(piece, names) for piece in self.pieces)
 
 
@@ -107,7 +112,7 @@ def _inserted(expression: Expression, names: Mapping[str, Value]) -> str:
 
 
 class _Parser:
-    """One text, read from left to right: sums of products of units."""
+    """A parser of one text, read from left to right: sums of products of units."""
 
     def __init__(self, text: str) -> None:
         self._text, self._tokens = text, []
@@ -129,7 +134,7 @@ class _Parser:
         return tree
 
     def _next(self, *operators: str) -> str | None:
-        """The operator that comes next, taken, if it is one of these."""
+        """Return the next operator and consume it, if it is one of ``operators``; else None."""
         if self._tokens and self._tokens[0][3] in operators:
             return self._tokens.pop(0)[3]
         return None
@@ -161,7 +166,7 @@ class _Parser:
 
 
 def _expanded(tree: Tree, values: Values, text: str) -> Tree:
-    """With the values in place of their names."""
+    """Return ``tree`` with the values in place of their names."""
     if isinstance(tree, str):
         found = values.get(tree)
         return tree if found is None else found.tree

@@ -1,9 +1,9 @@
-"""Growing texts: of a long text that goes on what it was a step before, a record says what was added.
+"""Growing texts: a log record stores only what was added to a long text since the record before.
 
-A log that a script keeps is the same in every record but for its end, so whole it would take the square of the run's
-length. Texts directly in the state of one of a script's things are meant, of ``LONG`` characters or more. What was
-added joins the text of the record before, and at last that of a base, which has all; so it is for one who has the
-records from the base on.
+A log that a script keeps is the same in every record except for its end, so storing it whole would take the square of
+the run's length. This covers texts of ``LONG`` characters or more that are directly in the user state. The addition
+joins the text of the record before, and in the end that of a snapshot, which has all of it. So reading needs all
+records from the snapshot on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 LONG = 4096
 
 ADDED, TO = "__added__", "to"
-"""In place of a text: the end of it, and how many characters come before that."""
+"""The keys of a shortened text: its end, and the number of characters before that."""
 
 
 def shorten(progress: dict[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``progress``, as JSON, for a record that follows the one of ``before``, which is whole as well; None if that is
-    not there, or not known.
+    """Return ``progress``, as JSON, for a record that follows the one of ``before``.
+
+    ``before`` is whole as well; None means that there is no such record, or that it is unknown.
 
     >>> before, now = ({"things": {"loader": {"log": text}}} for text in ("a" * 5000, "a" * 5000 + "b"))
     >>> shorten(now, before)
@@ -48,7 +49,10 @@ def _end_of(text: Any, before: Any) -> Any:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether it has no halves of characters: JSON gives two of them back as one character."""
+    """Return whether ``text`` has no halves of characters.
+
+    JSON gives two such halves back as one character.
+    """
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -56,8 +60,11 @@ def _is_plain(text: str) -> bool:
 
 
 def lengthen(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last ``progress`` as it was before ``shorten``, from those of a base and of all records that follow it.
-    Raises ``ValueError`` if these are not they."""
+    """Return the last ``progress`` as it was before ``shorten``.
+
+    ``progress`` holds those of a snapshot and of all log records after it. Raises ``ValueError`` if these do not
+    belong together.
+    """
     last = progress[-1]
     things = {
         name: {key: _whole(progress, name, key) if _is_end(value) else value for key, value in state.items()}

@@ -1,6 +1,7 @@
-"""Inferring: the rules that say how a state is cut that is known exactly, for a person to edit.
+"""Inference: writes the rules for a state whose sharding is exactly known, for a person to edit.
 
-Parameters of repeated layers that are cut alike share a rule. What several ranks hold is told by one axis, ``rank``.
+Parameters of repeated layers that are sharded alike share a rule. The axis ``rank`` tells apart what several ranks
+hold.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ version = {VERSION}
 
 
 class Held(NamedTuple):
-    """The box of a tensor that a rank stored."""
+    """The region of a tensor that a rank stored."""
 
     rank: int
     box: Box
 
 
 def inferred(atoms: Iterable[tuple[Atom, Sequence[Held]]], world: int) -> str:
-    """The text of a rule file that makes ``atoms`` of what each of ``world`` ranks stored under their names.
+    """Return the text of a rule file for ``atoms`` that ``world`` ranks stored under their names.
 
     >>> halves = [Held(0, Box((0, 0), (3, 4))), Held(1, Box((3, 0), (5, 4)))]
     >>> print(inferred([(Atom("h.0.w", "param", (5, 4), "F32"), halves)], 2).partition("version = 1")[2].strip())
@@ -48,7 +49,10 @@ def inferred(atoms: Iterable[tuple[Atom, Sequence[Held]]], world: int) -> str:
 
 
 def _rules(pattern: str, cuts: list[tuple[Atom, str]]) -> list[str]:
-    """One if all that match are cut alike; else one for each way in which slots are; else for each name too."""
+    """Return one rule if all matching tensors are sharded alike.
+
+    Otherwise return one for each group of slots that are, and otherwise one for each name too.
+    """
     slots = {atom.slot for atom, _ in cuts}
     telling = [(atom, cut) for atom, cut in cuts if atom.shape or atom.slot == PARAM] or cuts
     if len({cut for _, cut in telling}) == 1:
@@ -78,12 +82,12 @@ def _rule(pattern: str, cut: str, cuts: Sequence[tuple[Atom, str]], slots: Seque
 
 
 def _pattern(name: str) -> str:
-    """A regex for the names that differ in the numbers of layers alone."""
+    """Return a regex for the names that differ only in the numbers of layers."""
     return r"\.".join(r"(\d+)" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
 def _cut(shape: tuple[int, ...], held: Sequence[Held], world: int) -> str:
-    """The lines that say which rank has what."""
+    """Return the lines that say which rank has which region."""
     boxes = {one.rank: one.box for one in held}
     whole = Box.whole(shape)
     if list(boxes.values()) == [whole]:
@@ -102,6 +106,6 @@ def _cut(shape: tuple[int, ...], held: Sequence[Held], world: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As TOML has it; nothing is escaped if that can be."""
+    """Return ``text`` as TOML, without escapes if possible."""
     plain = text.isprintable() and "'" not in text
     return f"'{text}'" if plain else json.dumps(text)

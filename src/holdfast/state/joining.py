@@ -1,7 +1,7 @@
-"""Buffers in one memory: a model can be made with several that are one, and forward passes can give each its own.
+"""Buffers in shared memory: several buffers of a model can be one, and forward passes can separate them.
 
-Buffers that overlap with nothing but one another are noted at each step, so that a resume can lay out those of the
-model, which it finds as that is made, as they were after the last step. Called by the training thread.
+Buffers that overlap only with one another are noted at each step. So a resume can arrange the model's buffers, which
+it finds as the model is made, as they were after the last step. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def buffers_within(shared: Shared) -> set[str]:
 
 @torch.no_grad()
 def arrange_buffers(state: LiveState, shared: Shared) -> None:
-    """Give buffers that overlap only with one another memory of their own, but where they overlap in ``shared``."""
+    """Give buffers that overlap only with one another memory of their own, except where they overlap in ``shared``."""
     state.made_joined |= buffers_within(state.shared())
     wanted = [[each for each in group if each[0][0] in state.made_joined] for group in _only_buffers(shared)]
     if placed(wanted) == placed(joined_buffers(state, state.made_joined)):

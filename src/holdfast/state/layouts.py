@@ -1,7 +1,8 @@
-"""Layouts: the index arithmetic of how tensors are divided. Numbers in, spans and boxes out, all in elements.
+"""Layouts: the index arithmetic of sharding.
 
-A span is where something starts and stops along one dim. Three rules divide a length unevenly, and the same length is
-divided otherwise by each, so what was stored is compared with what its rule says and never taken for granted.
+Numbers in, spans and regions out, all in elements. A span is the start and stop of something along one dim. Three
+rules divide a length unevenly, each in its own way, so stored widths are compared with those of the rule and never
+taken for granted.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ WIDTHS = ("even", "ceil", "balanced")
 
 
 def widths_of(rule: str, size: int, count: int) -> list[int]:
-    """How ``size`` is divided by ``count``: ``even`` in equal widths, ``ceil`` as torch.chunk does, ``balanced`` with
-    one more for each of the first.
+    """Return the widths by which ``size`` is divided into ``count`` parts.
+
+    ``even`` gives equal widths, ``ceil`` those of torch.chunk, ``balanced`` one more to each of the first parts.
 
     >>> widths_of("ceil", 10, 4), widths_of("balanced", 10, 4)
     ([3, 3, 3, 1], [3, 3, 2, 2])
@@ -34,7 +36,7 @@ def widths_of(rule: str, size: int, count: int) -> list[int]:
 
 
 def spans(widths: Sequence[int]) -> list[Span]:
-    """One after the other.
+    """Return the spans of ``widths``, one after the other.
 
     >>> spans([2, 0, 3])
     [(0, 2), (2, 2), (2, 5)]
@@ -43,8 +45,9 @@ def spans(widths: Sequence[int]) -> list[Span]:
 
 
 def repeated(size: int, count: int, units: int) -> list[Span]:
-    """What each of ``count`` ranks holds of ``units`` heads: an equal share, or, where there are more ranks than heads,
-    the one head that it needs.
+    """Return the span that each of ``count`` ranks holds of ``units`` heads.
+
+    It is an equal part, or, where there are more ranks than heads, the one head that the rank needs.
 
     >>> repeated(20, 4, 2)
     [(0, 10), (0, 10), (10, 20), (10, 20)]
@@ -59,7 +62,7 @@ def repeated(size: int, count: int, units: int) -> list[Span]:
 
 
 def along(shape: Sequence[int], dim: int, span: Span) -> Box:
-    """The box of all that lies in ``span`` along ``dim``.
+    """Return the region of all that is in ``span`` along ``dim``.
 
     >>> along((4, 6), 1, (2, 5)).to_json()
     [[0, 2], [4, 5]]
@@ -70,8 +73,10 @@ def along(shape: Sequence[int], dim: int, span: Span) -> Box:
 
 
 def interleaved(heads: int, kv_heads: int, head_dim: int) -> list[tuple[Span, Span]]:
-    """The rows of fused projections: each span in the block layout [Q; K; V], and where it is in the interleaved one,
-    which has for each key-value head its query heads, the key head and the value head.
+    """Return the row spans of a fused projection in block layout and in interleaved layout.
+
+    The block layout is [Q; K; V]. The interleaved one has, for each key-value head, its query heads, the key head and
+    the value head.
 
     >>> interleaved(4, 2, 1)[:3]
     [((0, 2), (0, 2)), ((4, 5), (2, 3)), ((6, 7), (3, 4))]
@@ -95,7 +100,7 @@ def interleaved(heads: int, kv_heads: int, head_dim: int) -> list[tuple[Span, Sp
 
 
 class FlatShare(NamedTuple):
-    """The elements ``start`` to ``stop`` of a flattened tensor: from ``offset`` on of what ``rank`` stored."""
+    """The elements ``start`` to ``stop`` of a flattened tensor, from ``offset`` on in the part of ``rank``."""
 
     rank: int
     tensor: int
@@ -107,9 +112,11 @@ class FlatShare(NamedTuple):
 def flat_shares(
     sizes: Sequence[int], world: int, *, buckets: Sequence[int], align: int, tensor_align: int
 ) -> tuple[list[FlatShare], int]:
-    """How tensors of ``sizes`` elements lie in flat partitions: ``buckets`` says how many are in each bucket; there
-    every tensor is followed by padding to a multiple of ``tensor_align``, all of them by padding to a multiple of
-    ``align``, and each rank has an equal share of each bucket, one after the other. Also how many each rank has.
+    """Return the places of tensors of ``sizes`` elements in flat partitions, and the elements of each rank.
+
+    In each bucket, every tensor is padded to a multiple of ``tensor_align``, then all of them to a multiple of
+    ``align``. Each rank has an equal part of each bucket, one after the other. ``buckets`` gives the number of
+    tensors in each.
 
     >>> shares, size = flat_shares([3, 4], 2, buckets=[2], align=2, tensor_align=1)
     >>> size, *shares[1:]

@@ -1,8 +1,8 @@
-"""Live state: the tensors that a model and its optimizers hold at this moment, as atoms.
+"""Live state: the tensors that a model and its optimizers hold at this moment, as tensor entries.
 
-What an optimizer holds comes and goes (most make their state in the first step), so it is asked each time. A
-parameter with all that belongs to it is one *owner*; so are the persistent buffers together. Of a distributed tensor
-it is the local part that is held: shapes are local, and ``box`` says where the part lies.
+An optimizer's state comes and goes (most make theirs in the first step), so it is read each time. A parameter with
+everything that belongs to it is one *owner*; so are the persistent buffers together. Of a distributed tensor, this
+process holds the local part: shapes are local, and ``box`` gives the part's region.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
-from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
+from .atoms import RESIDUAL, Atom
 from .boxes import Box
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
@@ -32,13 +32,15 @@ Rounds = Generator[Collection[str], None, None]
 """Names of parameters, some at a time."""
 
 Held = dict[str, tuple[Atom, torch.Tensor]]
-"""Atoms by key, each with the tensor that holds it now."""
+"""Tensor entries by key, each with the tensor that holds it now."""
 
 
 class LiveState:
-    """``model`` and its ``optimizers``, which share no parameter, and modules ``beside`` it, whose atoms are named
-    ``name:...``. Tied weights are one parameter. ``residuals`` are what their gradients have not given yet, by
-    parameter, ``subspaces`` what their next approximations begin with; they come and go as well."""
+    """The state of ``model``, its ``optimizers``, and modules ``beside`` it.
+
+    The optimizers share no parameter. Entries of the modules beside the model are named ``name:...``. Tied weights
+    are one parameter. ``residuals`` are the error feedback of lossy gradients by parameter; they come and go as well.
+    """
 
     def __init__(
         self,
@@ -46,24 +48,24 @@ class LiveState:
         optimizers: Sequence[torch.optim.Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
         residuals: dict[torch.Tensor, torch.Tensor] | None = None,
-        subspaces: dict[torch.Tensor, torch.Tensor] | None = None,
         captures: Sequence[Captured] = (),
     ) -> None:
-        """``captures`` are what each of the optimizers has of the model, where that is known otherwise than from these.
+        """Capture the tensors of the state by name.
 
-        Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
-        captures = captures or [capture(model, each, may_be_flattened=True) for each in optimizers]
+        ``captures`` are the captures of the model with each optimizer, where they are not to be made from these
+        objects. Raises ``BadInput`` and its subclasses for anything that cannot be stored by name and value.
+        """
+        captures = captures or [capture(model, each) for each in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
-        self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
         self.passing = dict(captures[0].passing)
-        """Buffers that are not persistent, by name."""
+        """The buffers that are not persistent, by name."""
         self.carried: set[str] = set()
-        """Names of those of them that are in the run all the same."""
+        """Names of non-persistent buffers that the run stores all the same."""
         self.rebound: set[str] = set()
-        """Names of those of them that are exchanged and not changed in place."""
+        """Names of non-persistent buffers that are replaced and not changed in place."""
         self._modules = [part for module in (model, *(beside or {}).values()) for part in module.modules()]
         for prefix, module in (beside or {}).items():
             captured = capture(module)
@@ -86,58 +88,56 @@ class LiveState:
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
         self.boxes: dict[str, Region] = {
-            p.name: box_of(p.name, p.parameter) if p.flattened is None else p.flattened.region
-            for p in self.parameters
+            p.name: box_of(p.name, p.parameter) if p.stretch is None else p.stretch for p in self.parameters
         }
-        """By name: the region of the parameter that this process holds."""
+        """The region of each parameter that this process holds, by name."""
         self.wholes = {p.name: p.shape for p in self.parameters}
-        """By name: the shape of the whole parameter."""
-        self.flattened = [p for p in self.parameters if p.flattened is not None]
-        """Those of FSDP1, which gathers them now and then."""
+        """The shape of each whole parameter, by name."""
         self.own_residuals = False
-        """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
+        """True if each rank has residuals of its own, even for a parameter that others hold too."""
         self.stored = self.parameters
-        """The parameters that this process stores, with what belongs to them."""
+        """The parameters that this process stores, with everything that belongs to them."""
         self.copies: Sequence[Copied] = ()
-        """Regions of parameters that several ranks hold, whichever."""
+        """Regions of parameters that several ranks hold, whichever ranks these are."""
         self.own: Sequence[Any] = ()
-        """By optimizer, what it keeps that belongs to no parameter, where a training loop has that watched."""
+        """The state of each optimizer that belongs to no parameter, where a training loop has that observed."""
         self.layouts: dict[str, list[list[int]]] = {}
-        """By key, shape and strides of tensors that are loaded, where those are not the usual ones."""
+        """Shape and strides, by key, of loaded tensors whose layout is not the usual one."""
         self.elsewhere: Collection[str] = ()
-        """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
+        """Names of the parameters and buffers that any rank holds: more than this one in a pipeline."""
 
     def store_only(self, names: Collection[str]) -> None:
-        """Other ranks store the other parameters."""
+        """Store only the parameters ``names``, because other ranks store the others."""
         self.stored = tuple(p for p in self.parameters if p.name in names)
 
     def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Region]:
-        """The shape of the whole tensor of which ``atom`` is the local part, and the region that it is."""
+        """Return the shape of the whole tensor of which ``atom`` is the local part, and the part's region."""
         region = self.boxes.get(atom.name)
         if atom.slot != "buffer" and region is not None and atom.shape == region.shape:
             return self.wholes[atom.name], region
         return atom.shape, Box.whole(atom.shape)
 
     def lacks(self, name: str) -> bool:
-        """Whether this process holds nothing of a parameter, and its optimizer nothing for it."""
+        """Return whether this process holds nothing of a parameter, and its optimizer nothing for it."""
         return is_nothing(self.boxes.get(name))
 
     def parameter(self, name: str) -> CapturedParameter:
         return self._parameter[name]
 
     def is_trained(self, parameter: CapturedParameter) -> bool:
-        """Whether one of the optimizers changes it."""
+        """Return whether one of the optimizers updates the parameter."""
         return parameter.requires_grad and parameter.name in self._optimizer_of
 
     def optimizer_of(self, parameter: CapturedParameter) -> int | None:
-        """Which of the optimizers has it."""
+        """Return the index of the optimizer that has the parameter."""
         return self._optimizer_of.get(parameter.name)
 
     def owned(self, parameter: CapturedParameter) -> Held:
-        """The parameter and the tensors that its optimizer holds for it.
+        """Return the parameter and the tensors that its optimizer holds for it.
 
-        Raises ``ModelNotSupported`` if one of them is a distributed tensor that is not cut as the parameter is, such as
-        a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
+        Raises ``ModelNotSupported`` if one of them is a distributed tensor that is not sharded as the parameter is,
+        such as a factor of second moments. By its shape alone it could be taken for a part of the parameter.
+        """
         held: dict[str, torch.Tensor] = {"param": parameter.held()}
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
         for slot, tensor in held.items():
@@ -150,7 +150,7 @@ class LiveState:
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
     def refuse_odd_state(self) -> None:
-        """Raise ``BadInput`` for what an optimizer holds now and no base could. Takes longer than ``owned``."""
+        """Raise ``BadInput`` if an optimizer holds something that no snapshot can. Takes longer than ``owned``."""
         for parameter in self.parameters:
             for key, (_, tensor) in self.owned(parameter).items():
                 if kind := "on meta" if tensor.is_meta else odd_kind(tensor):
@@ -159,7 +159,7 @@ class LiveState:
         self._refuse_shared_parts()
 
     def _refuse_shared_parts(self) -> None:
-        """Raise ``BadInput`` where distributed tensors of optimizers overlap, which could not be made so again."""
+        """Raise ``BadInput`` where distributed tensors of optimizers overlap, which could not be restored."""
         for group in overlaps(self.memory()):
             for name, slot, *_ in (key for key in group if key[1:] not in PLACED):
                 if is_distributed(self._state(self.parameter(name))[slot]):
@@ -169,38 +169,38 @@ class LiveState:
                     )
 
     def residuals_held(self) -> Held:
-        """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""
+        """Return the present residuals of stored parameters, or of all where each rank has its own."""
         held = self.parameters if self.own_residuals else self.stored
-        named = [(p, slot, of.get(p.parameter)) for p in held for slot, of in self._carried().items()]
-        return dict(_held(p.name, slot, tensor) for p, slot, tensor in named if tensor is not None)
+        named = [(p.name, self.residuals.get(p.parameter)) for p in held]
+        return dict(_held(name, RESIDUAL, tensor) for name, tensor in named if tensor is not None)
 
     def buffers(self, beside: bool = True) -> Held:
-        """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
+        """Return the present persistent buffers, with those of the modules ``beside`` the model."""
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
     def present_buffers(self) -> Held:
-        """Return those of ``buffers`` that have not been set to None since the last look."""
+        """Return those of ``buffers`` that have not been set to None since."""
         places = self.buffer_places().items()
         there = [(name, place) for name, place in places if place[0]._buffers.get(place[1]) is not None]
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in there)
 
     def buffer_places(self) -> dict[str, BufferPlace]:
-        """By name, the module that holds a buffer of ``buffers``, and the name of the buffer there."""
+        """Return the module of each of ``buffers`` and the buffer's name there, by its full name."""
         return self._buffers | self._buffers_beside
 
     def buffer_tensors(self) -> list[torch.Tensor]:
-        """The same without their atoms, which take longer."""
+        """Return the same tensors without their entries, which take longer."""
         places = (*self._buffers.values(), *self._buffers_beside.values())
         found = [module._buffers.get(name) for module, name in places]
         return [buffer for buffer in found if buffer is not None]
 
     def has_other_buffers(self) -> bool:
-        """Whether a persistent buffer has come or gone since this was made."""
+        """Return whether a persistent buffer has come or gone since this object was made."""
         return self._buffer_names() != self._had_buffers
 
     def _buffer_names(self) -> list[tuple[int, list[str]]]:
-        """By module the names of the persistent buffers that it has now."""
+        """Return the names of the persistent buffers that each module has now."""
         return [
             (number, names)
             for number, module in enumerate(self._modules)
@@ -208,7 +208,10 @@ class LiveState:
         ]
 
     def memory(self) -> dict[Key, torch.Tensor]:
-        """Return all tensors that this process holds now, whoever stores them; those in lists and dictionaries too."""
+        """Return all tensors that this process holds now, whoever stores them.
+
+        That includes those in lists and dictionaries.
+        """
         found: dict[Key, torch.Tensor] = {}
         for parameter in self.parameters:
             found[parameter.name, "param"] = local_held(parameter.parameter)
@@ -220,11 +223,11 @@ class LiveState:
         return {key: local for key, tensor in found.items() if is_plain(local := local_held(tensor))}
 
     def shared(self) -> Shared:
-        """Return which of them overlap in memory, and how, as JSON."""
+        """Return which tensors of ``memory`` overlap, and how, as JSON."""
         return described(self.memory())
 
     def bundles(self) -> list[list[str]]:
-        """Return the owners whose tensors overlap, also where that is within one: those are of one step."""
+        """Return the owners whose tensors overlap, even within one owner: these must be of one step."""
         return [
             list(dict.fromkeys(BUFFERS if key[1:] == ("buffer",) else key[0] for key in group))
             for group in overlaps(self.memory())
@@ -232,8 +235,10 @@ class LiveState:
 
     @torch.no_grad()
     def share(self, shared: Shared) -> None:
-        """Let the optimizers' tensors overlap as told, with one another and with the model's. Raise ``RunMismatch``
-        where that cannot be."""
+        """Make the optimizers' tensors overlap as in ``shared``, with one another and with the model's.
+
+        Raises ``RunMismatch`` where that is impossible.
+        """
         held = self.memory() if shared else {}
         for group in shared:
             memory = self._memory_for(group, held)
@@ -251,8 +256,10 @@ class LiveState:
                 slots[way[0]] = put_within(slots[way[0]], way[1:], made)
 
     def _memory_for(self, group: Sequence[Sequence[Any]], held: Mapping[Key, torch.Tensor]) -> Memory | None:
-        """Return the memory of a group: around the model's tensor in it, else new; None where less than two are
-        here."""
+        """Return the memory of a group: around the model's tensor in it, else new.
+
+        Returns None if fewer than two of the group are here.
+        """
         here = [(tuple(key), offset) for key, offset, _ in group if tuple(key) in held]
         if len(here) < 2:
             return None
@@ -262,7 +269,7 @@ class LiveState:
         return Memory.around(held[anchor[0]], anchor[1])
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """What optimizers hold for stored parameters that is no tensor, by parameter and slot, as JSON."""
+        """Return the optimizers' values for stored parameters that are no tensors, by parameter and slot, as JSON."""
         found = {}
         for parameter in self.stored:
             plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
@@ -276,8 +283,10 @@ class LiveState:
         return found
 
     def _known_beside(self, home: torch.device) -> Any:
-        """Return what ``encode`` asks about tensors among values: parameters are stored by name, and tensors that are
-        on another device than ``home`` with theirs."""
+        """Return the function by which ``encode`` stores tensors among values.
+
+        Parameters are stored by name, and tensors on another device than ``home`` with their device.
+        """
 
         def known(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -289,7 +298,7 @@ class LiveState:
         return known
 
     def layouts_now(self) -> dict[str, list[list[int]]]:
-        """By key, shape and strides of the tensors of optimizers that ``load`` would lay out otherwise, as JSON."""
+        """Return shape and strides, by key, of optimizer tensors that ``load`` would lay out otherwise, as JSON."""
         found = {}
         for parameter in self.stored:
             for slot, value in self._state(parameter).items():
@@ -299,15 +308,17 @@ class LiveState:
         return found
 
     def _usual_strides(self, parameter: CapturedParameter, shape: Sequence[int]) -> tuple[int, ...]:
-        """Those of the parameter for a tensor of its shape, and those of a contiguous tensor for others."""
+        """Return the strides of the parameter for a tensor of its shape, else those of a contiguous tensor."""
         held = local_of(parameter.held())
         if held.shape == shape and torch.ops.aten.is_non_overlapping_and_dense(held):
             return held.stride()
         return torch.empty(shape, device="meta").stride()
 
     def standing(self) -> dict[str, Any]:
-        """Return what a base has in its progress of the optimizers' state, besides tensors: values, layouts, and what
-        belongs to no parameter. As JSON."""
+        """Return, as JSON, the optimizers' state besides tensors that a snapshot has in its progress.
+
+        It consists of values, layouts, and state that belongs to no parameter.
+        """
         layouts, own = self.layouts_now(), [each.carried(self) for each in self.own]
         return {
             "values": self.values(),
@@ -316,17 +327,17 @@ class LiveState:
         }
 
     def load_standing(self, progress: Mapping[str, Any], owners: Collection[str]) -> None:
-        """Put back the values of ``standing`` that are of parameters among ``owners``."""
+        """Restore the values of ``standing`` for the parameters among ``owners``."""
         self.load_values({name: slots for name, slots in progress["values"].items() if name in owners})
 
     def load_own(self, progress: Mapping[str, Any]) -> None:
-        """Put back what ``standing`` had of what belongs to no parameter."""
+        """Restore the state in ``standing`` that belongs to no parameter."""
         carried = progress.get("own", [])
         for number, each in enumerate(self.own):
             each.restore(self, carried[number] if number < len(carried) else [])
 
     def carry(self, names: Iterable[str]) -> None:
-        """Have those of the buffers ``names`` that are not persistent as if they were."""
+        """Treat those of the buffers ``names`` that are not persistent as if they were."""
         for name in names:
             module, own = self.passing.get(name, (None, ""))
             if module is not None and module._buffers.get(own) is not None:
@@ -334,12 +345,12 @@ class LiveState:
                 (self._buffers_beside if ":" in name else self._buffers)[name] = self.passing[name]
 
     def drop_carried(self, name: str) -> None:
-        """Have the buffer ``name``, which is not persistent, no more."""
+        """Stop treating the buffer ``name`` as persistent, which it is not."""
         self.carried.discard(name)
         (self._buffers_beside if ":" in name else self._buffers).pop(name, None)
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""
+        """Raise ``RunMismatch`` unless entries of these kinds (dtype and shape by key) are a state of this model."""
         self.carry(key.removesuffix("/buffer") for key in kinds if key.endswith("/buffer"))
         targets = {f"{p.name}/param": (p.parameter.dtype, p.shape) for p in self.parameters}
         targets |= {key: (held.dtype, tuple(held.shape)) for key, (_, held) in self.buffers().items()}
@@ -360,21 +371,26 @@ class LiveState:
                 )
 
     def forget_optimizer_state(self) -> None:
-        """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
+        """Clear the optimizers' state and the residuals.
+
+        Call it before ``load`` and ``load_values`` of a whole state: what they do not name, optimizers do not hold.
+        """
         for optimizer in self.optimizers:
             for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
                 del optimizer.state[key]
         self.forget_residuals()
 
     def forget_residuals(self) -> None:
-        """They begin at zero."""
-        for of in self._carried().values():
-            of.clear()
+        """Clear the residuals, which then begin at zero."""
+        self.residuals.clear()
 
     @torch.no_grad()
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
-        """Copy ``atoms``, by key, to where the model and the optimizers hold them. They have been checked. Of a
-        parameter of which this process holds nothing its optimizer has nothing."""
+        """Copy ``atoms``, by key, to where the model and the optimizers hold them.
+
+        The entries have been checked before. If this process holds nothing of a parameter, its optimizer gets nothing
+        for it.
+        """
         buffers = self.buffers()
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
@@ -388,16 +404,18 @@ class LiveState:
                 continue
             elif slot == "param":
                 local_of(self._parameter[name].held()).copy_(value)
-            elif slot in CARRIED:
+            elif slot == RESIDUAL:
                 parameter = self._parameter[name].parameter
-                self._carried()[slot][parameter] = value.to(parameter.device, copy=True)
+                self.residuals[parameter] = value.to(parameter.device, copy=True)
             else:
                 self._load_slot(name, slot, value)
 
     @torch.no_grad()
     def load_part(self, name: str, slot: str, value: torch.Tensor, box: Region) -> None:
-        """Copy what this process holds of the region ``box`` of a parameter, or of a tensor of its shape that its
-        optimizer or error feedback has."""
+        """Copy this process's part of the region ``box`` of a parameter or a tensor of its shape.
+
+        Such tensors belong to its optimizer or its error feedback.
+        """
         here, captured = self.boxes[name], self._parameter[name]
         if self.lacks(name):
             return
@@ -407,14 +425,17 @@ class LiveState:
                 self.residuals[captured.parameter] = torch.zeros(here.shape, dtype=value.dtype, device=device)
             copy_common(self.residuals[captured.parameter], here, value, box)
             return
-        if slot != "param" and slot not in self._state(captured):  # also where it is empty here
+        if slot != "param" and slot not in self._state(captured):  # even if it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
         held = captured.held() if slot == "param" else self._state(captured)[slot]
         copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: Mapping[str, dict[str, Any]], counts_anew: bool = False) -> None:
-        """Put back what ``values`` gave. Of somebody else's state, which ``counts_anew``, numbers of steps become what
-        the optimizer counts with."""
+        """Restore the result of ``values``.
+
+        With ``counts_anew``, for a foreign state, numbers of steps become tensors where the optimizer counts with
+        these.
+        """
         values = {name: slots for name, slots in values.items() if not self.lacks(name)}
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
@@ -422,7 +443,7 @@ class LiveState:
             optimizer.state[parameter].update(decode(slots, resolve))
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
         for optimizer in (self.optimizers[number] for number in sorted(counted) if counts_anew):
-            # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12
+            # load_state_dict does so too: torch's own optimizers turn step counts from before 1.12 into tensors
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _resolve_on(self, home: torch.device) -> Any:
@@ -436,12 +457,18 @@ class LiveState:
         return resolve
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
-        """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
-        are to be updated: here all, as they are. Close it if you stop early: what is away comes home then."""
+        """Yield the parameters ``names``, as many at a time as ``optimizer`` updates at once.
+
+        During each round, they are where they are to be updated; here that is all of them, in place. Close the
+        generator if you stop early, which brings moved parameters back.
+        """
         yield names
 
     def _load_slot(self, name: str, slot: str, value: torch.Tensor) -> None:
-        """A new tensor where torch would have made it: counts of steps stay on the host, but for some kernels."""
+        """Make a new tensor where torch would have made it.
+
+        Step counts stay on the host, except for some kernels.
+        """
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
         group = optimizer.param_groups[parameter.group or 0]
         on_host = slot == "step" and counts_on_host(group)
@@ -450,15 +477,13 @@ class LiveState:
         if shape == list(value.shape) and not is_distributed(parameter.parameter):
             optimizer.state[parameter.parameter][slot] = laid_out(value.to(device), strides)
             return
-        if value.shape == self.boxes[name].shape:  # fused kernels take it that both lie alike in memory
+        # fused kernels require that both have the same memory layout
+        if value.shape == self.boxes[name].shape:
             made = torch.empty_like(parameter.held(), dtype=value.dtype, device=device)
             local_of(made).copy_(value)
             optimizer.state[parameter.parameter][slot] = made
         else:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
-
-    def _carried(self) -> dict[str, dict[torch.Tensor, torch.Tensor]]:
-        return {RESIDUAL: self.residuals, SUBSPACE: self.subspaces}
 
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)
@@ -466,18 +491,20 @@ class LiveState:
 
 
 def local_held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of ``tensor``, without asking autograd."""
+    """Return the local part of ``tensor`` without involving autograd."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def counts_on_host(group: Mapping[str, Any]) -> bool:
-    """Whether torch's optimizers keep the number of steps of a parameter of the ``group`` on the host, wherever that
-    is."""
+    """Return whether torch's optimizers keep the step counts of the ``group`` on the host.
+
+    That is independent of the parameters' device.
+    """
     return not (group.get("capturable") or group.get("fused"))
 
 
 def _persistent(module: nn.Module) -> list[str]:
-    """Names of the buffers that it has now."""
+    """Return the names of the persistent buffers that ``module`` has now."""
     hidden = module._non_persistent_buffers_set
     return [name for name, buffer in module._buffers.items() if buffer is not None and name not in hidden]
 

@@ -1,4 +1,4 @@
-"""Matching: which rule holds for each stored tensor: the first whose regex is its whole name."""
+"""Matching: the rule for each stored tensor, which is the first whose regex matches its whole name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from .rules import Rule, Rules
 
 MOST_LISTED = 10
 PARAM = "param"
-"""The slot of the tensor itself; a state of another slot may be one number for the whole tensor."""
+"""The slot of the tensor itself; the state of another slot may be one scalar for the whole tensor."""
 ANYTHING = ".*"
-"""The regex of a last rule for all that is left: that others match before it is no ambiguity."""
+"""The regex of a last rule for everything left. A match before it does not count as ambiguous."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a rank stored it: in the part of number ``part``, from the element ``offset`` on, in C order if there
-    are no ``strides``. ``at`` says of each axis of the mesh where the rank was on it, and how long it is."""
+    """A tensor as a rank stored it.
+
+    Attributes:
+        part: The number of the stored array that holds it.
+        at: The rank's index on each axis of the mesh, and the length of the axis.
+        offset: The first element in the part.
+        strides: In elements; C order if None.
+    """
 
     part: int
     name: str
@@ -38,8 +44,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A stored tensor, or one that lies in flat partitions. Matched, it has the number of its rule, from 1, and what
-    the expressions of that may name."""
+    """A stored tensor, or one within flat partitions.
+
+    After matching, it has the number of its rule, from 1, and the ``names`` that the rule's expressions may use.
+    """
 
     name: str
     slot: str
@@ -60,8 +68,11 @@ class Row:
 
 
 class Matcher:
-    """Of one application of ``rules``: ``used`` are the numbers of those that held, ``ambiguous`` names that several
-    match, with the numbers of all, of which the first held."""
+    """One application of ``rules``.
+
+    ``used`` holds the numbers of the applied rules. ``ambiguous`` holds the names that several rules match with the
+    numbers of all these, of which the first was applied.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules.rules
@@ -71,8 +82,11 @@ class Matcher:
         self.ambiguous: dict[str, tuple[int, ...]] = {}
 
     def matched(self, rows: Iterable[Row], *, from_flat: bool = False) -> list[Row]:
-        """``rows``, each with its rule; those of flat partitions are in none again. Raises ``RuleError`` with all that
-        no rule matches."""
+        """Return ``rows``, each with its rule.
+
+        Tensors from flat partitions do not match rules for flat partitions again. Raises ``RuleError`` listing
+        everything that no rule matches.
+        """
         found, unmatched = [], dict[str, None]()
         for row in rows:
             fit = [
@@ -110,7 +124,7 @@ class Matcher:
                 yield number, captures
 
     def _by_name(self, name: str, slot: str) -> Iterator[tuple[int, dict[str, Value]]]:
-        """The rules that match, and what they capture."""
+        """Yield the rules that match, and what they capture."""
         for number, rule in enumerate(self._rules, 1):
             match = rule.match.fullmatch(name)
             if match and (rule.slots is None or rule.slots.fullmatch(slot)):
@@ -123,7 +137,7 @@ class Matcher:
 
 @contextmanager
 def explained(rule: Rule, rows: Sequence[Row]) -> Iterator[None]:
-    """Says of which rule and tensor a ``ValueError`` is."""
+    """Add the rule and the tensor to a ``ValueError`` of the block, as a ``RuleError``."""
     try:
         yield
     except RuleError:

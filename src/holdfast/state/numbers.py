@@ -1,4 +1,4 @@
-"""Numbers: the elements of any type, as NumPy has numbers; torch is asked for those of 8 bits alone."""
+"""Numbers: the elements of any type as NumPy numbers, with torch's help only for 8-bit floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from .atoms import TORCH_NAMES
 
 
 def values_of(data: np.ndarray, dtype: str) -> np.ndarray:
-    """The elements of ``dtype`` whose bytes ``data`` has, none changed: bfloat16 as float32, 8-bit floats as float64.
+    """Return the elements of ``dtype`` whose bytes are ``data``, with exact values.
+
+    bfloat16 becomes float32, 8-bit floats become float64.
 
     >>> values_of(np.array([0x80, 0x3F], np.uint8), "BF16")
     array([1.], dtype=float32)

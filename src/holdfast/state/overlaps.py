@@ -1,7 +1,7 @@
-"""Overlaps: which tensors of a training state lie over one another in memory.
+"""Overlaps: the tensors of a training state that share memory.
 
-What is written to one of them changes the others, so they are copied at one step, replayed where they overlap alike,
-and brought back as they were; or refused by name. Slices of one storage that have no byte in common do not overlap. A
+A write to one of them changes the others. So they are copied at one step, replayed with the same overlap, and
+restored as they were, or else refused by name. Slices of one storage that have no byte in common do not overlap. A
 *key* is the name of a parameter or buffer and the way to a tensor that belongs to it: ``("head.weight", "exp_avg")``.
 """
 
@@ -16,13 +16,15 @@ import torch
 Key = tuple[Any, ...]
 
 Shared = list[list[list[Any]]]
-"""As JSON, groups of tensors that overlap: of each its key, where it begins from a multiple of ``ALIGN`` in bytes, and
-its strides in elements."""
+"""Groups of overlapping tensors, as JSON.
+
+Each tensor has its key, its start in bytes from a multiple of ``ALIGN``, and its strides in elements.
+"""
 
 ALIGN = 64
 PARAMETERS = (("param",),)
 PLACED = (*PARAMETERS, ("buffer",))
-"""Ways to tensors that the model has, and a resume leaves where they are."""
+"""The ways to tensors of the model itself, which a resume leaves in place."""
 
 
 class _Span(NamedTuple):
@@ -80,7 +82,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def _marked(cluster: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Return the groups in a ``cluster``, of which some tensors have gaps: every one marks the places that it takes."""
+    """Return the overlapping groups in a ``cluster`` with gaps, by marking the places that each tensor takes."""
     spans = [_span(number, tensor) for number, tensor in cluster.items()]
     first, last = min(span.start for span in spans), max(span.stop for span in spans)
     unit = gcd(*(span.start - first for span in spans), *(tensor.itemsize for tensor in cluster.values()))
@@ -104,7 +106,7 @@ def _marked(cluster: Mapping[int, torch.Tensor]) -> list[list[int]]:
 
 
 def described(tensors: Mapping[Key, torch.Tensor]) -> Shared:
-    """Return the groups that overlap, with all that is needed to let others overlap so."""
+    """Return the groups that overlap, with everything needed to make other tensors overlap in the same way."""
     found: Shared = []
     for group in overlaps(tensors):
         base = min(tensors[key].data_ptr() for key in group) // ALIGN * ALIGN
@@ -115,7 +117,7 @@ def described(tensors: Mapping[Key, torch.Tensor]) -> Shared:
 
 
 def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key], frozenset[Any]]:
-    """Return of the groups what is at the ``ways``: by its keys, how the tensors lie to one another."""
+    """Return the relative positions of the tensors at ``ways`` in each group, by their keys."""
     found = {}
     for group in shared:
         members = [
@@ -129,10 +131,10 @@ def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key],
 
 
 class Memory:
-    """Memory in which the tensors of one group of ``Shared`` overlap as they did where it was described."""
+    """Memory in which the tensors of one group of ``Shared`` overlap as described."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int) -> None:
-        """``start`` is where in ``storage`` the offsets of the group begin, in bytes."""
+        """Use ``storage``; ``start`` is where in it the offsets of the group begin, in bytes."""
         self._storage, self._start = storage, start
         self._made: dict[Any, torch.Tensor] = {}
 
@@ -151,8 +153,10 @@ class Memory:
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize - offset)
 
     def view(self, offset: int, strides: Sequence[int], like: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor at ``offset``, with the values of ``like``, as one object for all that are one; None
-        where this memory has no room for it."""
+        """Return the tensor at ``offset``, with the values of ``like``; None if this memory has no room for it.
+
+        Equal tensors at one place are returned as one object.
+        """
         if len(strides) != like.dim():
             return None
         start, key = self._start + offset, (offset, tuple(strides), like.shape, like.dtype)
@@ -183,7 +187,7 @@ def tensors_within(value: Any, key: Key) -> Iterator[tuple[Key, torch.Tensor]]:
 
 
 def put_within(value: Any, way: Sequence[Any], tensor: torch.Tensor) -> Any:
-    """Return ``value`` with ``tensor`` at the end of the ``way``: the same object, but for tuples."""
+    """Return ``value`` with ``tensor`` at the end of the ``way``: the same object, except for tuples."""
     if not way:
         return tensor
     made = put_within(value[way[0]], way[1:], tensor)

@@ -1,11 +1,11 @@
-"""Pieces: where the elements of a tensor lie in the arrays that hold it.
+"""Fragments: where the elements of a tensor are in the arrays that hold it.
 
-A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of somebody's file. A piece says of
-one box of the tensor in which part it lies, and how: its element at ``index`` is at ``offset + sum((index[d] -
+A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of a foreign file. A ``Piece``
+gives the place of one region of the tensor in a part: its element at ``index`` is at ``offset + sum((index[d] -
 start[d]) * strides[d])`` of the part, in elements. Every layout is a list of pieces: shards, flat partitions of ZeRO
 and FSDP, fused and interleaved projections, transposes.
 
-A tensor may have a million of them, so they are columns of arrays, and all that is done to them is done to all at once.
+A tensor may have a million of them, so they are columns of arrays, and every operation works on all at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .boxes import Box
 
 
 class Piece(NamedTuple):
-    """One box of a tensor, and where it lies in the part of number ``part``."""
+    """One region of a tensor, and its place in the part of number ``part``."""
 
     box: Box
     part: int
@@ -31,8 +31,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Of one tensor of ``rank`` axes: ``start``, ``stop`` and ``strides`` of shape (n, rank), ``part`` and ``offset``
-    of shape (n), all int64."""
+    """The pieces of one tensor of ``rank`` axes, in columns.
+
+    ``start``, ``stop`` and ``strides`` have the shape (n, rank), ``part`` and ``offset`` the shape (n); all are
+    int64.
+    """
 
     start: np.ndarray
     stop: np.ndarray
@@ -42,7 +45,7 @@ class Pieces:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece], rank: int) -> Pieces:
-        """Those of a tensor of ``rank`` axes, in this order.
+        """Return the columns for ``pieces`` of a tensor of ``rank`` axes, in this order.
 
         >>> pieces = Pieces.of(flat((4, 6), 8, 20, part=3), rank=2)
         >>> [(piece.box.start, piece.box.stop, piece.offset) for piece in pieces]
@@ -64,14 +67,14 @@ class Pieces:
         return map(self.piece, range(len(self)))
 
     def piece(self, number: int) -> Piece:
-        """The one of that number."""
+        """Return the piece of that number."""
         box = Box(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
         return Piece(
             box, int(self.part[number]), int(self.offset[number]), tuple(self.strides[number].tolist())
         )
 
     def only(self, kept: np.ndarray) -> Pieces:
-        """Those of which ``kept``, bool[n], is true."""
+        """Return the pieces for which ``kept``, bool[n], is true."""
         return Pieces(
             self.start[kept], self.stop[kept], self.part[kept], self.offset[kept], self.strides[kept]
         )
@@ -82,18 +85,18 @@ class Pieces:
 
     @property
     def elements(self) -> np.ndarray:
-        """Of each piece."""
+        """The number of elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
 
     def within(self, box: Box) -> Pieces:
-        """What of them lies in ``box``, in the coordinates of the tensor; without pieces that are empty."""
+        """Return the parts of the pieces in ``box``, in the coordinates of the tensor, without empty ones."""
         start = np.maximum(self.start, np.array(box.start, dtype=np.int64))
         stop = np.minimum(self.stop, np.array(box.stop, dtype=np.int64))
         offset = self.offset + ((start - self.start) * self.strides).sum(axis=1)
         return Pieces(start, stop, self.part, offset, self.strides).only(np.all(start < stop, axis=1))
 
     def overlap(self) -> tuple[Box, Box] | None:
-        """Two boxes with an element in common, if there are any."""
+        """Return two boxes with an element in common, or None if there are none."""
         groups = [np.arange(len(self))[self.elements > 0]]
         while groups:
             group = groups.pop()
@@ -109,7 +112,7 @@ class Pieces:
         return None
 
     def _apart(self, group: np.ndarray, axis: int) -> list[np.ndarray]:
-        """The pieces of ``group`` in groups that have nothing in common along ``axis``."""
+        """Divide ``group`` into groups that have nothing in common along ``axis``."""
         order = group[np.argsort(self.start[group, axis], kind="stable")]
         reached = np.maximum.accumulate(self.stop[order, axis])
         return np.split(order, np.flatnonzero(self.start[order[1:], axis] >= reached[:-1]) + 1)
@@ -127,19 +130,19 @@ class Pieces:
         return None
 
     def moved(self, by: Sequence[int]) -> Pieces:
-        """The same places, of a tensor in which everything lies ``by`` elements further on along each axis."""
+        """Return the same places for a tensor in which everything is ``by`` elements further along each axis."""
         shift = np.array(by, dtype=np.int64)
         return Pieces(self.start + shift, self.stop + shift, self.part, self.offset, self.strides)
 
     def permuted(self, axes: Sequence[int]) -> Pieces:
-        """Those of the tensor whose axis ``i`` is this one's axis ``axes[i]``."""
+        """Return the pieces of the tensor whose axis ``i`` is this one's axis ``axes[i]``."""
         order = list(axes)
         return Pieces(
             self.start[:, order], self.stop[:, order], self.part, self.offset, self.strides[:, order]
         )
 
     def lifted(self, index: int) -> Pieces:
-        """Those of the slice ``index`` of a tensor that has one more axis, in front."""
+        """Return the pieces of the slice ``index`` of a tensor with one more axis, in front."""
         first = np.full((len(self), 1), index, dtype=np.int64)
         return Pieces(
             np.hstack([first, self.start]), np.hstack([first + 1, self.stop]),
@@ -147,7 +150,7 @@ class Pieces:
         )  # fmt: skip
 
     def sliced(self, index: int) -> Pieces:
-        """Those of the tensor that is slice ``index`` along the first axis."""
+        """Return the pieces of slice ``index`` along the first axis, as a tensor of its own."""
         box = Box(
             (index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist())
         )
@@ -157,8 +160,10 @@ class Pieces:
         )
 
     def through(self, cut: Iterable[tuple[Box, Box]]) -> Pieces:
-        """These are of a rank's local tensor: those of the whole one, of which it holds, by ``cut``, each first box
-        at its second box."""
+        """Return these pieces of a rank's local tensor as pieces of the whole tensor.
+
+        ``cut`` lists what the rank holds: each first box of the whole tensor is at the second box of the local one.
+        """
         moved = [
             self.within(local).moved([g - s for g, s in zip(box.start, local.start, strict=True)])
             for box, local in cut
@@ -167,7 +172,7 @@ class Pieces:
 
 
 def joined(many: Sequence[Pieces], rank: int) -> Pieces:
-    """All of ``many``, of one tensor of ``rank`` axes."""
+    """Return all of ``many``, pieces of one tensor of ``rank`` axes, as one."""
     if not many:
         return Pieces.of((), rank)
     return Pieces(
@@ -177,7 +182,7 @@ def joined(many: Sequence[Pieces], rank: int) -> Pieces:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of an array in C order.
+    """Return the strides, in elements, of an array in C order.
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -186,13 +191,15 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense(box: Box, part: int, offset: int = 0) -> Piece:
-    """``box`` in C order, from the element ``offset`` of the part on."""
+    """Return the piece of ``box`` in C order, from the element ``offset`` of the part on."""
     return Piece(box, part, offset, row_major(box.shape))
 
 
 def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0) -> list[Piece]:
-    """The elements ``start`` to ``stop`` of a flattened tensor, which lie in the part from ``offset`` on: at most 2 r -
-    1 boxes for r axes."""
+    """Return the pieces of the elements ``start`` to ``stop`` of a flattened tensor.
+
+    These elements are in the part from ``offset`` on. There are at most 2 r - 1 pieces for r axes.
+    """
     strides = row_major(shape)
     return [
         Piece(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)
@@ -201,7 +208,7 @@ def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that the elements ``start`` to ``stop`` of a flattened tensor are, in their order.
+    """Return the regions that make up the elements ``start`` to ``stop`` of a flattened tensor, in their order.
 
     >>> [box.to_json() for box in flat_boxes((3, 4), 3, 9)]
     [[[0, 3], [1, 4]], [[1, 0], [2, 4]], [[2, 0], [3, 1]]]

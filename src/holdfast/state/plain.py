@@ -1,8 +1,8 @@
-"""Plain tensors: which tensors have a value that can be stored, and the one way from a tensor to its bytes.
+"""Plain tensors: those whose value can be stored, and the one way from a tensor to its bytes.
 
 A plain tensor has strides, and no class or transform that computes instead of torch. Every room that writes, sends or
-digests a tensor takes its bytes from here: a view as bytes asks for a stride of 1 even where one element lies alone,
-and knows nothing of conjugate and negative views.
+digests a tensor takes its bytes from here. A plain view as bytes would need a stride of 1 even for a single element,
+and would ignore conjugate and negative views.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def odd_kind(tensor: torch.Tensor) -> str | None:
-    """Return what ``tensor`` is called if its value is no plain array of elements, else None.
+    """Return a description of ``tensor`` if its value is no plain array of elements, else None.
 
     >>> odd_kind(torch.eye(2).to_sparse())
     'sparse (torch.sparse_coo)'
     """
     if type(tensor).__torch_dispatch__ is not _DEFAULT_DISPATCH:
-        if hasattr(tensor, "to_local"):  # what a DTensor has here may be of any kind
+        if hasattr(tensor, "to_local"):  # the local part of a DTensor may be of any kind
             return odd_kind(tensor._local_tensor) if hasattr(tensor, "_local_tensor") else None
         return "nested" if tensor.is_nested else f"of the tensor class {type(tensor).__name__}"
     if tensor.is_nested:
@@ -35,7 +35,10 @@ def odd_kind(tensor: torch.Tensor) -> str | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether ``odd_kind`` has nothing to say of ``tensor``, but for transforms; a fraction of its time."""
+    """Return whether ``odd_kind`` is None for ``tensor``, in a fraction of its time.
+
+    Transforms of torch.func are not noticed.
+    """
     kind = type(tensor)
     if kind.__torch_dispatch__ is _DEFAULT_DISPATCH and tensor.layout is torch.strided:
         return not (tensor.is_nested or tensor.is_quantized)
@@ -60,9 +63,12 @@ def repeats_itself(tensor: torch.Tensor) -> bool:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of ``tensor`` in C order, flat, on its device: its own memory where it lies so, else a copy."""
+    """Return the bytes of ``tensor`` in C order, flat, on its device.
+
+    The result shares the tensor's memory if that is in C order, else it is a copy.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # contiguous() leaves any stride to a dimension of one element
+    # contiguous() keeps any stride along a dimension of one element
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -72,5 +78,5 @@ def host_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor whose bytes ``flat_bytes`` gave, in the memory of ``raw``."""
+    """Return the tensor whose bytes ``flat_bytes`` returned, in the memory of ``raw``."""
     return raw.view(dtype).view(shape)

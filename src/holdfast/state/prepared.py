@@ -1,7 +1,8 @@
-"""Models that another library has prepared, so that their parameters are not where, or not what, they seem to be.
+"""Models that another library has prepared, so that their parameters are not what or where they seem.
 
-One table: what was done, how it is recognised, and the way out. ``holdfast.offload`` and ``Checkpointer`` refuse what
-is recognised before anything is written. Nothing is imported for this: classes and attributes are known by name.
+One table holds what was done, how to recognise it, and the way out. ``holdfast.offload`` and ``Checkpointer`` refuse
+what they recognise before anything is written. Nothing is imported for this: classes and attributes are known by
+name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Preparation:
 
 
 def _has_ancestor(thing: object, *names: str) -> bool:
-    """Return whether a class of ``thing``, or of what it inherits from, has one of ``names``, with its module."""
+    """Return whether a class of ``thing``, or one of its bases, begins with one of ``names``, module included."""
     return any(f"{kind.__module__}.{kind.__qualname__}".startswith(names) for kind in type(thing).__mro__)
 
 
@@ -43,13 +44,13 @@ def _moves_parameters(module: nn.Module) -> bool:
 
 
 def _is_spread(module: nn.Module) -> bool:
-    """Return whether accelerate's hooks below ``module`` move what flows between several devices."""
+    """Return whether accelerate's hooks below ``module`` move activations between several devices."""
     places = getattr(module, "hf_device_map", None) or {}
     return len(set(map(str, places.values()))) > 1 and any(hasattr(m, "_hf_hook") for m in module.modules())
 
 
 def _changes_buffers(module: nn.Module) -> bool:
-    """Return whether the forward pass of ``module`` changes buffers of it while it trains."""
+    """Return whether the forward pass of ``module`` changes its own buffers while it trains."""
     if not module.training:
         return False
     if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
@@ -77,7 +78,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def _computes_otherwise(parameter: nn.Parameter) -> bool:
-    """Return whether the class of ``parameter`` decides what operations on it do."""
+    """Return whether the class of ``parameter`` overrides what operations on it do."""
     kind = type(parameter)
     return (
         kind.__torch_function__ is not nn.Parameter.__torch_function__
@@ -103,7 +104,7 @@ DIVIDED = (
         " is read by source=holdfast.From(its checkpoint)",
     ),
 )
-"""What neither the engine nor a ``Checkpointer`` takes: modules and parameters."""
+"""The modules and parameters that both the engine and a ``Checkpointer`` refuse."""
 
 MODULES = (
     *ELSEWHERE,
@@ -138,7 +139,7 @@ MODULES = (
         "Load the model without quantization_config=; an adapter trains out of core on a base in bf16",
     ),
 )
-"""What the engine does not take."""
+"""The modules that the engine refuses."""
 
 PARAMETERS = (
     *DIVIDED,
@@ -178,7 +179,7 @@ IN_BLOCKS = (
         "Use torch.nn.utils.parametrizations.weight_norm, or make pruning permanent by torch.nn.utils.prune.remove",
     ),
 )
-"""What the engine does not take inside of a block."""
+"""The modules that the engine refuses inside of a block."""
 
 
 def refuse_away(model: nn.Module) -> None:
@@ -192,7 +193,7 @@ def refuse_prepared(model: nn.Module) -> None:
 
 
 def refuse_in_block(name: str, block: nn.Module) -> None:
-    """Raise ``ModelNotSupported`` naming a module in ``block`` that would not bear to run twice."""
+    """Raise ``ModelNotSupported`` naming a module in ``block`` that must not run twice."""
     _refuse(block, IN_BLOCKS, (), name)
 
 

@@ -1,7 +1,7 @@
 """Progress: the part of the training state that is not tensors of the model.
 
-Step, random number generators, data position and learning-rate schedule: any object with ``state_dict``, by value
-(``encoding``).
+It holds the step, random number generators, data position and learning-rate schedule. User objects with
+``state_dict`` are stored by value (``encoding``).
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ OF_VERSIONS = {
     *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
     *("_scale_fn_ref", "_scale_fn_custom", "_anneal_func_type", "_schedule_phases"),
 }
-"""In the state of a schedule: what some versions of torch keep and others do not."""
+"""The keys in the state of a schedule that only some versions of torch keep."""
 
 HOST_GENERATORS = {"python", "numpy", "torch"}
-"""What ``random_state`` has of every process."""
+"""The keys of ``random_state`` that every process has."""
 
 ELASTIC = (
     "a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that"
     " does says so by an attribute elastic = True."
 )
-"""The way out where a place in the data is each rank's own."""
+"""The way out for messages about a data position that belongs to one rank alone."""
 
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of an optimizer's parameter ``groups``, as JSON; parameters in it by their place. Raises ``BadInput`` naming the
-    first that cannot be stored by value."""
+    """Return the hyper-parameters of an optimizer's parameter ``groups``, as JSON.
+
+    Parameters among the values are stored by their place. Raises ``BadInput`` naming the first value that cannot be
+    stored.
+    """
     for number, group in enumerate(groups):
         if odd := [key for key in group if type(key) is not str]:
             raise BadInput(
@@ -59,7 +62,7 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter ``groups`` what ``hyper_parameters`` said of them, as ``fill_groups`` does."""
+    """Set parameter ``groups`` to the result of ``hyper_parameters``, as ``fill_groups`` does."""
 
     def resolve(told: dict[str, Any]) -> Any:
         if "__member__" not in told:
@@ -71,9 +74,11 @@ def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapp
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter ``groups`` these ``values``, which are theirs now. A tensor that a group holds keeps its place and
-    its device, and gets the value: the script may hold it too. So may other groups, of which one that has another value
-    gets a tensor of its own."""
+    """Set the ``values`` in parameter ``groups``.
+
+    A tensor that a group holds keeps its place and its device and gets the new value, because the script may hold it
+    too. If other groups hold it as well, a group with another value gets a tensor of its own.
+    """
     filled: dict[int, torch.Tensor] = {}
     for group, own in zip(groups, values, strict=True):
         for key, value in own.items():
@@ -95,8 +100,14 @@ def told_of_kept(
     given: Sequence[Mapping[str, Any]],
     after: str,
 ) -> str | None:
-    """What is to be said of the ``hyper_parameters`` that a script was ``given``, otherwise than ``before``, where the
-    run's ``own`` are put in their place; they can be changed ``after`` that. None if nothing is."""
+    """Return the warning that the run's hyper-parameters replace those that a script was given, or None.
+
+    Args:
+        before: Those that the script which wrote the run was given.
+        own: The run's own hyper-parameters, which are kept.
+        given: Those that the script was given now.
+        after: The call after which the script can change them.
+    """
     changed = list(_changed(before, own, given))
     if not changed:
         return None
@@ -111,7 +122,7 @@ def _changed(
 ) -> Iterator[str]:
     for number, (was, runs, now) in enumerate(zip(before, own, given, strict=False)):
         for key, value in now.items():
-            if key == "param_names" or (key == "lr" and "initial_lr" in now):  # a scheduler's, which moves it
+            if key == "param_names" or (key == "lr" and "initial_lr" in now):  # a scheduler moves this rate
                 continue
             if value != was.get(key, value) and value != runs.get(key):
                 run, script = (decode(group.get(key)) for group in (runs, now))
@@ -119,8 +130,11 @@ def _changed(
 
 
 def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
-    """Give ``things``, by name, the state that the ``progress`` of some other run has of them. What it does not have,
-    or has of something that keeps another kind of state, is left. What is not as it was is told in what is returned."""
+    """Load the state that the ``progress`` of another run has for ``things``, by name.
+
+    A thing is left as it is if the progress lacks it or has a state of another kind for it. Returns a message for
+    each difference.
+    """
     there = progress.get("things", progress)
     told = []
     for name, thing in things.items():
@@ -139,11 +153,11 @@ def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
 
 
 def _fitting(own: dict[str, Any], saved: Any) -> tuple[dict[str, Any] | None, str]:
-    """``saved`` as a state like ``own``, None if it is none; and in what it differs."""
+    """Return ``saved`` as a state like ``own``, or None if it is of another kind; and the difference as text."""
     if not isinstance(saved, dict):
         return None, ""
     empty = {key: own[key] for key in own.keys() - saved.keys() if not any(_leaves(own[key]))}
-    saved = empty | saved  # nothing is left of a list of empty dictionaries where a state was flattened
+    saved = empty | saved  # flattening a state drops empty dictionaries in lists
     each = ((saved.keys() - own.keys(), "it has"), (own.keys() - saved.keys(), "it lacks"))
     parts = [f"{verb} {', '.join(sorted(map(str, keys)))}" for keys, verb in each if keys]
     differing = f" ({', and '.join(parts)})" if parts else ""
@@ -157,7 +171,7 @@ def _fitting(own: dict[str, Any], saved: Any) -> tuple[dict[str, Any] | None, st
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What in nested dictionaries and lists is neither, as ``(value,)``."""
+    """Yield each value in nested dictionaries and lists that is neither, as ``(value,)``."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
@@ -166,8 +180,11 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _with_keys_of(own: Any, saved: Any) -> Any:
-    """``saved`` with whole numbers as keys where ``own`` has them: who flattens a state by names makes texts of them.
-    Raises ``ValueError`` if these are no numbers, or if a schedule is of more or fewer parts."""
+    """Return ``saved`` with integer keys where ``own`` has them.
+
+    Flattening a state by names turns such keys into text. Raises ``ValueError`` if they are no numbers, or if a
+    schedule has another number of parts.
+    """
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
         return [_with_keys_of(mine, theirs) for mine, theirs in zip(own, saved, strict=True)]
     if not isinstance(own, dict) or not isinstance(saved, dict):
@@ -187,8 +204,10 @@ def _is_parts(value: Any) -> bool:
 
 
 def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> None:
-    """Raise ``RunMismatch`` if ``progress`` has the place of a loader on so many ``ranks``, and ``here`` is another
-    number, unless the ``loader`` says by ``elastic = True`` that its state means the same to any."""
+    """Raise ``RunMismatch`` if ``progress`` holds a loader's position for another number of ranks than ``here``.
+
+    A ``loader`` with ``elastic = True`` has a position that means the same to any number.
+    """
     wrote = progress.get("ranks", 1)
     if wrote != here and _is_of_one_rank(loader, progress):
         raise RunMismatch(
@@ -199,8 +218,10 @@ def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> N
 
 
 def refuse_place_of_first(loader: Any, progress: Mapping[str, Any]) -> None:
-    """Raise ``RunMismatch`` if ``progress``, of a state to begin from, has of several ranks' places in the data that of
-    the first alone, and the ``loader`` does not say by ``elastic = True`` that it means the same to any."""
+    """Raise ``RunMismatch`` if ``progress``, of a state to begin from, holds only the first rank's data position.
+
+    A ``loader`` with ``elastic = True`` has a position that means the same to any number of ranks.
+    """
     wrote = progress.get("ranks", 1)
     if wrote > 1 and _is_of_one_rank(loader, progress):
         raise RunMismatch(
@@ -211,14 +232,16 @@ def refuse_place_of_first(loader: Any, progress: Mapping[str, Any]) -> None:
 
 
 def _is_of_one_rank(loader: Any, progress: Mapping[str, Any]) -> bool:
-    """Whether ``progress`` has a place for the ``loader`` that means nothing to another number of ranks."""
+    """Return whether ``progress`` has a position for the ``loader`` that means nothing to another number of ranks."""
     there = "loader" in progress.get("things", progress)
     return loader is not None and there and not getattr(loader, "elastic", False)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy and torch, and by its type ("cuda") of an accelerator's, if
-    one is in use."""
+    """Return the states of the global generators of Python, NumPy and torch, and of an accelerator in use.
+
+    The accelerator's states are under its type ("cuda").
+    """
     version, words, gauss = random.getstate()
     return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),
@@ -229,7 +252,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the global generators to ``state``; those of accelerators go to as many devices as there are of the type."""
+    """Set the global generators to ``state``. Accelerator states go to as many devices of the type as there are."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])

@@ -1,9 +1,9 @@
-"""Reshaping: from the tensors that ranks divided to those of canonical form, by the rest of a rule.
+"""Reshaping: brings the joined tensors of a rule to canonical form, by the rest of the rule.
 
-In this order, whatever the order in the file: padding is left out, a stack is taken apart, tensors are joined,
-permuted, split, transposed, stacked. Nothing is moved: each is another way to say where the elements are. A state that
-is one number for a whole tensor, as ``step`` is, belongs to each of the tensors that are split, and is the same for
-those that are joined.
+The order is fixed, whatever the order in the file: padding is removed, a stack is taken apart, tensors are joined,
+permuted, split, transposed, stacked. No data moves: each operation only changes where the elements are found. A state
+that is one scalar for a whole tensor, as ``step`` is, belongs to each of the tensors that a split makes, and must be
+the same in those that are joined.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from .matching import PARAM, Row
 from .rules import Permute, Rule
 
 FREE = frozenset({"part", "index"})
-"""What a name may have that is known only when a tensor is taken apart."""
+"""The parts of a name that are known only when a tensor is taken apart."""
 
 Place = tuple[int, str]
-"""Of a tensor among those that make one: which slice of a stack, and which of those that are joined."""
+"""The place of a tensor among those that make one: slice of a stack, part of a join."""
 
 Called = tuple[dict[str, Value], Laid]
-"""A tensor, and what tells it from the others that were one with it."""
+"""A tensor, and the values that tell it from the others that were one tensor with it."""
 
 K = TypeVar("K")
 
 
 def reshaped(rule: Rule, held: Mapping[Place, Laid], row: Row) -> Iterator[tuple[str, Laid]]:
-    """The tensors that ``held`` make, by canonical name; ``row`` is one of theirs. Raises ``ValueError`` where they do
-    not make whole ones."""
+    """Yield the tensors that ``held`` make, by canonical name; ``row`` is one of theirs.
+
+    Raises ``ValueError`` where they do not make whole ones.
+    """
     found: dict[str, dict[int, Laid]] = {}
     names = row.names
     for index in sorted({index for index, _ in held}):
@@ -47,7 +49,7 @@ def reshaped(rule: Rule, held: Mapping[Place, Laid], row: Row) -> Iterator[tuple
 
 
 def place_of(rule: Rule, names: Names) -> Place:
-    """Where a tensor goes of those that are joined or stacked."""
+    """Return the place of a tensor among those that are joined or stacked."""
     index = 0 if rule.stacked is None else rule.stacked.index.text(names)
     if not str(index).isdecimal():
         raise ValueError(f"is the slice {index!r} of a stack, which is no number")
@@ -103,7 +105,7 @@ def _joined(rule: Rule, parts: Mapping[str, Laid]) -> Laid:
 
 
 def _one_of(parts: Mapping[int, Laid], dim: int) -> Laid:
-    """One after the other along ``dim``; of numbers for whole tensors, that of all."""
+    """Return the tensors joined along ``dim``, or the common value of scalars for whole tensors."""
     scalars = all(not laid.shape for laid in parts.values())
     cut = Replicate(()) if scalars else Shard((), dim)
     return cut.whole(parts, len(parts), {})

@@ -1,8 +1,8 @@
-"""Rules: what a format that records nothing of its layout means, in TOML that a person can write and read.
+"""Rules: the layout of a format that does not record it, in TOML that a person can write and read.
 
-A rule is a regex over the whole name of a stored tensor, how its parts make one tensor (``cut``), and what is done to
-that tensor before it has its canonical form. The first rule that matches holds. The language is described, with
-examples, in docs/moves.md; here is its grammar, in ``state/assembly.py`` what it means.
+A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and
+the operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md
+describes the language with examples; this module has its grammar, ``state/assembly.py`` its meaning.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ OPTIONS: dict[str, set[str]] = {
 }  # fmt: skip
 TEXTS = ("rename", "slot", "alias_of")
 RESERVED = ("size", "part", "index")
-"""What expressions may name that no value is called."""
+"""Names that expressions may use and that no value may have."""
 
 LAYOUTS = ("block", "interleaved")
 
 
 class Pad(NamedTuple):
-    """``dim`` is longer than ``size``: the rest is padding."""
+    """Padding: ``dim`` is longer than ``size``."""
 
     dim: int
     size: Expression
 
 
 class Split(NamedTuple):
-    """``dim`` is divided among several tensors, of which ``{part}`` is the name. Without sizes in equal ones."""
+    """A division of ``dim`` among several tensors, named by ``{part}``; into equal sizes if none are given."""
 
     dim: int
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Split(NamedTuple):
 
 
 class Join(NamedTuple):
-    """This tensor is one of several that make one along ``dim``: the one that ``part`` says."""
+    """A join: this tensor is the ``part`` of several that make one along ``dim``."""
 
     dim: int
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Join(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """This tensor is the slice ``index`` of one that has the dim ``dim`` as well."""
+    """A stack: this tensor is the slice ``index`` of one that also has the dim ``dim``."""
 
     dim: int
     index: Template
@@ -68,7 +68,7 @@ class Stacked(NamedTuple):
 
 
 class Permute(NamedTuple):
-    """The rows of a fused projection of queries, keys and values, along ``dim``, are ordered otherwise."""
+    """Another row order, along ``dim``, of a fused projection of queries, keys and values."""
 
     dim: int
     interleave: bool
@@ -78,7 +78,7 @@ class Permute(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """A flat partition of several tensors, in their order: their names, shapes, and how they are padded."""
+    """A flat partition of several tensors, in order: their names, shapes and padding."""
 
     axes: tuple[str, ...]
     names: tuple[Template, ...]
@@ -90,7 +90,10 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; ``label`` names it in errors. ``tensors``: of a flat partition of many, which are matched again."""
+    """One rule; ``label`` names it in errors.
+
+    ``tensors`` describes a flat partition of many tensors, which are matched again.
+    """
 
     label: str
     match: re.Pattern[str]
@@ -114,8 +117,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Of one text. ``axes``: what is true of an axis that a rule says nothing of; ``files``: regexes over the names of
-    files, whose groups are axes; ``mesh``: how long those are."""
+    """The rules of one text.
+
+    Attributes:
+        axes: The default division over an axis that a rule does not mention.
+        files: Regexes over the names of files, whose groups are axes.
+        mesh: The length of each axis.
+    """
 
     rules: tuple[Rule, ...]
     axes: Mapping[str, Cut] = field(default_factory=dict)
@@ -125,8 +133,9 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str, source: str = "rules", values: Mapping[str, int] | None = None) -> Rules:
-        """Those of ``text``; ``values`` come beside and before its own. Raises ``RuleError``, which names ``source``
-        and the line or the number of the rule.
+        """Parse ``text``; ``values`` are added to its own and take precedence.
+
+        Raises ``RuleError``, which names ``source`` and the line or the number of the rule.
 
         >>> rules = Rules.parse('''
         ... version = 1
@@ -165,8 +174,10 @@ class Rules:
         return cls(rules, axes, files, lengths, source)
 
     def place_of_file(self, name: str) -> dict[str, tuple[int, int]]:
-        """Where on the mesh the rank was that wrote a file, and how long that is, by axis. Raises ``RuleError`` if no
-        regex of ``files`` matches, or several do."""
+        """Return the index on the mesh of the rank that wrote a file, and the axis length, by axis.
+
+        Raises ``RuleError`` unless exactly one regex of ``files`` matches.
+        """
         found = [match for match in (regex.fullmatch(name) for regex in self.files) if match]
         if len(found) != 1:
             raise RuleError(
@@ -178,7 +189,9 @@ class Rules:
 
 
 def numbers_of(text: str) -> dict[str, int]:
-    """The whole numbers of a JSON table, as values: of a model's config.json. Raises ``ValueError``.
+    """Return the whole numbers of a JSON table, such as a model's config.json.
+
+    Raises ``ValueError``.
 
     >>> numbers_of('{"vocab_size": 37, "tied": true}')
     {'vocab_size': 37}
@@ -208,13 +221,13 @@ def _file(table: Table, mesh: Mapping[str, int]) -> re.Pattern[str]:
 
 
 def _lines(text: str, count: int) -> list[str]:
-    """Where each rule begins, as far as that is plain to see."""
+    """Return the line where each rule begins, if that can be found reliably."""
     found = [n for n, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
     return [f" (line {line})" for line in found] if len(found) == count else [""] * count
 
 
 def _values(table: Table, given: Mapping[str, int]) -> dict[str, Expression]:
-    """Each may name those before it, and what is known where it is used."""
+    """Return the values by name. Each may use those before it, and names that are known where it is used."""
     found = {name: Expression(str(n), n) for name, n in given.items() if name not in RESERVED}
     for number, name in enumerate(table.names):
         expression = Table({name: table.get(name, object, 0)}, table.place, found).expression(name)
@@ -226,7 +239,7 @@ def _values(table: Table, given: Mapping[str, int]) -> dict[str, Expression]:
 
 
 def _patterns(table: Table) -> dict[str, str]:
-    """Each may name those before it."""
+    """Return the patterns by name. Each may use those before it."""
     found: dict[str, str] = {}
     for name in table.names:
         inner = Table({name: table.get(name, object, "")}, table.place, patterns=found)
@@ -273,7 +286,7 @@ def _rule(table: Table) -> Rule:
 
 
 def _cut(table: Table) -> tuple[Cut, ...] | Tensors:
-    """That of the one kind that ``table`` names; a grid is a shard of each of its dims."""
+    """Return the division of the one kind that ``table`` names; a grid is a shard of each of its dims."""
     kinds = [kind for kind in KINDS if kind in table]
     if len(kinds) != 1:
         table.wrong(f"names {' and '.join(kinds) or 'none'} of the kinds of cuts; one is: {', '.join(KINDS)}")

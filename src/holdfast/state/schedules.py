@@ -1,7 +1,8 @@
-"""Schedules: learning-rate schedulers that are at work and were not given, so that no commit has their place.
+"""Schedules: finds learning-rate schedulers that are in use but not given, so that no commit has their state.
 
-A scheduler of torch leaves ``initial_lr`` in the groups of its optimizer; ``ReduceLROnPlateau`` leaves nothing, and is
-seen when a learning rate has moved. Who it is, is looked for among what refers to the optimizer, once.
+A scheduler of torch leaves ``initial_lr`` in the groups of its optimizer. ``ReduceLROnPlateau`` leaves nothing and is
+noticed when a learning rate has moved. The scheduler itself is then searched once, among the objects that refer to
+the optimizer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..units import shown
 
 MOST_LOOKED_AT = 10_000
-"""Things in a given thing, such as the schedulers in a ``SequentialLR``."""
+"""The most objects to examine within a given one, such as the schedulers in a ``SequentialLR``."""
 
 
 class Forgotten:
-    """Looks for schedulers of ``optimizers`` that are not in ``given``. Called after every step."""
+    """Finds schedulers of ``optimizers`` that are not in ``given``. Called after every step."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]) -> None:
         each_has = [getattr(each, "members", ()) for each in optimizers]
@@ -32,10 +33,10 @@ class Forgotten:
         self._optimizers, self._given = [*optimizers, *members], list(given)
         self._rates: list[Any] | None = None
         self._looked = {"bound": False, "moved": False}
-        """By sign, whether schedulers were looked for since it was seen."""
+        """True for each sign since which schedulers were searched for."""
 
     def look(self, how: str, stacklevel: int) -> None:
-        """Warn at the first step that shows a scheduler at work which was not given; ``how`` says what to do."""
+        """Warn at the first step that shows a scheduler in use which was not given; ``how`` is the advice."""
         if all(self._looked.values()):
             return
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -61,7 +62,7 @@ class Forgotten:
 
 
 def needs_arguments(scheduler: Any) -> bool:
-    """Return whether ``scheduler.step`` cannot be called without a value, as that of ``ReduceLROnPlateau``."""
+    """Return whether ``scheduler.step`` requires a value, as that of ``ReduceLROnPlateau`` does."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (TypeError, ValueError):
@@ -78,7 +79,7 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _referring_to(thing: Any) -> Iterator[Any]:
-    """Return the objects of which ``thing`` is an attribute."""
+    """Yield the objects of which ``thing`` is an attribute."""
     for each in gc.get_referrers(thing):
         if isinstance(each, dict):
             yield from (owner for owner in gc.get_referrers(each) if getattr(owner, "__dict__", None) is each)
@@ -87,7 +88,10 @@ def _referring_to(thing: Any) -> Iterator[Any]:
 
 
 def _things_in(given: Sequence[Any]) -> set[int]:
-    """Return the ids of ``given`` and of what is in them: first what is near, since data may hold very many things."""
+    """Return the ids of ``given`` and of the objects in them.
+
+    Near objects come first, since data may hold very many.
+    """
     seen: set[int] = set()
     waiting = deque(given)
     while waiting and len(seen) < MOST_LOOKED_AT:

@@ -1,8 +1,7 @@
-"""Stretches: elements of a flattened tensor that follow each other, held as a tensor of one dim: what FSDP1 leaves a
-rank of a parameter.
+"""Stretches: consecutive elements of a flattened tensor, held as a tensor of one dim.
 
-What is done with a region of a tensor is done with a stretch as with a box, but for its shape, which is (n,): in the
-whole tensor it is several boxes.
+ZeRO leaves such a part of a parameter to a rank, and FSDP1 did in runs of an earlier version. A stretch is used like
+a region, except for its shape, which is (n,): in the whole tensor it is several regions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 FLAT = "flat"
-"""Of a fragment in an index: which elements of the flattened tensor it is, where its writer held them as a stretch."""
+"""The key of a fragment's elements in the flattened tensor, where its writer held them as a stretch."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +38,9 @@ class Stretch:
 
     @classmethod
     def joined(cls, whole: tuple[int, ...], ranges: Iterable[Sequence[int]]) -> Stretch:
-        """Of ranges of elements that follow each other, in any order.
+        """Return the stretch made of ranges of elements that follow each other, in any order.
+
+        Raises ``ValueError`` if there is a gap.
 
         >>> Stretch.joined((3, 4), [(5, 9), (3, 5)])
         Stretch(whole=(3, 4), first=3, stop=9)
@@ -59,16 +60,16 @@ class Stretch:
 
     @property
     def boxes(self) -> list[Box]:
-        """That it is in the whole tensor, in order: at most 2 r - 1 for r axes."""
+        """The regions of the whole tensor that make up the stretch, in order: at most 2 r - 1 for r axes."""
         return flat_boxes(self.whole, self.first, self.stop)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Which elements of the flattened tensor each of its boxes is."""
+        """The elements of the flattened tensor that each of ``boxes`` holds."""
         return list(pairwise(accumulate((box.elements for box in self.boxes), initial=self.first)))
 
     def rows(self, rows: range) -> Stretch:
-        """Of what is held the elements ``rows`` alone, counted from where it begins.
+        """Return the part with only the elements ``rows``, counted from the start of the stretch.
 
         >>> Stretch((3, 4), 3, 9).rows(range(1, 3))
         Stretch(whole=(3, 4), first=4, stop=6)
@@ -76,7 +77,7 @@ class Stretch:
         return Stretch(self.whole, self.first + rows.start, self.first + rows.stop)
 
     def views(self, held: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """Its boxes, each with what of ``held``, of its own shape, that is."""
+        """Return the boxes, each with its view of ``held``, which has the stretch's own shape."""
         found = held.split([box.elements for box in self.boxes])
         return [(box, view.view(box.shape)) for box, view in zip(self.boxes, found, strict=True)]
 
@@ -85,21 +86,24 @@ class Stretch:
 
 
 Region = Box | Stretch
-"""What a process holds of a tensor."""
+"""The part of a tensor that a process holds."""
 
 
 def views_of(region: Region, held: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that ``region`` is, each with what of ``held``, of its shape, that is."""
+    """Return the boxes of ``region``, each with its view of ``held``, which has the region's shape."""
     return region.views(held) if isinstance(region, Stretch) else [(region, held)]
 
 
 def boxes_of(region: Region) -> list[Box]:
-    """The boxes that ``region`` is."""
+    """Return the boxes of ``region``."""
     return region.boxes if isinstance(region, Stretch) else [region]
 
 
 def regions_of(shape: Sequence[int], fragments: Sequence[Mapping[str, Any]]) -> list[Region]:
-    """What the ``fragments`` of an index that one writer stored of a tensor of ``shape`` are: one stretch, or boxes."""
+    """Return the regions that one writer stored of a tensor of ``shape``: one stretch, or boxes.
+
+    ``fragments`` are its fragments in the index.
+    """
     flat = [fragment[FLAT] for fragment in fragments if FLAT in fragment]
     if flat:
         return [Stretch.joined(tuple(shape), flat)]
@@ -107,7 +111,7 @@ def regions_of(shape: Sequence[int], fragments: Sequence[Mapping[str, Any]]) -> 
 
 
 def copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, there: Region) -> None:
-    """Copy what ``held``, which is the region ``here``, has in common with ``value``, which is ``there``."""
+    """Copy from ``value``, the region ``there``, the elements that are also in ``held``, the region ``here``."""
     for one, target in views_of(here, held):
         for other, source in views_of(there, value):
             common = one.intersect(other)
@@ -117,8 +121,11 @@ def copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, there: Re
 
 
 def refuse_gaps(held: Sequence[Mapping[str, Region]], here: Mapping[str, Region]) -> None:
-    """Raise ``ModelNotSupported`` unless the stretches that all ranks have ``held``, of a parameter that is one
-    ``here``, are all of it, each element once, or in each of several copies."""
+    """Raise ``ModelNotSupported`` unless the stretches of all ranks make up the whole parameter.
+
+    Each element must be held once, or once in each of several copies. Only parameters that are a stretch ``here`` are
+    checked.
+    """
     for name, mine in here.items():
         if not isinstance(mine, Stretch):
             continue
@@ -135,5 +142,8 @@ def refuse_gaps(held: Sequence[Mapping[str, Region]], here: Mapping[str, Region]
 
 
 def is_nothing(region: Region | None) -> bool:
-    """Whether it is a stretch of no elements: of its parameter a rank has neither gradients nor optimizer state."""
+    """Return whether the region is an empty stretch.
+
+    The rank then has neither gradients nor optimizer state for the parameter.
+    """
     return isinstance(region, Stretch) and not region.elements

@@ -1,4 +1,4 @@
-"""Tables: the values of a rule file, asked for by key and type, so that an error says what is wrong, and where."""
+"""Tables: values of a rule file, read by key and type; errors say what is wrong and where."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TYPES = {int: "a number", str: "text", bool: "true or false", list: "a list", di
 
 
 class Table:
-    """One table, called ``place`` in errors. Keys that nothing asked for are refused by ``done``."""
+    """One table, called ``place`` in errors. ``done`` refuses keys that nothing asked for."""
 
     def __init__(
         self, content: Any, place: str, values: Values = NONE, patterns: Mapping[str, str] = NO_TEXTS
     ) -> None:
-        """``values`` may be named in expressions, ``patterns`` in regexes."""
+        """Wrap ``content``; expressions may name ``values``, and regexes ``patterns``."""
         self.place = place
         self._values, self._patterns = values, patterns
         self._asked: set[str] = set()
@@ -40,7 +40,7 @@ class Table:
 
     @contextmanager
     def named(self, key: str) -> Iterator[None]:
-        """Says of which key a ``ValueError`` is."""
+        """Add the key to a ``ValueError`` of the block, as a ``RuleError``."""
         try:
             yield
         except ValueError as error:
@@ -49,7 +49,7 @@ class Table:
             raise RuleError(f"{self.place}, {key}: {error}") from None
 
     def done(self, known: Iterable[str] = ()) -> None:
-        """Raises ``RuleError`` if there are keys that nothing asked for. ``known`` are others that there may be."""
+        """Raise ``RuleError`` if there are keys that nothing asked for. ``known`` are further valid keys."""
         odd = [key for key in self._content if key not in self._asked]
         if odd:
             self.wrong(f"has {', '.join(map(repr, odd))}, which nothing reads here. It may have:"
@@ -70,7 +70,10 @@ class Table:
         return self.get(key, kind, None)
 
     def inner(self, key: str, most: int = 100) -> Iterator[Table]:
-        """The table of that key, or each of the list of them; each is done when the next one is asked for."""
+        """Yield the table of that key, or each of a list of them.
+
+        Each table is checked by ``done`` when the next one is requested.
+        """
         value = self.get(key, object, [])
         several = value if isinstance(value, list) else [value]
         if len(several) > most:
@@ -81,7 +84,7 @@ class Table:
             table.done()
 
     def of(self, content: Any, key: str) -> Table:
-        """A table within this one."""
+        """Return a table within this one."""
         return Table(content, f"{self.place}, {key}", self._values, self._patterns)
 
     def one_of(self, key: str, choices: tuple[str, ...]) -> str:
@@ -98,7 +101,7 @@ class Table:
             self.wrong(f"has {key} = {text!r}, which is no regex: {error}")
 
     def texts(self, key: str) -> list[str]:
-        """One, or a list of them."""
+        """Return one text, or a list of them, as a list."""
         value = self.get(key, object, [])
         found = [value] if isinstance(value, str) else value
         if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
@@ -106,7 +109,7 @@ class Table:
         return found
 
     def integers(self, key: str) -> list[int]:
-        """One, or a list of them; none is negative."""
+        """Return one number, or a list of them, as a list. Raises ``RuleError`` for negative ones."""
         value = self.get(key, object, None)
         found = value if isinstance(value, list) else [value]
         if not all(type(one) is int and one >= 0 for one in found):
@@ -135,7 +138,7 @@ class Table:
         return tuple(self.as_expression(key, one) for one in self.required(key, list))
 
     def as_expression(self, key: str, value: Any) -> Expression:
-        """A number, or text that works one out."""
+        """Return the expression of a number, or of text that computes one."""
         if type(value) is int and value >= 0:
             return Expression(str(value), value)
         if not isinstance(value, str):

@@ -1,9 +1,10 @@
-"""ZeRO: which elements of which parameter a rank holds in the flat partitions of a live DeepSpeed engine.
+"""ZeRO: the elements of each parameter that a rank holds in the flat partitions of a live DeepSpeed engine.
 
-Stages 1 and 2 join the parameters of a group to one flat tensor, of which each rank has an equal share; stage 3 cuts
-each parameter by itself and joins a rank's parts of some of them. Either way a rank has in fp32 what its optimizer
-updates, the *master*, beside what the model computes with. DeepSpeed's books say where in it which parameter lies. They
-are private, so nothing of them is believed that is not as it is computed here, and what is not is refused.
+Stages 1 and 2 join the parameters of a group into one flat tensor, of which each rank has an equal part. Stage 3
+divides each parameter by itself and joins a rank's parts of some of them. In both cases a rank has an fp32 tensor
+that its optimizer updates, the *master*, beside the one that the model computes with. DeepSpeed's own data say where
+in the master each parameter is. They are private, so everything in them is compared with what is computed here, and a
+difference is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .stretches import Stretch
 from .zero_shares import cut, dealt, share_of, starts_of
 
 ALIGNED = 16
-"""Bytes that parameters begin at multiples of, under ``parameter_alignment``."""
+"""The alignment of parameters in bytes, under ``parameter_alignment``."""
 
 FLAT_GROUPS = {
     "DeepSpeedZeroOptimizer": (
@@ -32,13 +33,13 @@ FLAT_GROUPS = {
         "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition"
     ),
 }  # fmt: skip
-"""By class, what each calls the parameters of its groups, those joined, the shares by rank, and this rank's master."""
+"""The attribute names of each class for a group's parameters, the joined tensor, the ranks' parts and the master."""
 
 BY_PARAMETER = "DeepSpeedZeroOptimizer_Stage3"
 
 
 class Member(NamedTuple):
-    """Of a ``parameter`` this rank holds ``stretch``, at ``offset`` of a partition."""
+    """The ``stretch`` of a ``parameter`` that this rank holds, at ``offset`` of a partition."""
 
     parameter: nn.Parameter
     stretch: Stretch
@@ -47,19 +48,24 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """What this rank has, in one flat tensor, of its ``members``: ``master`` is updated, ``working`` computed with (and
-    may be the same memory). ``group`` is that of the optimizer; None has what is not trained."""
+    """The flat tensor that this rank has of its ``members``.
+
+    ``master`` is updated, ``working`` is computed with (and may be the same memory). ``group`` is the index of the
+    optimizer group; None for parameters that are not trained.
+    """
 
     master: torch.Tensor
     working: torch.Tensor
     group: int | None
     members: tuple[Member, ...]
-    ranks: int
 
 
 def partitions_of(optimizer: Any, module: nn.Module, version: str) -> list[Partition]:
-    """What this rank has of the parameters of ``module`` that the ``optimizer`` of a DeepSpeed of this ``version`` has
-    divided; those that are whole on each rank are in none. Raises ``ModelNotSupported`` for what cannot be told."""
+    """Return this rank's partitions of the parameters of ``module``, as DeepSpeed's ``optimizer`` divided them.
+
+    ``version`` is DeepSpeed's. Parameters that are whole on each rank are in none.
+    Raises ``ModelNotSupported`` where the division is unclear.
+    """
     kind = type(optimizer).__name__
     try:
         if kind == BY_PARAMETER:
@@ -76,7 +82,7 @@ def partitions_of(optimizer: Any, module: nn.Module, version: str) -> list[Parti
 
 
 def _flat_groups(optimizer: Any, *books: str) -> Iterator[Partition]:
-    """Of stages 1 and 2."""
+    """Yield the partitions of stages 1 and 2."""
     base = optimizer.optimizer
     each = [getattr(optimizer, book) for book in books]
     _need({len(book) for book in each} == {len(base.param_groups)}, "all of each group")
@@ -101,25 +107,31 @@ def _flat_groups(optimizer: Any, *books: str) -> Iterator[Partition]:
             members.append(_member(parameter, tuple(parameter.shape), start - rank * size, size))
         undealt = [] if alignment > 1 else _undealt(parameters, rank * size, size)
         _check_told(members, master, undealt)
-        yield Partition(master, shares[rank], number, tuple(members), ranks)
+        yield Partition(master, shares[rank], number, tuple(members))
 
 
 def _alignment_of(optimizer: Any, joined: torch.Tensor) -> int:
-    """Elements that parameters begin at multiples of."""
+    """Return the alignment of parameters in elements."""
     if not getattr(optimizer, "parameter_alignment", False):
         return 1
     return ALIGNED // gcd(ALIGNED, joined.element_size())
 
 
 def _member(parameter: nn.Parameter, whole: tuple[int, ...], start: int, size: int) -> Member:
-    """What a share of ``size`` elements has of a parameter that begins at ``start`` of it, or before it."""
+    """Return the part that a share of ``size`` elements has of a parameter.
+
+    The parameter begins at ``start`` of the share; a negative ``start`` is before the share.
+    """
     elements = prod(whole)
     first, stop = (min(max(at - start, 0), elements) for at in (0, size))
     return Member(parameter, Stretch(whole, first, stop), start + first if first < stop else 0)
 
 
 def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[Member]:
-    """Where they would lie in their own order, which 0.19.8 tells of dealt ones that are not aligned."""
+    """Return the members as they would be in their own order.
+
+    DeepSpeed 0.19.8 describes them so where they are dealt out and not aligned.
+    """
     starts, _ = starts_of([p.numel() for p in parameters], 1)
     return [
         _member(p, tuple(p.shape), start - share, size) for p, start in zip(parameters, starts, strict=True)
@@ -127,7 +139,7 @@ def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[
 
 
 def _check_told(members: Sequence[Member], master: torch.Tensor, undealt: Sequence[Member]) -> None:
-    """Raise ``ValueError`` unless the books say the same of each of ``members``, or of all what is ``undealt``."""
+    """Raise ``ValueError`` unless DeepSpeed's data agree with all of ``members``, or with all of ``undealt``."""
     told = {}
     for member in members:
         mapping: Any = member.parameter._hp_mapping  # type: ignore[attr-defined]
@@ -144,14 +156,14 @@ def _check_told(members: Sequence[Member], master: torch.Tensor, undealt: Sequen
 
 
 def _sub_groups(optimizer: Any) -> Iterator[Partition]:
-    """Of stage 3, what is trained."""
+    """Yield the partitions of trained parameters in stage 3."""
     books = (
         optimizer.fp16_groups, optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
     )  # fmt: skip
     for number, (parameters, working, master) in enumerate(zip(*books, strict=True)):
-        members, at, ranks = [], 0, 1
+        members, at = [], 0
         for parameter in parameters:
-            member, each, ranks = _part(optimizer, parameter, at)
+            member, each = _part(optimizer, parameter, at)
             _need(
                 _lies_at(parameter.ds_tensor, working, at), f"where a part of {list(member.stretch.whole)} is"
             )
@@ -163,22 +175,24 @@ def _sub_groups(optimizer: Any) -> Iterator[Partition]:
             _is_flat(master) and master.numel() == working.numel() == at, f"how large sub-group {number} is"
         )
         group = optimizer.sub_group_to_group_id[number]
-        yield Partition(master, working, group, tuple(members), ranks)
+        yield Partition(master, working, group, tuple(members))
 
 
 def _untrained(optimizer: Any, module: nn.Module) -> Iterator[Partition]:
-    """Of stage 3, the other parameters, each by itself."""
+    """Yield the partitions of the other parameters in stage 3, each by itself."""
     trained = {id(parameter) for parameters in optimizer.fp16_groups for parameter in parameters}
     for parameter in module.parameters():
         if id(parameter) not in trained:
-            member, _, ranks = _part(optimizer, parameter, 0)
+            member, _ = _part(optimizer, parameter, 0)
             held: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-            yield Partition(held, held, None, (member,), ranks)
+            yield Partition(held, held, None, (member,))
 
 
-def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int, int]:
-    """What this rank has of a parameter, which lies ``at`` a place of a partition; the elements that it takes there,
-    padding included; over how many ranks it is cut."""
+def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int]:
+    """Return this rank's part of a parameter, at ``at`` of a partition, and the elements it takes there.
+
+    The elements include padding.
+    """
     whole, held = tuple(parameter.ds_shape), parameter.ds_tensor
     rank, ranks = _place_in(getattr(parameter, "ds_process_group", optimizer.dp_process_group))
     elements = prod(whole)
@@ -188,11 +202,14 @@ def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int, int]:
     each = -(-elements // ranks)
     _need(held.dim() == 1 and held.numel() == held.ds_numel == each, f"how {list(whole)} is cut")
     _need(held.dtype == parameter.dtype, "that it is of the type that it computes in")
-    return Member(parameter, Stretch(whole, first, stop), at), each, ranks
+    return Member(parameter, Stretch(whole, first, stop), at), each
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    """This rank among those of a group, of which it has all. Raises ``ModelNotSupported`` if there are more."""
+    """Return this rank and the number of ranks in a group.
+
+    Raises ``ModelNotSupported`` unless the group has all ranks.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks != dist.get_world_size():
         raise ModelNotSupported(
@@ -208,7 +225,7 @@ def _is_flat(master: torch.Tensor) -> bool:
 
 
 def _lies_at(held: torch.Tensor, flat: torch.Tensor, at: int) -> bool:
-    """Whether ``held``, in C order, is in the memory of ``flat`` from the element ``at`` on."""
+    """Return whether ``held``, in C order, is in the memory of ``flat`` from the element ``at`` on."""
     if not held.numel():
         return True
     there = flat.data_ptr() + at * flat.element_size()

@@ -1,4 +1,4 @@
-"""How ZeRO cuts: where the elements of parameters lie in its flat tensors, by arithmetic alone."""
+"""The arithmetic of ZeRO's division: where the elements of parameters are in its flat tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 
 def starts_of(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    """Where parameters of so many elements begin that are joined, each but the last padded to ``alignment`` elements;
-    and where the last one ends.
+    """Return where joined parameters of ``numels`` elements begin, and where the last one ends.
+
+    Each but the last is padded to ``alignment`` elements.
 
     >>> starts_of([5, 3, 2], 4)
     ([0, 8, 12], 14)
@@ -22,7 +23,9 @@ def starts_of(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
 
 
 def share_of(total: int, ranks: int) -> int:
-    """Elements in each rank's share of ``total`` joined ones: all are padded to twice as many as there are ranks.
+    """Return the elements of each rank's part of ``total`` joined ones.
+
+    All are padded to a multiple of twice the number of ranks.
 
     >>> share_of(877, 4)
     220
@@ -31,7 +34,7 @@ def share_of(total: int, ranks: int) -> int:
 
 
 def dealt(count: int, ranks: int) -> list[int]:
-    """The order in which ``round_robin_gradients`` joins parameters.
+    """Return the order in which ``round_robin_gradients`` joins parameters.
 
     >>> dealt(5, 2)
     [0, 2, 4, 1, 3]
@@ -40,7 +43,7 @@ def dealt(count: int, ranks: int) -> list[int]:
 
 
 def cut(n: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements of a parameter of ``n`` that a rank has in stage 3.
+    """Return the elements of a parameter of ``n`` that a rank has in stage 3.
 
     >>> [cut(5, rank, 4) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

@@ -1,6 +1,6 @@
-"""Chains: a base and the records that follow it, as far as they can be used.
+"""Chains: a snapshot and the log records after it, as far as replay can use them.
 
-By headers alone, but for ``verify_records``; nothing here is believed before it has been verified.
+Only headers are read, except by ``verify_records``. Nothing here is trusted before it has been verified.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from holdfast.store.retention import ancestry
 from holdfast.store.segments import StoredRecord, read_payload, read_what_can_be, segments
 
 AHEAD = 2
-"""Records read while one is used."""
+"""Number of log records that are read ahead of the one in use."""
 
 
 def payloads(
     disk: AnyDisk, queue: IOQueue, records: list[StoredRecord]
 ) -> Generator[tuple[StoredRecord, list[memoryview]], None, None]:
-    """Each record with the verified memory of its parts, which is used again for the next but ``AHEAD``.
+    """Yield each log record with the verified memory of its parts.
 
-    Raises ``Damaged`` where a record does not verify.
+    The memory is reused: it is valid only until the next record is requested. Raises ``Damaged`` where a record fails
+    its verification.
     """
     files: dict[str, Any] = {}
     buffers: list[Buffer] = []
@@ -72,8 +73,10 @@ def _parts(view: memoryview, record: StoredRecord) -> list[memoryview]:
 
 @dataclass
 class Chain:
-    """The records that follow ``base`` on its line, to the last that can be used. ``odd`` is what ended it, if that was
-    not the end."""
+    """A snapshot (``base``) and the usable log records that follow it on its timeline.
+
+    ``odd`` is the damage that ended the chain, or None where the log simply ends.
+    """
 
     base: Manifest
     stream: str
@@ -86,8 +89,10 @@ class Chain:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """Where everything was after the last step. Raises ``Damaged`` if the records do not go on what the base
-        has."""
+        """The progress after the last step.
+
+        Raises ``Damaged`` if the records do not continue the progress that the snapshot stores.
+        """
         later = [record for record in self.records if record.step > self.first_step]
         told = [self.base.progress_of(self.stream), *(record.about["progress"] for record in later)]
         try:
@@ -99,27 +104,29 @@ class Chain:
 
     @property
     def first_step(self) -> int:
-        """Of the progress that the base itself holds."""
+        """The step of the progress that the snapshot itself stores."""
         return self.base.step if not self.base.shares else self.base.shares[self.stream].step
 
     def cut_to(self, step: int) -> None:
-        """Leave out the records after ``step``."""
+        """Drop the log records after ``step``."""
         self.records = [record for record in self.records if record.step <= step]
 
 
 @dataclass
 class Journal:
-    """The records of one line of a run by step, and where reading a segment ended before its clean end."""
+    """The log records of one timeline by step, with the damage found in its segments."""
 
     records: dict[int, StoredRecord] = field(default_factory=dict)
     odd: dict[int, Damaged | DiskFailed] = field(default_factory=dict)
-    """By the last step before it."""
+    """The error that ended each segment early, by the last readable step before it."""
     acknowledged: int = -1
-    """A step that was durable for certain: one after which another segment was begun, or that a resume came to."""
+    """A step that certainly was durable: a later segment was begun after it, or a resume reached it."""
 
     def end_after(self, step: int) -> Damaged | DiskFailed | None:
-        """Why there is no record after ``step``, if that is known. What cannot be read may hold all up to the next that
-        is there."""
+        """Return why there is no log record after ``step``, or None if the reason is not known.
+
+        An unreadable segment may hold every step up to the next record that is there.
+        """
         before = [end for end, odd in self.odd.items() if end <= step and isinstance(odd, DiskFailed)]
         if step not in self.odd and before and not any(max(before) < each <= step for each in self.records):
             return self.odd[max(before)]
@@ -127,7 +134,10 @@ class Journal:
 
 
 def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
-    """The headers of all records of ``stream`` on the line of the timeline ``tip`` (None: the current one)."""
+    """Read the headers of all log records of ``stream`` on one timeline.
+
+    ``tip`` is that timeline's id; None means the current one.
+    """
     journal = Journal()
     timelines = store.timelines()[0]
     limits = dict(ancestry(timelines, store.tip() if tip is None else tip))
@@ -156,9 +166,13 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
 
 
 def chain_of(base: Manifest, stream: str, journal: Journal, target: int | None) -> Chain:
-    """What of ``stream`` follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are
-    missing that the base itself needs, ``DiskFailed`` if those cannot be read, and ``Unreadable`` if a later one
-    cannot."""
+    """Return the chain of records of ``stream`` that follow ``base`` without a gap, to ``target`` at most.
+
+    Raises:
+        Damaged: Log records that the snapshot itself needs are missing.
+        DiskFailed: Log records that the snapshot itself needs cannot be read.
+        Unreadable: A later log record cannot be read.
+    """
     records: list[StoredRecord] = []
     first = base.oldest_step_of(stream)
     step, odd = first, None
@@ -193,7 +207,10 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
 
 
 def last_step(store: RunReader, base: Manifest) -> int:
-    """To which the records after ``base`` lead on every stream, by their headers."""
+    """Return the last step that the records after ``base`` reach on every stream.
+
+    Only headers are read.
+    """
     tip = _tip_of(store, base)
     return min(
         chain_of(base, stream, read_journal(store, stream, tip), None).last.step for stream in base.streams
@@ -201,25 +218,34 @@ def last_step(store: RunReader, base: Manifest) -> int:
 
 
 def _tip_of(store: RunReader, base: Manifest) -> int | None:
-    """Of the line that ``base`` is looked at on: its own timeline if a later resume left it."""
+    """Return the timeline on which to follow ``base``: None for the current one.
+
+    A snapshot that a later resume abandoned is followed on its own timeline.
+    """
     return None if base.ref in store.line() else base.timeline
 
 
 def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:
-    """The newest step that the records after ``base``, each verified, lead to on every stream; and what ended them."""
+    """Verify the log records after ``base`` and return the newest step that every stream reaches.
+
+    The list holds the damage that ended the streams.
+    """
     steps, damaged = [], []
     for stream in base.streams:
         step, odd = _verify_stream(store, base, stream)
         steps.append(step)
         damaged += odd
-    if not store.is_listed(base):  # and with it went what only it needed
+    if not store.is_listed(base):  # the log records that only this snapshot needed were removed with it
         raise store.retired(base.ref)
     return min(steps, default=base.step), damaged
 
 
 def _verify_stream(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
-    """A writer that removes records meanwhile has retired the base that needed them, or keeps it without those since:
-    what is true then shows at a second look."""
+    """Verify one stream, and try again where files vanish meanwhile.
+
+    A writer that removes records has retired the snapshot that needed them, or keeps the snapshot without its later
+    records. A second look then shows which.
+    """
     for _ in range(ATTEMPTS - 1):
         with suppress(FileNotFoundError):
             return _verify_once(store, base, stream)

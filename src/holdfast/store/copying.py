@@ -1,4 +1,7 @@
-"""Copying records to a bucket: in objects of whole ones, whatever segments they lie in. Sizes are bytes."""
+"""Copying log records to an object store, each object holding whole records.
+
+The boundaries of the local segments play no part. Sizes are bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,23 @@ from .retention import ancestry
 from .segments import SegmentRef, StoredRecord, read_segment, segments, streams
 
 GROUP_BYTES = 32 * MiB
-"""Most bytes of a group, which is in memory; a record that is longer is a group, and is not."""
+"""Upper bound of a group's bytes, because a group is held in memory.
+
+A longer record is a group of its own and is streamed instead.
+"""
 
 
 @dataclass
 class Pushed:
-    """What was copied. ``durable_step`` is the newest that can be recovered from the bucket alone; ``damaged`` is what
-    the directory has and could not be copied."""
+    """The result of a push.
+
+    ``durable_step`` is the newest step that can be recovered from the object store alone. ``damaged`` lists what the
+    directory has and could not be copied.
+    """
 
     commits: list[CommitRef] = field(default_factory=list)
     retired: list[CommitRef] = field(default_factory=list)
-    """By the writer of the directory, while they were copied."""
+    """Commits that the writer of the directory retired while they were being copied."""
     removed: list[CommitRef] = field(default_factory=list)
     records: int = 0
     bytes: int = 0
@@ -39,7 +48,7 @@ class Pushed:
 
 
 class RecordsCopy:
-    """The records that are in a bucket, by their headers, and the copying of others."""
+    """The headers of the log records in an object store, and the copying of further ones."""
 
     def __init__(self, here: AnyDisk, there: ObjectDisk) -> None:
         self._here, self._there = here, there
@@ -49,30 +58,33 @@ class RecordsCopy:
         self._bases: dict[int, tuple[int, int]] = {}
 
     def look(self) -> None:
-        """See what is there."""
+        """Read the headers of the records that the object store has."""
         for stream in streams(self._there):
             for ref in segments(self._there, stream):
                 self._add(stream, read_segment(self._there, ref)[0])
 
     def push(self, done: Pushed) -> None:
-        """Copy the records of all streams that are not there."""
+        """Copy the records of all streams that the object store lacks."""
         for stream in streams(self._here):
             refs = segments(self._here, stream)
             for ref, following in pairwise([*refs, None]):
                 assert ref is not None
                 ended = following is not None and following.timeline == ref.timeline
                 if not (ended and following is not None and following.first_step - 1 <= self._last_of(ref)):
-                    with suppress(FileNotFoundError):  # its writer needs it no more
+                    with suppress(FileNotFoundError):  # its writer has removed it
                         self._push_segment(ref, ended, done)
 
     def forget(self, step: int) -> None:
-        """What is there up to ``step`` leads nowhere that is asked for."""
+        """Forget the copied records up to ``step``, which lead to no step that can be asked for."""
         for stream, found in self._found.items():
             self._found[stream] = {key: record for key, record in found.items() if key[1] > step}
 
     def _push_segment(self, ref: SegmentRef, ended: bool, done: Pushed) -> None:
-        """What is odd in one that another has followed is damage. At the end it may be on its way, and comes later, or
-        was on its way when its writer was stopped."""
+        """Copy the records of one segment that the object store lacks.
+
+        Damage counts only in a segment that another one has followed. At the end of the log, the record may still be
+        on its way, or its writer was stopped.
+        """
         found, odd = read_segment(self._here, ref, self._ends.get(ref, 0))
         left = [record for record in found if record.step > self._last_of(ref)]
         if found and not left:  # all of it is there
@@ -90,7 +102,10 @@ class RecordsCopy:
     def _push_group(
         self, ref: SegmentRef, group: list[StoredRecord], done: Pushed
     ) -> tuple[int, Damaged | None]:
-        """Copy a group as one object: how many of its records are there then, and what is wrong with the next."""
+        """Copy a group as one object.
+
+        Returns how many of its records the object store then has, and the damage of the next one.
+        """
         place = ref._replace(first_step=group[0].step)
         if is_long(group):
             try:
@@ -100,7 +115,7 @@ class RecordsCopy:
             count, wrong = 1, None
         else:
             data, count, wrong = read_group(self._here, group)
-            if count and not self._there.put_new(place.path, data):  # another pushes as well
+            if count and not self._there.put_new(place.path, data):  # another process pushes as well
                 there = {record.step for record in read_segment(self._there, place)[0]}
                 count, wrong = sum(record.step in there for record in group), None
                 if not count:
@@ -122,15 +137,15 @@ class RecordsCopy:
             self._last[key] = max(self._last.get(key, -1), record.step)
 
     def _last_of(self, ref: SegmentRef) -> int:
-        """The newest step of its stream and timeline of which a record is there; -1 if there is none."""
+        """Return the newest copied step of the segment's stream and timeline, or -1."""
         return self._last.get((ref.stream, ref.timeline), -1)
 
     def base_of(self, timeline: int) -> int | None:
-        """The step of the base before the first record that is there of ``timeline``."""
+        """Return the step of the snapshot before the first copied record of ``timeline``."""
         return self._bases[timeline][1] if timeline in self._bases else None
 
     def journal(self, stream: str, timelines: Mapping[int, Timeline], tip: int) -> Journal:
-        """The records of the line of the timeline ``tip``."""
+        """Return the copied records on the line of the timeline ``tip``."""
         limits = dict(ancestry(timelines, tip))
         journal = Journal()
         for (timeline, step), record in sorted(self._found.get(stream, {}).items()):
@@ -140,7 +155,7 @@ class RecordsCopy:
 
 
 def groups_of(records: Iterable[StoredRecord]) -> Iterator[list[StoredRecord]]:
-    """Runs of records that follow one another, of ``GROUP_BYTES`` at most, or of one record."""
+    """Yield runs of consecutive records of at most ``GROUP_BYTES``, or of one record."""
     group: list[StoredRecord] = []
     for record in records:
         if group and (record.step != group[-1].step + 1 or _nbytes([*group, record]) > GROUP_BYTES):
@@ -152,7 +167,7 @@ def groups_of(records: Iterable[StoredRecord]) -> Iterator[list[StoredRecord]]:
 
 
 def is_long(group: Sequence[StoredRecord]) -> bool:
-    """Whether it is one record that is not to be in memory."""
+    """Return whether the group is one record that is too long to hold in memory."""
     return _nbytes(group) > GROUP_BYTES
 
 
@@ -161,7 +176,10 @@ def _nbytes(group: Sequence[StoredRecord]) -> int:
 
 
 def read_group(disk: AnyDisk, group: list[StoredRecord]) -> tuple[bytes, int, Damaged | None]:
-    """The bytes of the first records of ``group``, of how many, and what is wrong with the one that follows."""
+    """Read the first records of ``group`` that verify.
+
+    Returns their bytes, their number, and the damage of the record after them.
+    """
     data = bytearray()
     for number, record in enumerate(group):
         try:
@@ -172,7 +190,10 @@ def read_group(disk: AnyDisk, group: list[StoredRecord]) -> tuple[bytes, int, Da
 
 
 def blocks_of(disk: AnyDisk, record: StoredRecord) -> Iterator[bytes]:
-    """The bytes of a record, verified. Raises ``Damaged``, and ``FileNotFoundError`` if its segment has gone."""
+    """Yield the verified bytes of a record.
+
+    Raises ``Damaged``, or ``FileNotFoundError`` if its segment has gone.
+    """
     with closing(disk.open(record.path, write=False, direct=False)) as file:
         header = bytearray(record.header_bytes)
         file.read(memoryview(header), record.offset)

@@ -1,9 +1,10 @@
 """Drives: directories on other disks in which a run keeps some of its generation files.
 
-The run names each by a link, ``data/drive_1``, so that the path of a file there is below the run like any other:
-whoever reads, verifies, converts or removes files follows the link and knows of no drives. A file in the drive's own
-directory says whose it is. Nothing is written through a link to a directory that does not say that it is this run's:
-its disk may not be mounted, and a copy of the run has the same links. Rates are bytes per second.
+The run names each drive by a link, ``data/drive_1``, so that a file there has a path below the run like any other.
+Code that reads, verifies, converts or removes files follows the link and knows of no drives.
+A file in the drive's own directory names the run that owns it. The invariant: nothing is written through a link to a
+directory that does not name this run. Its disk may not be mounted, and a copy of the run has the same links. Rates
+are bytes per second.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from holdfast.store.places import check_place
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
 
 HOME = "data"
-"""The directory of files that are on the run's own drive."""
+"""The directory of the files on the run's own drive."""
 
 OWNER = "holdfast-drive.json"
-"""In the directory of a drive: whose it is."""
+"""The file in a drive's directory that names its owner."""
 
 MOST_OWNER_BYTES = 1 << 20
 
 RECORD = "drives.json"
-"""In the run: what its drives were found to take, and so how much of the state each has."""
+"""The file in the run that records the measured rate of each drive and its share of the state."""
 
 MARK = "holdfast-"
-"""What the name of a file begins with, empty, that ranks show each other on a drive for a moment."""
+"""Prefix of the empty files by which ranks check for a moment that they see the same drive."""
 
 FOLDER = r"drive_[1-9]\d{0,2}"
 _GENERATION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(0|[1-9]\d*)\.safetensors")
@@ -46,33 +47,36 @@ _NO_FILES = (OWNER, OWNER + TEMPORARY, "lost+found")
 
 @dataclass(frozen=True)
 class Drive:
-    """One drive of a run: the ``folder`` by which it is named in the run, and its own directory. The first of several
-    is the run's own."""
+    """One drive of a run.
+
+    ``folder`` names it within the run, ``directory`` is its own place. The first of several drives is the run's own.
+    """
 
     folder: str
     directory: str
     bytes_per_second: int
     share: float
-    """Of the state."""
+    """Fraction of the state."""
 
 
 def folders(disk: AnyDisk) -> list[str]:
-    """The directories of generation files: the run's own, and those of its drives, be they there or not."""
+    """Return the directories of generation files: the run's own and those of its drives, present or not."""
     names = [name for name in disk.listdir(HOME) if re.fullmatch(FOLDER, name)]
     return [HOME, *(f"{HOME}/{name}" for name in sorted(names, key=lambda name: (len(name), name)))]
 
 
 def data_paths(disk: AnyDisk) -> list[str]:
-    """What is in these directories."""
+    """Return the paths of all files in these directories."""
     there = folders(disk)
     found = [f"{folder}/{name}" for folder in there for name in disk.listdir(folder) if name != OWNER]
     return [path for path in found if path not in there]
 
 
 def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, str]:
-    """By the folder that names or will name it in the run: the directory of each of ``drives``. Nothing is written.
+    """Return the directory of each of ``drives`` by the folder that names (or will name) it in the run.
 
-    Raises ``BadInput`` for one that cannot be used, ``RunMismatch`` for one that is somebody else's.
+    Writes nothing. Raises ``BadInput`` for a drive that cannot be used, ``RunMismatch`` for one that belongs to
+    another run.
     """
     root, known = disk.root, {disk.link_of(folder): folder for folder in folders(disk)[1:]}
     free = (f"{HOME}/drive_{number}" for number in count(1))
@@ -94,8 +98,10 @@ def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, st
 
 
 def refuse_lost(disk: AnyDisk, named: Iterable[str]) -> None:
-    """Raise ``RunMismatch`` if a drive on which ``named`` files of commits are is not there, or not this run's, or the
-    link to it is gone."""
+    """Raise ``RunMismatch`` if a drive with files of commits (``named``) is unusable.
+
+    It may be absent, belong to another run, or have lost its link.
+    """
     needed = {path.rpartition("/")[0] for path in named}
     for folder in sorted(needed.difference(folders(disk))):
         raise RunMismatch(
@@ -112,15 +118,18 @@ def refuse_lost(disk: AnyDisk, named: Iterable[str]) -> None:
 
 
 def lost_drive(disk: AnyDisk, path: str) -> str:
-    """Where the file at ``path`` would be, if it is on a drive that is not there; for a message."""
+    """Return a text for a message if the file at ``path`` is on a drive that is absent, else ""."""
     folder = path.rpartition("/")[0]
     directory = disk.link_of(folder) if folder != HOME else None
     return "" if directory is None or os.path.isdir(directory) else f": its drive {directory} is not there"
 
 
 def take(disk: AnyDisk, drives: Sequence[Drive], named: Collection[str]) -> list[str]:
-    """Make ``drives`` (the first is the run's own) those of the run, durably; returns the folders that are new. One
-    that is none of them any more goes with its files when none of them is ``named`` by a commit."""
+    """Make ``drives`` the drives of the run, durably, and return the folders that are new.
+
+    The first drive is the run's own. A former drive is removed with its files when none of them is ``named`` by a
+    commit.
+    """
     wanted = {drive.folder: drive.directory for drive in drives[1:]}
     made = [folder for folder, directory in wanted.items() if disk.link_of(folder) != directory]
     for folder, directory in wanted.items():
@@ -150,8 +159,10 @@ def take(disk: AnyDisk, drives: Sequence[Drive], named: Collection[str]) -> list
 
 
 def _own(disk: AnyDisk, folder: str, directory: str) -> None:
-    """Let ``directory`` say, durably, that it is ``folder`` of this run. Of several runs one gets it; raises
-    ``RunMismatch`` or ``RunLocked`` for the others."""
+    """Record durably in ``directory`` that it is ``folder`` of this run.
+
+    Only one of several runs gets the directory. Raises ``RunMismatch`` or ``RunLocked`` in the others.
+    """
     owner = {"format": FORMAT, "version": VERSION, "run": str(disk.root), "folder": folder}
     own = Disk(directory)
     try:
@@ -169,7 +180,7 @@ def _own(disk: AnyDisk, folder: str, directory: str) -> None:
 
 
 def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
-    """Let go of the drives that are named by the folders ``gone``, of which no commit needs a file."""
+    """Remove the links and files of the drives ``gone``, of which no commit needs a file."""
     for folder in gone:
         directory = disk.link_of(folder)
         if directory is None:
@@ -187,8 +198,10 @@ def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
 
 @contextmanager
 def unneeded(disk: AnyDisk, folder: str) -> Iterator[None]:
-    """What is done inside, in a ``folder`` of which no commit needs a file, may fail if that is a drive: a warning
-    tells of it, and what is left there stays."""
+    """Tolerate failures inside the block, if ``folder`` is on a drive and no commit needs a file of it.
+
+    A warning names the failure, and the files stay.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -205,7 +218,7 @@ def unneeded(disk: AnyDisk, folder: str) -> Iterator[None]:
 
 
 def record_of(disk: AnyDisk) -> tuple[Drive, ...]:
-    """The drives of the run as they were last taken, its own first; none where there is no record that can be read."""
+    """Return the drives as last recorded, the run's own first; none without a readable record."""
     with suppress(FileNotFoundError, ManifestCorrupt, RunLocked, RunMismatch):
         table = unseal(disk.read_bytes(RECORD), RECORD)
         with reading(RECORD):
@@ -224,7 +237,7 @@ def _within(path: str, other: str) -> bool:
 
 
 def _owner(directory: str) -> dict:
-    """What the directory says of whose it is."""
+    """Return the owner that the directory names."""
     with suppress(OSError, ValueError, ManifestCorrupt):
         found = load_json(read_regular(Path(directory) / OWNER, MOST_OWNER_BYTES))
         return found if isinstance(found, dict) else {}
@@ -232,7 +245,7 @@ def _owner(directory: str) -> dict:
 
 
 def _problem(root: Path, folder: str, directory: str) -> str | None:
-    """Why nothing may be written through the link ``folder`` to ``directory``, with the way out."""
+    """Return why nothing may be written through the link ``folder`` to ``directory``, and the way out."""
     if not os.path.isdir(directory):
         return (
             "which is not there. Mount its disk; if that is elsewhere now, turn the link"
@@ -255,8 +268,7 @@ def _problem(root: Path, folder: str, directory: str) -> str | None:
 
 
 def _swapped(root: Path, folder: str, directory: str) -> str:
-    """What is wrong with the link ``folder`` to ``directory`` if that says that it is another folder of this run; ""
-    otherwise."""
+    """Return what is wrong if ``directory`` says that it is another folder of this run, else ""."""
     named = _owner(directory).get("folder", folder)
     if named == folder or _other_owner(root, directory):
         return ""
@@ -264,13 +276,13 @@ def _swapped(root: Path, folder: str, directory: str) -> str:
 
 
 def _is_mark(directory: str, name: str) -> bool:
-    """Whether the file is one that ranks have shown each other, and that a kill has left."""
+    """Return whether the file is a mark by which ranks compared drives, left by a kill."""
     path = Path(directory) / name
     return name.startswith(MARK) and path.is_file() and not path.stat().st_size
 
 
 def _other_owner(root: Path, directory: str) -> str:
-    """The run that ``directory`` says it is a drive of, where that is not this one; "" otherwise."""
+    """Return the other run that owns ``directory``, or "" if none does."""
     other = str(_owner(directory).get("run", ""))
     with suppress(OSError):
         if os.path.samefile(other, root):
@@ -279,14 +291,14 @@ def _other_owner(root: Path, directory: str) -> str:
 
 
 def _used_by(other: str, directory: str) -> bool:
-    """Whether the run ``other`` is where it was and has ``directory`` for a drive: it has not been moved."""
+    """Return whether the run ``other`` still uses ``directory`` as a drive, so it has not been moved."""
     name = str(_owner(directory).get("folder", ""))
     link = os.path.join(other, name)
     return bool(other) and os.path.islink(link) and os.path.realpath(link) == directory
 
 
 def _refuse_strange(disk: AnyDisk, folder: str, directory: str) -> None:
-    """Raise ``RunMismatch`` if what is in ``directory`` is not this run's."""
+    """Raise ``RunMismatch`` if the content of ``directory`` is not this run's."""
     other, linked = _other_owner(disk.root, directory), disk.link_of(folder) == directory
     if other and (not linked or _used_by(other, directory)):
         raise RunMismatch(

@@ -1,4 +1,4 @@
-"""Entering: how several ranks open one run. The first one locks it and opens its timeline; the others join."""
+"""Entering: the first rank locks a run and opens its timeline, then the other ranks join."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.store.manifest import Point, Timeline
 
 
 class Together(Protocol):
-    """The ranks that call, as ``Ranks`` has them."""
+    """The rank group, with the methods of ``Ranks`` that are needed here."""
 
     rank: int
 
@@ -27,8 +27,10 @@ class Together(Protocol):
 
 
 def see_alike(store: LocalStore, ranks: Together) -> None:
-    """Raise ``RunMismatch`` unless all ranks see the directory that has been entered for the first one. Called on all
-    ranks."""
+    """Raise ``RunMismatch`` unless all ranks see the directory that the first rank has entered.
+
+    Collective: every rank must call this.
+    """
 
     def see() -> None:
         if store.writer() != writer:
@@ -42,13 +44,17 @@ def see_alike(store: LocalStore, ranks: Together) -> None:
 
 
 def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
-    """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first one does, by a file that it has for a
-    moment in the directory given for it: the drive's own, or where that will be. Called on all ranks."""
+    """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first rank does.
+
+    The first rank shows a file for a moment in the directory given for each drive: the drive's own, or the place
+    where it will be.
+    Collective: every rank must call this.
+    """
 
     def show() -> list[tuple[str, str]]:
         marks = []
         for drive, directory in drives.items():
-            with suppress(OSError):  # who is to write there says what is wrong
+            with suppress(OSError):  # the code that writes there later reports the cause
                 file = NamedTemporaryFile(prefix=MARK, dir=directory)  # noqa: SIM115 (until all have seen it)
                 marks.append((drive, shown.enter_context(file).name))
         return marks
@@ -70,7 +76,10 @@ def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
 def begin(
     store: LocalStore, ranks: Together, point: Point | None, about: Mapping[str, Any] | None = None
 ) -> None:
-    """Open the timeline that continues ``point``, on the first rank; the others join it. Called on all ranks."""
+    """Open the timeline that continues ``point`` on the first rank, and join it on the others.
+
+    Collective: every rank must call this.
+    """
 
     def opened() -> Timeline:
         store.begin(point, about=about)

@@ -1,8 +1,8 @@
 """The file system as the store sees it: every sync, rename, unlink and allocation is made here.
 
-Paths are relative to the disk's root, ``/``-separated, "" is the root itself; sizes are bytes. The calls
-are few and plain so that ``io.simdisk.SimDisk``, which has the same ones, can say of each what a power
-cut would leave of it. ``why`` names a sync, so that a test can take that one away.
+Paths are relative to the disk's root and ``/``-separated; "" is the root itself. Sizes are bytes. The calls are few
+and plain so that ``SimDisk`` of the tests, which has the same ones, can compute what a power cut would leave after
+each. ``why`` names a sync, so that a test can remove it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from holdfast.store.lock import (
 from holdfast.store.places import NO_PLACE, bad_place, refuse_dangling
 
 TEMPORARY = ".tmp"
-"""What a file's name ends with until its content is durable."""
+"""The suffix of a file's name until its content is durable."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What a file system says that has no locks."""
+"""The error numbers of a file system that has no locks."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
@@ -53,7 +53,10 @@ class OpenFile(Protocol):
 
 
 class AnyDisk(Protocol):
-    """What the store needs of a disk. ``Disk``, ``io.simdisk.SimDisk`` and ``store.objects.ObjectDisk`` have it."""
+    """The disk operations that the store needs.
+
+    Implemented by ``Disk``, ``SimDisk`` of the tests and ``store.objects.ObjectDisk``.
+    """
 
     @property
     def root(self) -> Path: ...
@@ -90,7 +93,7 @@ class Disk:
         self.root = Path(os.path.realpath(home_path(root)))
 
     def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
-        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent."""
+        """Open ``path``; the caller closes it. Raises ``FileNotFoundError`` if it is absent."""
         return open_file(self.root / path, write=write, direct=direct)
 
     def allocate(self, path: str, nbytes: int) -> None:
@@ -105,14 +108,14 @@ class Disk:
                 raise _failure("allocate", target, error, nbytes) from error
 
     def cut(self, path: str, nbytes: int) -> None:
-        """Let ``path``, which is longer, end after ``nbytes``."""
+        """Truncate ``path``, which is longer, to ``nbytes``."""
         try:
             os.truncate(self.root / path, nbytes)
         except OSError as error:
             raise _failure("cut", self.root / path, error, nbytes) from error
 
     def sync(self, target: File | str, *, why: str) -> None:
-        """When this returns, the content and the size of ``target`` survive power loss; its name may not."""
+        """Make the content and the size of ``target`` durable. Its name may still be lost."""
         if not isinstance(target, str):
             return _sync_fd(target.fd, target.path, _data_sync)
         try:
@@ -127,11 +130,11 @@ class Disk:
             os.close(fd)
 
     def sync_dir(self, path: str, *, why: str) -> None:
-        """When this returns, the names made, changed and removed in ``path`` survive power loss."""
+        """Make the names durable that were made, changed or removed in ``path``."""
         _sync_directory(self.root / path)
 
     def rename(self, src: str, dst: str) -> None:
-        """Give ``src`` the name ``dst`` in one step. Both are in one directory; ``dst`` is replaced."""
+        """Rename ``src`` to ``dst`` atomically, replacing ``dst``. Both are in one directory."""
         try:
             os.replace(self.root / src, self.root / dst)
         except OSError as error:
@@ -147,23 +150,25 @@ class Disk:
             raise _failure("remove", self.root / path, error, 0) from error
 
     def link(self, path: str, directory: str) -> None:
-        """Make ``path``, which is not there, a link to ``directory``. Not durable until the directory that it is in is
-        synced."""
+        """Make ``path``, which is absent, a link to ``directory``.
+
+        The link is not durable until its own directory is synced.
+        """
         try:
             os.symlink(directory, self.root / path)
         except OSError as error:
             raise _failure("link", self.root / path, error, 0) from error
 
     def link_of(self, path: str) -> str | None:
-        """The directory to which ``path`` leads, which need not be there; None if ``path`` is no link."""
+        """Return the directory that the link ``path`` leads to, present or not; None if it is no link."""
         target = self.root / path
         return os.path.realpath(target) if target.is_symlink() else None
 
     def makedirs(self, path: str) -> None:
-        """Make the directory ``path`` and what is missing above it, the root included. All are durable.
+        """Make the directory ``path`` and its missing parents, the root included, all durable.
 
-        So are the names of directories that are there already, up to the root, and for the root itself (or where
-        ``path`` is a link to elsewhere) up to the mount point: whoever made or copied them may have been killed.
+        The names of existing directories are made durable too, because their maker may have been killed. This goes up
+        to the root; for the root itself, or where ``path`` is a link to elsewhere, up to the mount point.
         """
         refuse_dangling(self.root / path)
         target = Path(os.path.realpath(self.root / path))
@@ -172,7 +177,7 @@ class Disk:
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
-                if error.errno in (*NO_PLACE, errno.ENOENT):  # as /proc says of any name
+                if error.errno in (*NO_PLACE, errno.ENOENT):  # /proc reports ENOENT for any new name
                     raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
         if path and target != self.root / path:
@@ -182,19 +187,22 @@ class Disk:
                 break
             try:
                 _sync_directory(parent)
-            except PermissionError:  # one above that is not ours and cannot be read
+            except PermissionError:  # a parent that belongs to others and cannot be read
                 if directory in missing:
                     raise
 
     def mkdir(self, path: str) -> None:
-        """Make the directory ``path``, if it is not there. Its name is not durable until that above it is synced."""
+        """Make the directory ``path`` if it is absent.
+
+        Its name is not durable until its parent is synced.
+        """
         try:
             (self.root / path).mkdir(exist_ok=True)
         except OSError as error:
             raise _failure("make", self.root / path, error, 0) from error
 
     def listdir(self, path: str) -> list[str]:
-        """The names in ``path``, sorted; none if it is absent."""
+        """Return the sorted names in ``path``; none if it is absent."""
         try:
             return sorted(os.listdir(self.root / path))
         except FileNotFoundError:
@@ -208,15 +216,15 @@ class Disk:
         return os.path.exists(self.root / path)
 
     def is_named(self, path: str, file: File) -> bool:
-        """Whether the open ``file`` is the one that ``path`` names now."""
+        """Return whether the open ``file`` is the one that ``path`` names now."""
         return is_file_of(self.root / path, file.fd)
 
     def size(self, path: str) -> int:
-        """Bytes of ``path``; ``FileNotFoundError`` if it is absent."""
+        """Return the bytes of ``path``. Raises ``FileNotFoundError`` if it is absent."""
         return os.stat(self.root / path).st_size
 
     def data_end(self, path: str) -> int:
-        """Return the end of the last bytes of ``path`` that anybody wrote, as far as the file system knows."""
+        """Return the end of the last bytes of ``path`` that were written, as far as the file system knows."""
         fd, end = open_regular(self.root / path), 0
         try:
             while True:
@@ -227,7 +235,10 @@ class Disk:
             os.close(fd)
 
     def read_bytes(self, path: str) -> bytes:
-        """All of a small file. ``FileNotFoundError`` if it is absent, ``ManifestCorrupt`` if it is no regular one."""
+        """Return the content of a small file.
+
+        Raises ``FileNotFoundError`` if it is absent, ``ManifestCorrupt`` if it is not a regular file.
+        """
         try:
             return read_regular(self.root / path)
         except FileNotFoundError:
@@ -236,7 +247,7 @@ class Disk:
             raise _failure("read", self.root / path, error, 0) from error
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Make ``path`` a file of ``data``. Not durable until it is synced."""
+        """Make ``path`` a file that holds ``data``. It is not durable until it is synced."""
         try:
             with self._created(path) as file:
                 file.write(data)
@@ -244,16 +255,16 @@ class Disk:
             raise _failure("write", self.root / path, error, len(data)) from error
 
     def _created(self, path: str) -> BinaryIO:
-        """Open ``path``, made if it is absent and emptied, for writing."""
+        """Open ``path`` for writing, created if absent and emptied."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        # a FIFO without a reader is an error with O_NONBLOCK, and would be waited for without it
+        # opening a FIFO without a reader fails with O_NONBLOCK and would block without it
         return open(os.open(self.root / path, flags | os.O_NONBLOCK, 0o666), "wb")
 
     @contextmanager
     def made(self, path: str, nbytes: int) -> Iterator[BinaryIO]:
-        """The file ``path`` to write ``nbytes`` into, in order; what was there is gone. Not durable until it is synced.
+        """Open the file ``path``, emptied, for ``nbytes`` that are written in order.
 
-        Raises ``DiskFull`` and ``DiskFailed`` for what the system refuses.
+        It is not durable until it is synced. Raises ``DiskFull`` or ``DiskFailed`` where the system refuses.
         """
         try:
             with self._created(path) as file:
@@ -262,7 +273,7 @@ class Disk:
             raise _failure("write", self.root / path, error, nbytes) from error
 
     def free_bytes(self) -> int:
-        """Bytes that this process may still write to the file system of the root."""
+        """Return the bytes that this process may still write to the file system of the root."""
         directory = self.root
         while not directory.exists():
             directory = directory.parent
@@ -272,9 +283,9 @@ class Disk:
     def lock(self, path: str, owner: dict) -> Lock:
         """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``.
 
-        The lock is an ``flock``, which the system drops with the process. The content of the file decides nothing: what
-        an ended process or a power cut has left in it is overwritten, and what may be another program's set aside.
-        Raises ``BadInput`` where the file system has no locks.
+        The lock is an ``flock``, which the system drops with the process. The content of the file decides nothing:
+        what an ended process or a power cut left in it is overwritten, and what may belong to another program is set
+        aside. Raises ``BadInput`` where the file system has no locks.
         """
         target = self.root / path
         lock = self._locked(target)
@@ -296,7 +307,7 @@ class Disk:
         return lock
 
     def _locked(self, path: Path) -> Lock:
-        """Open the file at ``path``, made if it is absent, and lock it, or raise ``RunLocked``."""
+        """Open and lock the file at ``path``, created if absent, or raise ``RunLocked``."""
         try:
             fd = open_file(path, write=True, create=True, direct=False).fd
         except Damaged as error:
@@ -319,11 +330,11 @@ class Disk:
         return Lock(path, fd)
 
     def _is_run(self) -> bool:
-        """Return whether the directory is a run's, as far as it was begun."""
+        """Return whether the directory holds a run, even one that has barely begun."""
         return (self.root / "commits").is_dir() or (self.root / "timelines").is_dir()
 
     def is_locked(self, path: str) -> bool:
-        """Whether somebody holds the lock file ``path``, or that cannot be told."""
+        """Return whether somebody holds the lock file ``path``, or may hold it."""
         try:
             fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -344,8 +355,8 @@ def write_durably(
 ) -> None:
     """Make ``path`` a file of ``data`` that survives power loss, and never anything in between.
 
-    Order on disk: temporary file, sync, rename, sync of the directory. ``after`` is told the name of each of
-    the first three when it is done.
+    The order on disk: temporary file, sync, rename, sync of the directory. ``after`` is called with the name of each
+    of the first three once it is done.
     """
     temporary = path + TEMPORARY
     disk.write_bytes(temporary, data)
@@ -359,13 +370,15 @@ def write_durably(
 
 @contextmanager
 def written_durably(disk: Disk, path: str, nbytes: int, *, why: str) -> Iterator[Any]:
-    """A file of ``nbytes`` to write, at any places and from any threads, in the block; it has the name ``path`` and
-    survives power loss when the block ends, and is not there if the block raises. Raises ``RunLocked`` if another
-    process, or another thread, is in such a block for ``path``."""
+    """Open a file of ``nbytes`` that becomes ``path``, durably, when the block ends.
+
+    The block may write at any offsets, from any threads. If the block raises, there is no file. Raises ``RunLocked``
+    if another process or thread is in such a block for ``path``.
+    """
     temporary = path + TEMPORARY
     with closing(open_file(disk.root / temporary, write=True, create=True, direct=False)) as file:
         _lock(file.fd, disk.root / path)
-        if not disk.is_named(temporary, file):  # it was finished between the two lines before
+        if not disk.is_named(temporary, file):  # another process finished and renamed it meanwhile
             raise RunLocked(_written_by_another(disk.root / path))
         disk.allocate(temporary, nbytes)
         yield file
@@ -376,8 +389,11 @@ def written_durably(disk: Disk, path: str, nbytes: int, *, why: str) -> Iterator
 
 @contextmanager
 def alone_in(disk: Disk) -> Iterator[None]:
-    """No other process, or thread, is in such a block for the directory of ``disk``, which is made if it is not there.
-    The lock is one of the directory itself: nothing is left of it. Raises ``RunLocked``."""
+    """Exclude other processes and threads from the directory of ``disk`` during the block.
+
+    The directory is made if absent. The lock is on the directory itself, so nothing is left of it. Raises
+    ``RunLocked`` if another holder is inside.
+    """
     disk.makedirs("")
     fd = os.open(disk.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -388,10 +404,13 @@ def alone_in(disk: Disk) -> Iterator[None]:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Where a file system has no locks, the name of what is locked is all that keeps two apart."""
+    """Lock ``fd`` without waiting, or raise ``RunLocked``.
+
+    Where a file system has no locks, the name of the file is all that keeps two writers apart.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # SMB says the latter of a lock that is held
+    except (BlockingIOError, PermissionError):  # SMB reports a held lock as a permission error
         raise RunLocked(_written_by_another(path)) from None
     except OSError as error:
         if error.errno not in (*NO_LOCKS, errno.EBADF):

@@ -1,8 +1,8 @@
-"""Generations: a unit of state lives in several files in turn, so that the newest steps stay whole.
+"""Generations: a unit of state alternates between several files, so that the newest steps stay whole.
 
-Sizes and offsets are bytes. Each step writes a unit to a file that no retained manifest names; the manifest
-then names that one. A whole file is written, header and filler included: nothing in a published file is
-older than its commit, and each request is one checksum block.
+Each step writes a unit to a file that no retained manifest names; then the new manifest names that file. A whole file
+is written, header and filler included: nothing in a published file is older than its commit, and each request is one
+checksum block. Sizes and offsets are bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
 from holdfast.units import shown
 
 PIECES = 4
-"""Checksum blocks in memory at once, of a file that is written through."""
+"""Number of checksum blocks in memory at once while ``write_through`` writes a file."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 class Generations:
-    """The files of the unit ``name``: ``<folder>/<name>.<k>.safetensors``, k = 0 to copies-1. Made by ``LocalStore``.
-    ``folder`` is ``data`` or a drive's. What lies in other folders, of a time when the unit lived there, is read by its
-    path, and goes when no retained manifest names it.
+    """The files of the unit ``name``: ``<folder>/<name>.<k>.safetensors``, with k from 0 to copies-1.
 
-    ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
-    about a path that is damaged; ``check_writer`` raises if the run may not be written (any more).
+    Made by ``LocalStore``. ``folder`` is ``data`` or that of a drive. Files in other folders, from a time when the
+    unit lived there, are read by their paths and removed when no retained manifest names them.
     Safe to use from several threads; different generations may be written at once.
+
+    Args:
+        retained: Returns the files that retained manifests name, with their sizes.
+        way_out: Returns advice for a path that is damaged.
+        check_writer: Raises if the run may not be written (any more).
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class Generations:
         grows: bool = False,
         folder: str = HOME,
     ) -> None:
-        """One that ``grows`` may have more than ``copies`` files, as commits are kept for good."""
+        """Prepare the files without touching the disk.
+
+        A unit that ``grows`` may have more than ``copies`` files, because commits are kept for good.
+        """
         if not _NAME.fullmatch(name):
             raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
         self.name, self.layout, self.copies = name, layout, copies
@@ -77,20 +83,21 @@ class Generations:
         return _path(self.folder, self.name, generation)
 
     def generation_of(self, path: str) -> int:
-        """The generation that lies at ``path``, as a manifest names it."""
+        """Return the generation at ``path``, as a manifest names it. Raises ``ValueError`` if there is none."""
         match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.name}')}\.(\d+)\.safetensors", path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
 
     def is_mine(self, path: str) -> bool:
-        """Whether the file at ``path`` lies where this unit's do."""
+        """Return whether the file at ``path`` is in the folder of this unit."""
         return path.rpartition("/")[0] == self.folder
 
     def create(self) -> None:
-        """Reserve the space of all generations. Durable in name; called before the first ``acquire``.
+        """Reserve the space of all generations, with durable names.
 
-        Whole files that a retained manifest names are left alone and must have this layout's size.
+        Call it before the first ``acquire``. Whole files that a retained manifest names are left alone and must have
+        this layout's size.
         """
         missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
         for path in missing:
@@ -106,13 +113,13 @@ class Generations:
         self.trim()
 
     def trim(self) -> None:
-        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
+        """Remove surplus generations, from a time when more commits were kept, that no commit needs.
 
-        Only those that follow without a gap and have the size of this unit's files: a writer makes no others, and
-        another may be somebody's own copy. Of a unit that grows all of this size, since gaps come of what was kept. So
-        do those in other folders.
+        Only files that follow ``copies`` without a gap and have the size of this unit's files are removed: a writer
+        makes no others, and another file may be somebody's own copy. A unit that grows removes all files of this
+        size, because kept commits leave gaps. Files in other folders go the same way.
         """
-        with self._lock:  # of several ranks, one thread of a rank retires commits while another writes
+        with self._lock:  # one thread of a rank may retire commits while another writes
             retained = self._retained()
             generation = self.copies
             while self._disk.exists(self.path(generation)) and self._usable(self.path(generation)):
@@ -122,7 +129,7 @@ class Generations:
                 self._surplus |= self._others()
             free = [k for k in sorted(self._surplus - self._acquired) if self.path(k) not in retained]
             if self._grows and all(self.path(k) in retained for k in range(self.copies)):
-                free = free[1:]  # to be written next
+                free = free[1:]  # the next write takes the first one
             for generation in free:
                 file = self._files.pop(generation, None)
                 self._surplus.remove(generation)
@@ -135,17 +142,20 @@ class Generations:
                     remove_file(self._disk, path, self.layout.file_bytes)
 
     def _others(self) -> set[int]:
-        """Generations beyond ``copies`` that are there, in whatever order they were made."""
+        """Return the generations beyond ``copies`` that are on disk, in any order."""
         found = generations_there(self._disk, self.folder, self.name)
         return {k for k in found if k >= self.copies and self._usable(self.path(k))}
 
     def missing_bytes(self) -> int:
-        """What ``create`` will take from the file system."""
+        """Return the bytes that ``create`` will take from the file system."""
         paths = map(self.path, range(self.copies))
         return sum(self.layout.file_bytes for path in paths if not self._usable(path))
 
     def acquire(self) -> int:
-        """A generation to write: no retained manifest names it and nobody has it. Never waits."""
+        """Return a generation to write, which no retained manifest names and nobody has acquired.
+
+        Never waits. Raises ``PoolExhausted`` if there is none.
+        """
         retained = self._retained()
         with self._lock:
             for generation in [*range(self.copies), *(sorted(self._surplus) if self._grows else ())]:
@@ -160,7 +170,7 @@ class Generations:
             )
 
     def acquire_new(self) -> int:
-        """One more generation to write, made for it. Of a unit that grows."""
+        """Make one more generation and return it. Only for a unit that grows."""
         with self._lock:
             generation = next(k for k in range(self.copies, sys.maxsize) if k not in self._surplus)
             self._surplus.add(generation)
@@ -170,17 +180,17 @@ class Generations:
         return generation
 
     def release(self, generation: int) -> None:
-        """Give back what was acquired: it was published, or will not be (a step that was skipped or failed)."""
+        """Release an acquired generation, whether it was published or its step was skipped or failed."""
         with self._lock:
             self._acquired.discard(generation)
 
     def write(
         self, generation: int, image: memoryview, *, kind: str, phase: str, priority: int
     ) -> Future[tuple[str, ...]]:
-        """Write ``image``, the whole file, and sync it. The result is the checksums of its blocks.
+        """Write ``image``, the whole file, and sync it.
 
-        The header and the filler in ``image`` are set here. ``image`` must not change until the future
-        is done.
+        The result is the checksums of its blocks.
+        The header and the filler in ``image`` are set here. ``image`` must not change until the future is done.
         """
         if generation not in self._acquired:
             raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
@@ -211,8 +221,11 @@ class Generations:
         priority: int,
         beat: Callable[[], None] = lambda: None,
     ) -> tuple[str, ...]:
-        """As ``write``, of an image that is nowhere as a whole: ``fill(view, start)`` puts the bytes of the file from
-        ``start`` on into ``view``. Returns when it is synced. ``beat`` is called now and then."""
+        """Write and sync a file whose image is nowhere in memory as a whole.
+
+        ``fill(view, start)`` puts the bytes of the file from ``start`` on into ``view``. ``beat`` is called now and
+        then. Returns the checksums of the blocks, as ``write`` does.
+        """
         if generation not in self._acquired:
             raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
         self._check_writer()
@@ -248,7 +261,10 @@ class Generations:
         phase: str,
         priority: int,
     ) -> Future[None]:
-        """Fill ``image`` with the whole file and verify every block of it. Raises ``ChunkCorrupt``."""
+        """Fill ``image`` with the whole file and verify every block of it.
+
+        Raises ``ChunkCorrupt`` for a damaged block, ``RunMismatch`` for a file of another size.
+        """
         self._check(image)
         if len(checksums) != len(self._spans):
             raise RunMismatch(
@@ -269,19 +285,21 @@ class Generations:
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
     def close(self) -> None:
-        """Close the files. Nothing may be under way."""
+        """Close the files. No transfer may be under way."""
         with self._lock:
             files, self._files = list(self._files.values()), {}
         for file in files:
             file.close()
 
     def is_synced(self, generation: int, checksums: tuple[str, ...]) -> bool:
-        """Whether a ``write`` with this result has ended since ``generation`` was acquired."""
+        """Return whether a ``write`` with these checksums has ended since ``generation`` was acquired."""
         return self._synced.get(generation) == checksums
 
     def check_there(self, generation: int) -> None:
-        """Raise ``DiskFailed`` unless the file of ``generation`` is under its name, with its size, and is the one
-        that was written. Called before a manifest names it."""
+        """Raise ``DiskFailed`` unless the file of ``generation`` is still the one that was written.
+
+        Its name, its size and the open file must agree. Called before a manifest names the file.
+        """
         path, file = self.path(generation), self._files.get(generation)
         try:
             there = self._disk.size(path) == self.layout.file_bytes
@@ -301,8 +319,11 @@ class Generations:
             )
 
     def _usable(self, path: str) -> bool:
-        """Whether ``path`` is there with the right size; ``RunMismatch`` if it is another model's. One of a
-        commit that has lost its right size is damaged: its commit is too, and it is made anew."""
+        """Return whether ``path`` is there with the right size.
+
+        Raises ``RunMismatch`` if a commit names it with another model's size. A file of a commit that lost its size
+        is damaged, as its commit is, and is made anew.
+        """
         wanted = self._retained().get(path, self.layout.file_bytes)
         if wanted != self.layout.file_bytes:
             raise RunMismatch(
@@ -315,7 +336,7 @@ class Generations:
             return False
 
     def _file(self, generation: int) -> OpenFile:
-        """The open file of ``generation``; it stays open until ``close``."""
+        """Return the open file of ``generation``, which stays open until ``close``."""
         file = self._files.get(generation)
         if file is None:
             self._check_writer()
@@ -353,7 +374,7 @@ def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collecti
 
 
 def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
-    """Remove the file ``path`` if it has ``nbytes``."""
+    """Remove the file ``path`` if its size is ``nbytes``."""
     with suppress(FileNotFoundError):
         if disk.size(path) == nbytes:
             disk.unlink(path)
@@ -362,8 +383,10 @@ def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
 def generations_there(
     disk: AnyDisk, folder: str, unit: str, retained: Collection[str] | None = None
 ) -> list[int]:
-    """The generations of ``unit`` that have a file in ``folder``, by the names alone. A drive that fails has none, if
-    none of those ``retained`` is there."""
+    """Return the generations of ``unit`` that have a file in ``folder``, by name alone.
+
+    A failing drive counts as empty if no file of ``retained`` is on it.
+    """
     pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors")
     names: list[str] = []
     needed = retained is None or any(path.startswith(f"{folder}/") for path in retained)
@@ -380,7 +403,7 @@ def _path(folder: str, unit: str, generation: int) -> str:
 def corrupt(
     path: str, offset: int, nbytes: int, atoms: Collection[str], expected: str, got: str, way_out: str
 ) -> ChunkCorrupt:
-    """The error for a checksum block whose bytes are not those that were written."""
+    """Return the error for a checksum block whose bytes are not those that were written."""
     fails = "fail their checksum" if len(atoms) > 1 else "fails its checksum"
     return ChunkCorrupt(
         f"{name_atoms(atoms)} {fails}: expected xxh3:{expected}, read xxh3:{got}"
@@ -393,7 +416,7 @@ def corrupt(
 
 
 def name_atoms(atoms: Collection[str]) -> str:
-    """``atoms`` for a person: the first few by name.
+    """Return the names of the first few ``atoms`` as text for a person.
 
     >>> name_atoms(["a/param", "b/param", "c/param", "d/param"])
     "'a/param', 'b/param', 'c/param' and 1 more"

@@ -1,6 +1,7 @@
-"""Housekeeping: what a new writer puts in order before it begins.
+"""Housekeeping: the repairs that a new writer makes before it begins.
 
-Only what is known to be ours by name is touched; anything else in the directory belongs to somebody else.
+The rule: only files that are known to be ours by name are touched. Everything else in the directory belongs to
+somebody else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SCRATCH_NAME = re.compile(
 
 
 def sweep(disk: AnyDisk) -> None:
-    """Remove what an earlier process left half-made: our temporary files and our scratch."""
+    """Remove the temporary files and the scratch of an earlier process."""
     for directory in ("commits", "index", "timelines"):
         for name in disk.listdir(directory):
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
@@ -39,7 +40,10 @@ def sweep(disk: AnyDisk) -> None:
 
 
 def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
-    """Make durable all that the commits ``retained`` stand for. Nobody may have done so: it may be a copy."""
+    """Make durable every file that the commits ``retained`` need.
+
+    Nobody may have synced them: the directory may be a copy.
+    """
     manifests = [manifest for manifest in retained.values() if manifest is not None]
     payload = {ref.path for manifest in manifests for ref in manifest.files.values()}
     records = [f"timelines/{name}" for name in disk.listdir("timelines") if is_ours("timelines", name)]
@@ -56,7 +60,7 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
         for path in sorted(paths):
             with suppress(
                 FileNotFoundError, Damaged
-            ):  # of a commit that is not whole, which verifying it will say
+            ):  # of a commit that is not whole: verifying it reports that
                 disk.sync(path, why=why)
         directory = why.removeprefix("reopen ")
         needed = {path.rpartition("/")[0] for path in paths}
@@ -67,8 +71,10 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
 
 
 def refuse_other_data(store: LocalStore) -> None:
-    """Raise ``RunMismatch`` if the directory has no commit, and yet more in it than a fresh start that was cut
-    short leaves: that may be a run without its commits, or somebody else's files."""
+    """Raise ``RunMismatch`` if a directory without commits holds more than an interrupted fresh start leaves.
+
+    Such files may be a run that lost its commits, or belong to somebody else.
+    """
     records, _ = store.timelines()
     for record in records.values():
         if record.parent is not None:
@@ -90,9 +96,11 @@ def refuse_other_data(store: LocalStore) -> None:
 
 
 def refuse_two_runs(store: LocalStore, retained: Mapping[CommitRef, Manifest | None]) -> None:
-    """Raise ``RunMismatch`` if timeline records and the manifests ``retained`` call two timelines by one number, or the
-    commits have two beginnings: files of another run, or of a copy of this one that went on by itself, lie among
-    its own."""
+    """Raise ``RunMismatch`` if the directory holds parts of two runs.
+
+    Two signs show that: records and manifests give one number to two timelines, or the commits have two beginnings.
+    Files of another run, or of a copy that continued by itself, then lie among the run's own.
+    """
     records = store.timelines()[0]
     said = [(record.path, record) for record in records.values()]
     said += [(m.path, m.timeline_record) for m in retained.values() if m is not None]
@@ -128,18 +136,18 @@ _OTHER_PLACE = (
 
 
 def _was_written_later(disk: AnyDisk, path: str) -> bool:
-    """Whether the file is a generation that is first written when there is a commit."""
+    """Return whether the file is a generation that is first written after a first commit."""
     number = path.removesuffix(".safetensors").rpartition(".")[2]
     if number == "0" or not number.isdecimal():
         return False
-    with suppress(Damaged):  # space that was reserved holds anything after a power cut
+    with suppress(Damaged):  # after a power cut, reserved space holds anything
         unverified_layout(disk, FileRef(path, disk.size(path), ()))
         return True
     return False
 
 
 def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[Damaged]) -> None:
-    """Write anew the timeline records that are damaged and that manifests say as well."""
+    """Rewrite the damaged timeline records whose content manifests repeat."""
     lost = {error.path for error in damaged}
     for record in timelines.values():
         if record.path in lost:
@@ -147,10 +155,10 @@ def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[
 
 
 def restore_index(store: LocalStore, data: dict[str, Any]) -> list[Damaged]:
-    """Write the index ``data`` anew if commits name it by its hash and its file is not that any more.
+    """Rewrite the index ``data`` if commits name it by its hash and its file is damaged.
 
-    All commits of a run share this file, so its loss would be theirs; its hash proves that ``data`` is what
-    they mean. Called before a commit is verified. Returns what was wrong.
+    All commits of a run share this file, so its loss would be theirs; the hash proves that ``data`` is what they
+    mean. Called before a commit is verified. Returns the damage that was found.
     """
     path = f"index/{xxhash.xxh3_128_hexdigest(encode_index(data))}.json"
     for ref in store.commits():

@@ -1,9 +1,9 @@
-"""Journal: the records of steps, appended to segment files in groups, each durable by one write and one sync.
+"""The log writer: appends log records to segment files in groups, each durable by one write and one sync.
 
-Sizes and offsets are bytes. A segment, ``journal/<stream>/step-<first>.t<timeline>.log``, is a row of records. A
-record is a sealed JSON header in whole pages (the step, its timeline, the digest of the record before, checksums of
-the payload) and the payload in whole pages. The digests chain the records of a timeline: none can be left out,
-repeated or taken from another run.
+A segment, ``journal/<stream>/step-<first>.t<timeline>.log``, is a row of records. A record is a sealed JSON header in
+whole pages (the step, its timeline, the digest of the record before, checksums of the payload), followed by the
+payload in whole pages. The digests chain the records of a timeline: none can be left out, repeated or taken from
+another run. Sizes and offsets are bytes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from holdfast.store.segments import KINDS, SegmentRef
 from holdfast.units import PAGE, MiB, round_up
 
 SEGMENT_BYTES = 256 * MiB
-"""Most bytes of a segment; a group of records that needs more gets one of its own."""
+"""Upper bound of a segment's bytes; a group of records that needs more gets a segment of its own."""
 
 GROUPS_PER_SEGMENT = 64
-"""Room of a segment where records are small, at most."""
+"""Upper bound of a segment's size in groups, which matters where records are small."""
 
 LEAST_GROUPS = 8
-"""And at least, so that not every write begins one."""
+"""Lower bound of a segment's size in groups, so that not every write begins a segment."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What takes the state to ``step``. ``about`` is JSON; ``parts`` are page-aligned memory in whole pages, which
-    does not change until the record is written."""
+    """The log record that takes the state to ``step``.
+
+    ``about`` is JSON. ``parts`` are page-aligned memory in whole pages, which must not change until the record is
+    written.
+    """
 
     step: int
     about: dict[str, Any]
@@ -46,10 +49,11 @@ class Record:
 
 
 class JournalWriter:
-    """Appends the records of one stream in one timeline. Used by one thread at a time.
+    """Appends the log records of one stream in one timeline.
 
-    ``check_writer`` raises if the run may not be written (any more); ``reserve`` says how large a segment is made, of
-    which so many bytes are needed and so many wanted.
+    Used by one thread at a time.
+    ``check_writer`` raises if the run may not be written (any more). ``reserve(needed, wanted)`` returns the size in
+    bytes of a new segment.
     """
 
     def __init__(
@@ -69,19 +73,19 @@ class JournalWriter:
         self._end = self._capacity = 0
         self._digest = timeline.key
         self.records_ahead = SEGMENT_BYTES // PAGE
-        """So many are expected to be needed at once: a larger segment would hold what nobody needs any more."""
+        """Number of records that a segment is sized for, since a larger segment would outlive its use."""
         disk.makedirs(f"journal/{stream}")
 
     @property
     def free_bytes(self) -> int:
-        """Of the present segment."""
+        """Bytes that are free in the current segment."""
         return self._capacity - self._end if self._file is not None else 0
 
     def append(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> int:
-        """Write ``records``, in the order of their steps, and sync them. When this returns, they survive power loss.
-        ``beat`` is called as the write gets on. Returns the bytes of the largest header.
+        """Write ``records``, in the order of their steps, and sync them: on return they survive power loss.
 
-        Raises ``DiskFailed``; the next call then begins another segment.
+        ``beat`` is called as the write progresses. Returns the bytes of the largest header. Raises ``DiskFailed``;
+        the next call then begins another segment.
         """
         self._check_writer()
         headers = self._headers(records)
@@ -96,7 +100,7 @@ class JournalWriter:
             self._disk.sync(self._file, why="records")
             failpoints.reach("after_records_sync")
         except BaseException:
-            self.close()  # what the file holds from here on is not known
+            self.close()  # the content of the file from here on is unknown
             raise
         self._end += sum(map(len, memory))
         self._digest = xxhash.xxh3_128_hexdigest(headers[-1].view)
@@ -112,7 +116,7 @@ class JournalWriter:
             file.close()
 
     def _headers(self, records: Sequence[Record]) -> list[Buffer]:
-        """The headers of ``records``, each with the digest of the one before."""
+        """Return the headers of ``records``, each with the digest of the one before."""
         digest, headers = self._digest, []
         for record in records:
             text = _encode(record, self._timeline, digest)
@@ -122,8 +126,7 @@ class JournalWriter:
         return headers
 
     def _make_room(self, step: int, nbytes: int, count: int) -> None:
-        """Begin a segment unless the present one has room for ``count`` records; its name and its space are durable
-        then."""
+        """Begin a segment, with durable name and space, unless the current one has room for the records."""
         if self._file is not None and self._end + nbytes <= self._capacity:
             return
         self.close()
@@ -136,7 +139,8 @@ class JournalWriter:
         except DiskFull:
             if self._capacity == nbytes:
                 raise
-            self._capacity = self._reserve(nbytes, nbytes)  # for as long as there is room for records at all
+            # a smaller segment will do as long as the records themselves fit
+            self._capacity = self._reserve(nbytes, nbytes)
             self._disk.allocate(path, self._capacity)
         self._disk.sync_dir(f"journal/{self._stream}", why="segment directory")
         failpoints.reach("after_segment_made")
@@ -144,7 +148,7 @@ class JournalWriter:
 
 
 def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
-    """The header of ``record``: whole pages."""
+    """Return the header of ``record`` in whole pages."""
     parts = [
         {
             "bytes": len(part),
@@ -153,7 +157,7 @@ def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
         for part in record.parts
     ]
     nbytes = PAGE
-    while True:  # the length is in the header
+    while True:  # the header contains its own length
         table = {
             "bytes": nbytes,
             "format": FORMAT,
@@ -175,7 +179,7 @@ def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
 def _requests(
     file: OpenFile, memory: Sequence[memoryview], offset: int, beat: Callable[[], None] | None
 ) -> Iterator[Request]:
-    """The writes that put ``memory`` into ``file``, one piece after another."""
+    """Yield the writes that put ``memory`` into ``file``, one block after another."""
     for view in memory:
         for start, stop in block_spans(len(view)):
             yield Request(file, view[start:stop], offset + start, True, before=beat)

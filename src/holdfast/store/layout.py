@@ -1,9 +1,9 @@
-"""Layout: where each tensor of a payload file lies. Payload files are safetensors.
+"""Layout: the position of each tensor in a payload file.
 
-Offsets and sizes are bytes from the start of the file. The header is padded with spaces to whole pages and
-filler tensors ``__pad__N`` keep the rest aligned: a tensor of 16 KiB or more starts at a multiple of
-16 KiB, so that every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32
-elements from that tensor's start, where the host optimizer may cut it. Smaller ones start at multiples of 64.
+Payload files are safetensors. Offsets and sizes are bytes from the start of the file. The header is padded with
+spaces to whole pages, and filler tensors ``__pad__N`` keep the rest aligned. A tensor of 16 KiB or more starts at a
+multiple of 16 KiB, so every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32 elements
+from that tensor's start, where the host optimizer may split it. Smaller tensors start at multiples of 64.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHECKSUM_BLOCK = 4 * MiB
 LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
 PAD = "__pad__"
 METADATA = {"format": "holdfast", "version": "1"}
-"""What a payload file says of itself in its header; an engine's say nothing."""
+"""The metadata in the header of a payload file; an engine's files have none."""
 MOST = 1 << 62
-"""More than any size of a tensor is."""
+"""A number above any size of a tensor."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: ``offset`` is absolute, ``dtype`` the safetensors name."""
+    """A tensor in a file. ``offset`` is absolute, ``dtype`` is the safetensors name."""
 
     key: str
     dtype: str
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The header of a payload file and what it says. ``entries`` and ``pads`` are in file order."""
+    """The header of a payload file and its meaning. ``entries`` and ``pads`` are in file order."""
 
     entries: tuple[Entry, ...]
     pads: tuple[Entry, ...]
@@ -65,14 +65,16 @@ class Layout:
         return key in self._by_key
 
     def keys_between(self, start: int, stop: int) -> list[str]:
-        """The tensors with a byte in ``[start, stop)``."""
+        """Return the tensors with a byte in ``[start, stop)``."""
         return [entry.key for entry in self.entries if entry.offset < stop and entry.end > start]
 
     @classmethod
     def build(
         cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
     ) -> Layout:
-        """The layout of ``tensors`` (key, dtype, shape) in this order. Depends on nothing else.
+        """Return the layout of ``tensors`` (key, dtype, shape) in this order.
+
+        Depends on nothing else.
 
         >>> layout = Layout.build([("w", "F32", (3,))])
         >>> layout["w"].offset, layout.file_bytes
@@ -80,7 +82,7 @@ class Layout:
         """
         _check(tensors)
         header_bytes = PAGE
-        while True:  # the header's length moves the tensors, and their offsets are in the header
+        while True:  # the offsets are in the header, and the length of the header moves the tensors
             placed = _place(tensors, header_bytes)
             header = _encode(placed, header_bytes, metadata)
             if len(header) == header_bytes:
@@ -89,8 +91,11 @@ class Layout:
 
     @classmethod
     def parse(cls, header: bytes | bytearray | memoryview) -> Layout:
-        """The layout that ``header`` describes: the first bytes of a payload file, header included. In a file of
-        another writer a name that begins as those of filler tensors do is any other."""
+        """Return the layout that ``header``, the first bytes of a payload file, describes.
+
+        In a file of another writer, a tensor with the name of a filler is an ordinary tensor. Raises ``Damaged`` for
+        any other content.
+        """
         try:
             length = 8 + struct.unpack_from("<Q", header)[0]
             if length > len(header):
@@ -127,16 +132,19 @@ class Layout:
 
 
 def without_pads(placed: list[Entry], header_bytes: int) -> list[Entry]:
-    """Return the tensors of a file, in its order, that are no fillers. What another writer calls so is a tensor."""
+    """Return the tensors of a file that are not fillers, in file order.
+
+    In a file of another writer, a tensor with the name of a filler is an ordinary tensor.
+    """
     pads = [entry for entry in placed if entry.key.startswith(PAD)]
     named = all(pad.key == f"{PAD}{number}" and pad.dtype == "U8" for number, pad in enumerate(pads))
-    if not named or header_bytes % PAGE:  # as nobody else writes it
+    if not named or header_bytes % PAGE:  # only our files have both
         return placed
     return [entry for entry in placed if not entry.key.startswith(PAD)]
 
 
 def block_spans(file_bytes: int) -> Iterator[tuple[int, int]]:
-    """The (start, stop) of each checksum block of a file."""
+    """Yield the (start, stop) of each checksum block of a file."""
     for start in range(0, file_bytes, CHECKSUM_BLOCK):
         yield start, min(start + CHECKSUM_BLOCK, file_bytes)
 
@@ -154,7 +162,7 @@ def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
 
 
 def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int) -> list[Entry]:
-    """Entries in file order, filler included, that cover everything from the header to a whole page."""
+    """Return entries in file order, filler included, that cover all bytes from the header to a whole page."""
     placed: list[Entry] = []
     position = header_bytes
     num_pads = 0
@@ -175,7 +183,7 @@ def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: in
 
 
 def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | None) -> bytes:
-    """The header for ``placed``: at least ``header_bytes``, more if the table needs it."""
+    """Return the header for ``placed``: at least ``header_bytes``, more if the table needs it."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     for entry in placed:
         offsets = [entry.offset - header_bytes, entry.end - header_bytes]

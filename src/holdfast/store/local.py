@@ -1,7 +1,6 @@
-"""LocalStore: a run directory, opened for its one writer, and the files that it writes.
+"""LocalStore: a run directory, open for its one writer, and the files that it writes.
 
-How a commit is made is in ``written.py``, what several ranks do of one in ``shared.py``, how commits go in
-``retained.py``.
+``written.py`` makes commits, ``shared.py`` makes those of several ranks, ``retained.py`` retires them.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
 class LocalStore(SharedCommits):
-    """A run directory, open for its one writer. A context manager.
+    """A run directory, open for its one writer.
 
-    The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
+    A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
     each step ``acquire`` and ``write`` of its units, then ``publish``. One thread publishes at a time.
     """
 
@@ -54,11 +53,16 @@ class LocalStore(SharedCommits):
         queue: IOQueue | None = None,
         direct: bool = True,
     ) -> None:
-        """``spare`` is how many files of each unit must be free of commits: 1 to write a step, 1 more where
-        steps between commits are written too. ``queue`` stays open; without one the store has its own. ``keep`` goes
-        before ``retain``; units have more files then as there are more commits.
+        """Prepare the store.
 
-        Until ``enter`` the run may be read and units counted, and nothing is written or locked.
+        Until ``enter``, nothing is written or locked; the run may be read and units counted.
+
+        Args:
+            retain: Number of commits to keep.
+            keep: Retention rules that replace ``retain``; units then have more files, as there are more commits.
+            spare: Number of files of each unit that must be free of commits: 1 to write a step, 1 more where steps
+                between commits are written too.
+            queue: An I/O queue that stays open; without one, the store makes its own.
         """
         retain = retain if keep is None else keep.last
         if retain < 1:
@@ -73,22 +77,24 @@ class LocalStore(SharedCommits):
         self._scratch: list[Scratch] = []
         self._new_drives: list[str] = []
         self.unread: list[DiskFailed] = []
-        """Of segments that ``enter`` could not read."""
+        """Errors of the segments that ``enter`` could not read."""
 
     @classmethod
     def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
-        """A store that has been entered; ``options`` are those of the constructor."""
+        """Return a store that has been entered; ``options`` are those of the constructor."""
         store = cls(root, **options)
         store.enter()
         return store
 
     def enter(self) -> None:
-        """Take the lock and make the directory ready, made if absent. Raises ``RunLocked`` if another process
-        writes to it, ``RunMismatch`` if it holds what no run of ours left there, or parts of two runs.
+        """Take the lock and make the directory ready, created if absent.
 
-        When this returns, every commit that the directory lists survives power loss with all that it names, also
-        where the directory was copied or restored a moment ago; what an earlier process left half-made
-        (temporary files, scratch) is gone.
+        On return, every listed commit survives power loss with all that it names, even in a directory that was just
+        copied or restored. Temporary files and scratch of an earlier process are gone.
+
+        Raises:
+            RunLocked: Another process writes to the directory.
+            RunMismatch: The directory holds files that no run of this library left, or parts of two runs.
         """
         try:
             self.disk.makedirs("")
@@ -113,8 +119,10 @@ class LocalStore(SharedCommits):
 
     @staticmethod
     def read(root: str | PurePath, **options: Any) -> RunReader:
-        """Open ``root`` for reading: takes no lock, writes nothing, may be used beside a writer. ``options`` are
-        those of ``RunReader``."""
+        """Open ``root`` for reading, without a lock and without writing, even beside a writer.
+
+        ``options`` are those of ``RunReader``. Raises ``NoCommit`` if ``root`` is not a run directory.
+        """
         reader = RunReader(root, **options)
         if not reader.disk.exists("commits"):
             raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
@@ -123,12 +131,16 @@ class LocalStore(SharedCommits):
     def begin(
         self, fork: Point | None, *, by_saves: bool = False, about: Mapping[str, Any] | None = None
     ) -> int:
-        """Open a timeline that continues ``fork``, a commit or a record (None: from nothing); durable before this
-        returns. ``by_saves``: the run is on it from its first commit on, and until then where it was. ``about`` is what
-        else its record says of its writer.
+        """Open a timeline that continues ``fork``, durable on return, and return its id.
 
-        Retires what an earlier process had no time to retire, but with ``by_saves``, and repairs timeline records.
-        Verify ``fork`` before.
+        Verify ``fork`` before. Commits that an earlier process had no time to retire are retired, except with
+        ``by_saves``; damaged timeline records are repaired.
+
+        Args:
+            fork: A commit or a log record; None starts from nothing.
+            by_saves: Switch the run to the new timeline only at its first commit, and leave it where it was until
+                then.
+            about: More facts about the writer for the timeline's record.
         """
         self._check_writer()
         known = {*self.timeline_ids(), *(ref.timeline for ref in self.commits())}
@@ -152,14 +164,16 @@ class LocalStore(SharedCommits):
             self.timeline, self._fork = record.id, record
             self._timelines, damaged = self.timelines()
             restore(self.disk, self._timelines, damaged)
-            if not by_saves:  # else the run is on another line until the first commit, which retires
+            if not by_saves:  # with by_saves, the first commit switches the timeline and retires
                 self._retire()
                 self._prune_timelines()
         return record.id
 
     def go_on(self, timeline: Timeline) -> None:
-        """Instead of ``begin``: go on in ``timeline``, the newest, after its newest commit. For who resumes nothing and
-        writes whole states one after another."""
+        """Continue in ``timeline``, the newest one, after its newest commit, instead of calling ``begin``.
+
+        For writers that resume nothing and write whole states one after another.
+        """
         self._check_writer()
         with self._failing():
             self.timeline, self._fork = timeline.id, timeline
@@ -167,7 +181,7 @@ class LocalStore(SharedCommits):
             restore(self.disk, self._timelines, damaged)
 
     def writer(self) -> str:
-        """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
+        """Return what the lock file says of the last writer: its process, host and time. Empty without one."""
         return self.disk.read_bytes(LOCK).decode(errors="replace") if self.disk.exists(LOCK) else ""
 
     @property
@@ -177,15 +191,20 @@ class LocalStore(SharedCommits):
         return self._fork
 
     def take_drives(self, drives: Sequence[Drive]) -> None:
-        """Make ``drives`` those of the run: its own, and others, whose directories ``directories_for`` has found good.
-        Without any, files are on the run's own. Called after ``begin``, before units there are created."""
+        """Make ``drives`` the drives of the run; without any, all files are on the run's own.
+
+        ``directories_for`` must have accepted their directories. Called after ``begin``, before units there are
+        created.
+        """
         self._check_writer()
         with self._failing():
             self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
 
     def unit(self, name: str, layout: Layout, copies: int, folder: str = HOME) -> Generations:
-        """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``. ``folder`` says which
-        drive they are on."""
+        """Return the files of one unit in ``folder``, which names their drive.
+
+        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``.
+        """
         if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
                 f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
@@ -209,15 +228,17 @@ class LocalStore(SharedCommits):
     def write_unit(
         self, name: str, layout: Layout, fill: Callable[[memoryview, int], None], *, phase: str = "save"
     ) -> tuple[int, tuple[str, ...]]:
-        """Write a unit once, as a whole: ``fill(view, start)`` puts the bytes of its file from ``start`` on into
-        ``view``. Durable when it returns what ``publish`` takes of it."""
+        """Write a whole unit once, durably, and return its generation and checksums for ``publish``.
+
+        ``fill(view, start)`` puts the bytes of the file from ``start`` on into ``view``.
+        """
         unit = self.unit(name, layout, copies=1)
         unit.create()
         generation = self.free_generation(unit)
         return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
 
     def journal(self, stream: str) -> JournalWriter:
-        """A journal of the timeline that ``begin`` opened; the caller closes it."""
+        """Return a log writer for the timeline that ``begin`` opened; the caller closes it."""
         if self._fork is None:
             raise ValueError("begin() opens the timeline that records are written in; call it first")
 
@@ -236,14 +257,14 @@ class LocalStore(SharedCommits):
         )  # fmt: skip
 
     def scratch(self, name: str, nbytes: int) -> Scratch:
-        """An empty scratch file of ``nbytes``; it goes when the store is closed."""
+        """Return an empty scratch file of ``nbytes``, which is removed when the store is closed."""
         self._check_writer()
         scratch = Scratch(self.disk, self.queue, name, nbytes, direct=self.direct)
         self._scratch.append(scratch)
         return scratch
 
     def remove_scratch(self, scratch: Scratch) -> None:
-        """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
+        """Close and remove a scratch file before the store is closed. No transfer may be under way."""
         self._scratch.remove(scratch)
         scratch.close()
         if self._lock is not None:
@@ -251,35 +272,39 @@ class LocalStore(SharedCommits):
             scratch.remove()
 
     def drop_unit(self, unit: Generations) -> None:
-        """Write no more of ``unit``, whose files go as soon as no commit names them. Nothing may be under way."""
+        """Stop writing ``unit`` and remove its files as soon as no commit names them.
+
+        No transfer may be under way.
+        """
         self._units.pop(unit.name, None)
         unit.close()
         remove_generations(self.disk, unit.name, unit.layout.file_bytes, self._retained_files)
 
     def free_generation(self, unit: Generations) -> int:
-        """A generation to write, made if all are taken."""
+        """Return a generation to write, made if all are taken."""
         try:
             return unit.acquire()
         except PoolExhausted:
             if self.keep is None:
                 raise
             if not self.make_room(unit.layout.file_bytes):
-                return unit.acquire()  # of a base that went for it
+                return unit.acquire()  # make_room retired a snapshot, which freed one
             self.used_bytes += unit.layout.file_bytes
             return unit.acquire_new()
 
     def names(self) -> set[str]:
-        """The files that are there now in the directories in which a fresh start makes some that stay."""
+        """Return the files in the directories in which a fresh start makes permanent files."""
         found = {
             f"{folder}/{name}" for folder in ("index", "timelines") for name in self.disk.listdir(folder)
         }
         return {*found, *data_paths(self.disk)}
 
     def withdraw(self, before: Collection[str]) -> None:
-        """Remove what a fresh start, which has no commit yet, made since ``names`` was ``before``; files of others
-        stay. The timeline's record goes last: if this is cut short, it leaves what such a start leaves.
+        """Remove what a fresh start without a commit made since ``names`` returned ``before``.
 
-        Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was opened.
+        Files of others stay. The timeline's record goes last, so an interruption leaves only what an interrupted
+        fresh start leaves. Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was
+        opened.
         """
         if self._lock is None or self.commits():
             return
@@ -296,14 +321,14 @@ class LocalStore(SharedCommits):
             self.disk.unlink(self._fork.path)
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
-        """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
+        """Return the bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
         return sum(unit.missing_bytes() for unit in units) + scratch_bytes
 
     def free_bytes(self) -> int:
         return self.disk.free_bytes()
 
     def close(self) -> None:
-        """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""
+        """Close all files and release the lock. No transfer may be under way. A second call does nothing."""
         lock, self._lock = self._lock, None
         scratch, self._scratch = self._scratch, []
         try:
@@ -312,9 +337,10 @@ class LocalStore(SharedCommits):
             for file in [*self._units.values(), *scratch]:
                 file.close()
             if lock is not None:
-                with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
+                with suppress(DiskFailed, StaleCommit):  # the next opening removes the rest
                     for file in scratch:
-                        lock.check()  # a forked child leaves its parent's, and nobody touches another run's
+                        # raises in a forked child, whose parent owns the files, and in another run's directory
+                        lock.check()
                         file.remove()
         finally:
             if lock is not None:

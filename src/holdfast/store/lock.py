@@ -1,7 +1,7 @@
-"""Locks: the file by which one process says that it alone writes to a run.
+"""Locks: the file by which one process claims to be the only writer of a run.
 
-A lock is an ``flock``, which the system drops with the process. What the file says of its holder is for people, and
-decides nothing: it is never synced.
+A lock is an ``flock``, which the system drops with the process. The content of the file names the holder for people
+and decides nothing, so it is never synced.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from holdfast.errors import BadInput, StaleCommit
 from holdfast.regular import load_json
 
 LOCK = "lock"
-"""Of a run: the file of the first rank, which publishes."""
+"""The lock file of a run, held by the first rank, which publishes."""
 
 
 def lock_of(rank: int) -> str:
-    """The lock of who writes as ``rank``; the first one's is the run's."""
+    """Return the lock file of the process that writes as ``rank``; the first rank's is the run's."""
     return f"{LOCK}.rank-{rank:05d}" if rank else LOCK
 
 
 class HeldLock(Protocol):
-    """A lock that was taken, of any disk."""
+    """A lock that was taken on any disk."""
 
     def check(self) -> None: ...
     def release(self) -> None: ...
@@ -42,13 +42,13 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether it was neither released nor left with the parent of a forked process."""
+        """True while the lock is neither released nor left to the parent of a forked process."""
         return self.fd >= 0
 
     def check(self) -> None:
         """Raise ``StaleCommit`` unless the file of that name is still the one that is locked.
 
-        Nobody may write to the directory otherwise: it is another one, or another writer may have locked it.
+        Otherwise nobody may write to the directory: it is another one, or another writer may have locked it.
         """
         if not self.held:
             raise StaleCommit(
@@ -64,18 +64,24 @@ class Lock:
             )
 
     def release(self, emptied: bool = True) -> None:
-        """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
+        """Release the lock, whatever errors the disk reports.
+
+        A second call does nothing, nor does a call in a forked child.
+        """
         fd, self.fd = self.fd, -1
         _held_locks.discard(self)
         if fd >= 0:
-            with suppress(OSError):  # what a lock that nobody holds contains means nothing
+            with suppress(OSError):  # the content of a lock that nobody holds means nothing
                 if emptied:
                     os.ftruncate(fd, 0)
             with suppress(OSError):
                 os.close(fd)
 
     def leave_to_parent(self) -> None:
-        """Forget it in a forked child (a data loader's worker), which must not keep its dead parent's lock."""
+        """Forget the lock in a forked child, such as a data loader's worker.
+
+        Otherwise the child would keep the lock of its dead parent.
+        """
         fd, self.fd = self.fd, -1
         os.close(fd)
 
@@ -91,15 +97,15 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def is_our_content(content: bytes) -> bool:
-    """Return whether a lock file holds what a writer of a run leaves in it. Nothing is refused for it."""
+    """Return whether a lock file holds what a writer of a run leaves in it. No run is refused because of it."""
     return not content.strip(b"\0") or content.startswith(b'{"pid"')
 
 
 def set_aside(path: Path) -> None:
-    """Give the file at ``path``, which is locked here, another name: it may be another program's.
+    """Rename the file at ``path``, which is locked here, because it may be another program's.
 
-    A lock file is never synced, so after a power cut it may hold blocks of any other file. In a run it is ours whatever
-    it holds; elsewhere what it holds is kept.
+    A lock file is never synced, so after a power cut it may hold blocks of any other file. Within a run the file is
+    ours whatever it holds; elsewhere its content is kept.
     """
     aside = path.with_name(f"{path.name}.found-{secrets.token_hex(4)}")
     os.rename(path, aside)
@@ -110,7 +116,7 @@ def set_aside(path: Path) -> None:
 
 
 def is_file_of(path: Path, fd: int) -> bool:
-    """Whether ``path`` is the name of the file that is open as ``fd``."""
+    """Return whether ``path`` is the name of the file that is open as ``fd``."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
@@ -131,7 +137,7 @@ def locked_text(root: Path, holder: bytes) -> str:
 
 
 def own_text(root: str | Path) -> str:
-    """For who opens a run again that this process writes."""
+    """Return the text for a process that opens a run again that it already writes."""
     return (
         f"{root} is being written by this very process ({os.getpid()}), which has it open: close() that first, as a"
         " cell of a notebook has to that is run again. Where no name is left for it, start the process anew."
@@ -139,7 +145,7 @@ def own_text(root: str | Path) -> str:
 
 
 def refuse_without_locks(path: Path, error: OSError) -> BadInput:
-    """Return the error for a file system that has no locks: two writers could not be kept apart there."""
+    """Return the error for a file system without locks, where two writers could not be kept apart."""
     return BadInput(
         f"{path.parent} is on a file system that locks no files ({error.strerror}), so two writers of a run could not"
         " be kept apart. Mount it with locks (Lustre: -o flock; NFS: with its lock service), or put the run on another"

@@ -1,6 +1,7 @@
-"""Manifests: the small JSON files that say what a commit is. No manifest, no commit.
+"""Manifests: the small JSON files that define commits.
 
-Sizes are bytes, times are unix seconds. A manifest and a timeline record are sealed (``store.sealing``).
+No manifest, no commit. Manifests and timeline records are sealed (``store.sealing``). Sizes are bytes, times are unix
+seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from holdfast.store.drives import FOLDER
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unreadable, unseal
 
 ALONE = "rank-00000"
-"""The journal of a process that trains by itself, and of the first of several."""
+"""The log of a process that trains by itself, and of the first of several ranks."""
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
 _PAYLOAD_PATH = re.compile(rf"data/({FOLDER}/)?[^./\0][^/\0]*")
 _SMALL_PATH = re.compile(r"index/[^./\0][^/\0]*")
@@ -26,7 +27,7 @@ _TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
 
 
 class CommitRef(NamedTuple):
-    """A commit by its name alone. Sorts in the order in which commits were made."""
+    """The name of a commit. Sorts in the order in which commits were made."""
 
     timeline: int
     step: int
@@ -37,14 +38,14 @@ class CommitRef(NamedTuple):
 
     @classmethod
     def of_name(cls, name: str) -> CommitRef | None:
-        """The commit that the file ``name`` in ``commits/`` is the manifest of, if it is one."""
+        """Return the commit whose manifest is the file ``name`` in ``commits/``, or None."""
         match = _COMMIT_NAME.fullmatch(name)
         ref = cls(int(match[2]), int(match[1])) if match else None
         return ref if ref is not None and ref.path == f"commits/{name}" else None
 
 
 class Point(Protocol):
-    """A step of a timeline that can be continued: a commit, or a record."""
+    """A step of a timeline that can be continued: a commit, or a log record."""
 
     @property
     def step(self) -> int: ...
@@ -56,9 +57,10 @@ class Point(Protocol):
 
 @dataclass(frozen=True)
 class FileRef:
-    """A payload file as a commit names it: ``checksums`` are the xxh3_64 of its blocks, in hex.
+    """A payload file as a commit names it.
 
-    ``step`` is that of its content where it is not the commit's: the records of the steps between take it there.
+    ``checksums`` are the xxh3_64 of its blocks, in hex. ``step`` is the step of its content if that is not the
+    commit's; the log records between the two bring it to the commit's step.
     """
 
     path: str
@@ -72,15 +74,21 @@ class FileRef:
 
     @classmethod
     def from_json(cls, item: dict[str, Any]) -> FileRef:
-        """Raises ``ValueError`` for a path at which no run has payload: nothing outside of it is read or removed."""
+        """Decode the JSON.
+
+        Raises ``ValueError`` for a path at which no run has payload. Nothing outside of those paths is ever read or
+        removed.
+        """
         _require(_PAYLOAD_PATH, item["path"])
         return cls(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank wrote of a commit, in a file of ``index/`` that the manifest names by hash. ``step`` is that of
-    ``progress``; every one of ``files`` says its own."""
+    """The part of a commit that one rank wrote, in a file of ``index/`` that the manifest names by hash.
+
+    ``step`` is that of ``progress``; each of ``files`` has a step of its own.
+    """
 
     path: str
     bytes: int
@@ -95,7 +103,7 @@ class Share:
         return {"path": self.path, "bytes": self.bytes, "xxh3_128": self.xxh3_128}
 
     def to_json(self) -> dict[str, Any]:
-        """The content of its file."""
+        """Return the content of the share's file."""
         files = {unit: file.to_json() for unit, file in self.files.items()}
         return {
             "version": 1,
@@ -117,8 +125,8 @@ class Share:
 class Timeline:
     """The line of steps since a resume, forked from ``parent`` after ``fork_step`` (None: from nothing).
 
-    ``key`` is drawn at random when the timeline is opened; ``parent_key`` is the parent's. They tell a run from
-    another one, and from a copy of it that went on by itself.
+    ``key`` is drawn at random when the timeline is opened; ``parent_key`` is the parent's. The keys tell a run from
+    another one, and from a copy of it that continued by itself.
     """
 
     id: int
@@ -129,11 +137,14 @@ class Timeline:
     created: float = 0.0
     writer: dict[str, Any] = field(default_factory=dict)
     by_saves: bool = False
-    """Whether saves of whole states make it: then it leads anywhere from its first commit on, not from being opened."""
+    """True if saves of whole states make the timeline. The run is then on it only from its first commit on."""
     run: str = ""
-    """Key of the run: that of its first timeline, whose record may be gone. Empty in records of earlier versions."""
+    """The key of the run: that of its first timeline, whose record may be gone.
+
+    Empty in records of earlier versions.
+    """
     begun: float = 0.0
-    """When the run was begun; 0 where that is not known."""
+    """The time at which the run was begun; 0 if unknown."""
 
     @property
     def path(self) -> str:
@@ -142,7 +153,7 @@ class Timeline:
     def encode(self) -> bytes:
         table = asdict(self)
         implied = {"by_saves": (False,), "run": ("", self.key), "begun": (0.0, self.created)}
-        for name, values in implied.items():  # as a record says that lacks them
+        for name, values in implied.items():  # a record without these names implies the same
             if table[name] in values and (self.parent is None or not table[name]):
                 del table[name]
         return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
@@ -167,10 +178,10 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One commit: which files hold it (by unit), the index of its atoms, and the progress.
+    """One commit: the files that hold it (by unit), the index of its tensor entries, and the progress.
 
-    Where several ranks wrote it, ``shares`` says what each did, by its journal's stream; ``files`` are those of all,
-    and each share has its own index and progress.
+    A commit of several ranks has ``shares``, one per rank by the stream of its log. ``files`` are then those of all
+    ranks, and each share has its own index and progress.
     """
 
     step: int
@@ -196,27 +207,27 @@ class Manifest:
 
     @property
     def timeline_record(self) -> Timeline:
-        """What the manifest says of its timeline."""
+        """The timeline record as the manifest repeats it."""
         return Timeline(self.timeline, self.parent, self.fork_step, self.key, self.parent_key)
 
     @property
     def oldest_step(self) -> int:
-        """The step from which on records are needed; the commit's own where it stands alone."""
+        """The step after which log records are needed; the commit's own step if it stands alone."""
         return min((file.step for file in self.files.values() if file.step is not None), default=self.step)
 
     @property
     def streams(self) -> list[str]:
-        """The journals that go on from here, by name."""
+        """The logs that continue from this commit, by name."""
         return list(self.shares) or [ALONE]
 
     def files_of(self, stream: str) -> dict[str, FileRef]:
-        """What the writer of ``stream`` wrote."""
+        """Return the files that the writer of ``stream`` wrote."""
         if not self.shares:
             return self.files
         return {unit: self.files[unit] for unit in self.shares[stream].files}
 
     def oldest_step_of(self, stream: str) -> int:
-        """The step from which on records of ``stream`` are needed."""
+        """Return the step after which log records of ``stream`` are needed."""
         share = self.shares.get(stream)
         steps = [file.step for file in self.files_of(stream).values() if file.step is not None]
         return min([*steps, self.step if share is None else share.step])
@@ -226,7 +237,7 @@ class Manifest:
 
     @property
     def index_refs(self) -> list[dict[str, Any]]:
-        """The index files: of each share, or the one."""
+        """The index files: one per share, or the only one."""
         return [share.index for share in self.shares.values()] or [self.index]
 
     @property
@@ -236,7 +247,7 @@ class Manifest:
         return list(dict.fromkeys(paths))
 
     def with_shares(self, shares: dict[str, Share]) -> Manifest:
-        """The same, with what the files of its ``shares`` say."""
+        """Return a copy that includes the content of its ``shares``."""
         files = {
             unit: replace(file, step=None if file.step == self.step else file.step)
             for share in shares.values()
@@ -246,11 +257,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all payload files."""
+        """The bytes of all payload files."""
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
-        """The file of this manifest."""
+        """Return the content of the manifest's file."""
         if self.shares:
             what: dict[str, Any] = {"shares": {stream: share.ref for stream, share in self.shares.items()}}
         else:
@@ -274,8 +285,10 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        """The manifest in ``data``, the content of ``path``; what its ``shares`` hold is in their files. Raises
-        ``ManifestCorrupt``."""
+        """Decode ``data``, the content of ``path``, without the content of its ``shares``.
+
+        That content is in files of their own. Raises ``ManifestCorrupt``.
+        """
         table = unseal(data, path)
         with reading(path):
             names = ("step", "timeline", "parent", "fork_step", "key", "parent_key", "created", "writer")
@@ -305,20 +318,20 @@ def timeline_path(timeline: int) -> str:
 
 
 def timeline_of_name(name: str) -> int | None:
-    """The timeline that the file ``name`` in ``timelines/`` is the record of, if it is one."""
+    """Return the timeline whose record is the file ``name`` in ``timelines/``, or None."""
     match = _TIMELINE_NAME.fullmatch(name)
     return int(match[1]) if match and timeline_path(int(match[1])) == f"timelines/{name}" else None
 
 
 def is_ours(directory: str, name: str) -> bool:
-    """Whether a file of this name in ``commits``, ``timelines`` or ``index`` is one of the store's."""
+    """Return whether a file of this name in ``commits``, ``timelines`` or ``index`` belongs to the store."""
     if directory == "index":
         return _INDEX_NAME.fullmatch(name) is not None
     return (CommitRef.of_name if directory == "commits" else timeline_of_name)(name) is not None
 
 
 def this_writer() -> dict[str, Any]:
-    """Who writes: goes into manifests, timeline records and the lock."""
+    """Return the identity of this writer for manifests, timeline records and the lock."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
 
 

@@ -1,9 +1,10 @@
-"""Objects: a run in an S3-compatible bucket, read as a disk is, and what a copy of a run is written with.
+"""Objects: a run in an S3-compatible object store, read like a disk and written by copies of a run.
 
-Paths are relative to the prefix, ``/``-separated; offsets and sizes are bytes. An object appears whole or not at all,
-and none is ever written again with other content, so a range of one may be read at any time. Requests that fail are
-tried again for a while, after that it is ``DiskFailed``. Where the bucket is and whose it is, is said by the usual
-variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL.
+Paths are relative to the prefix and ``/``-separated; offsets and sizes are bytes. The invariant: an object appears
+whole or not at all and is never written again with other content, so ranges of it may be read at any time. Requests
+that fail are repeated for a while, then raise ``DiskFailed``.
+The usual variables give the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+AWS_REGION, AWS_ENDPOINT_URL.
 """
 
 from __future__ import annotations
@@ -29,62 +30,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AHEAD = 64 * KiB
-"""Read at once where less is asked for: the headers of small records lie close together."""
+"""The least bytes of a read, because the headers of small records lie close together."""
 PART_BYTES = 8 * MiB
-"""Of an object that is sent in parts."""
+"""The bytes of one part of an object that is sent in parts."""
 RETRIES = 5
 
 LISTINGS = 3
-"""How often a listing is asked for that seems to lack its end."""
+"""The number of attempts to get a listing that seems to lack its end."""
 
 ATTEMPTS, SOON = 3, 5.0
-"""How often something is read whose answer breaks off, if that took less than so many seconds."""
+"""The number of attempts to read an answer that breaks off, and the seconds within which it must do so."""
 
 
 class ObjectDisk:
-    """What lies under the prefix ``root`` of a bucket. Safe to use from several threads."""
+    """The objects under the prefix ``root`` of a bucket. Safe to use from several threads."""
 
     def __init__(self, root: Url) -> None:
-        """Raises ``BadInput`` if ``root`` names no bucket, or what talks to it is not installed. Asks nothing yet."""
+        """Prepare access without sending a request.
+
+        Raises ``BadInput`` if ``root`` names no bucket or the client library is not installed.
+        """
         self.root: Any = root
         if len(root.parts) < 2:
             raise BadInput(f"{root} names no bucket: give s3://BUCKET/PREFIX")
         self._store = _connected(root)
 
     def listdir(self, path: str) -> list[str]:
-        """The names directly below ``path``, sorted; none if there are no such objects."""
+        """Return the sorted names directly below ``path``; none if there are no such objects."""
         with self._asking("list", path):
             found = _repeated(lambda: self._list(path))
             return sorted(name.rpartition("/")[2] for name in (*found["common_prefixes"], *_paths(found)))
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Of the objects directly below ``path``, by their whole paths."""
+        """Return the sizes of the objects directly below ``path``, by their full paths."""
         with self._asking("list", path):
             return {item["path"]: item["size"] for item in _repeated(lambda: self._list(path))["objects"]}
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object, or any below it."""
+        """Return whether there is such an object, or any below it."""
         try:
             return self.size(path) >= 0
         except FileNotFoundError:
             return bool(self.listdir(path))
 
     def size(self, path: str) -> int:
-        """``FileNotFoundError`` if it is absent."""
+        """Return the bytes of the object. Raises ``FileNotFoundError`` if it is absent."""
         import obstore
 
         with self._asking("find", path):
             return _repeated(lambda: obstore.head(self._store, path))["size"]
 
     def read_bytes(self, path: str) -> bytes:
-        """All of a small object. ``FileNotFoundError`` if it is absent."""
+        """Return the content of a small object. Raises ``FileNotFoundError`` if it is absent."""
         import obstore
 
         with self._asking("read", path):
             return _repeated(lambda: obstore.get(self._store, path).bytes().to_bytes())
 
     def read_range(self, path: str, offset: int, nbytes: int) -> memoryview:
-        """Less than ``nbytes`` where the object ends before."""
+        """Return ``nbytes`` from ``offset``, or fewer where the object ends before."""
         import obstore
 
         with self._asking("read", path):
@@ -100,18 +104,24 @@ class ObjectDisk:
         )
 
     def open(self, path: str, *, write: bool = True, direct: bool = True) -> ObjectFile:
-        """For reading by ranges, whatever is asked for. That it is absent shows when it is read."""
+        """Open an object for reading by ranges, whatever mode is asked for.
+
+        An absent object shows at the first read.
+        """
         return ObjectFile(self, path)
 
     def put(self, path: str, data: bytes | Iterator[bytes]) -> None:
-        """Store ``data`` under ``path``, all of it or, if ``data`` raises, nothing. Durable when this returns."""
+        """Store ``data`` under ``path``, durably on return. If ``data`` raises, nothing is stored."""
         import obstore
 
         with self._asking("write", path):
             obstore.put(self._store, path, data, chunk_size=PART_BYTES)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """As ``put``, unless there is such an object: whether there was none. Of two at the same time one succeeds."""
+        """Store ``data`` unless the object exists, and return whether it was stored.
+
+        Of two calls at the same time, one succeeds.
+        """
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
@@ -178,14 +188,16 @@ class ObjectDisk:
         )
 
     def _list(self, path: str) -> Any:
-        """Return the listing of ``path``, which a second look has confirmed: a page that lacks its end, or that is none
-        at all, reads like the last one."""
+        """Return the listing of ``path``, confirmed by a second request.
+
+        A page that lacks its end, or an answer that is no listing at all, looks like the last page.
+        """
         import obstore
 
         for _ in range(LISTINGS):
             found = obstore.list_with_delimiter(self._store, path or None)
             if self._is_whole(path, found):
-                mark = path.strip("/")  # an object that some tools leave, called like the folder itself
+                mark = path.strip("/")  # some tools leave an object that is named like the folder itself
                 objects = [each for each in found["objects"] if each["path"].strip("/") != mark]
                 return {**found, "objects": objects}
         raise DiskFailed(
@@ -194,7 +206,7 @@ class ObjectDisk:
         )
 
     def _is_whole(self, path: str, found: Any) -> bool:
-        """Return whether nothing follows what was ``found`` directly below ``path``."""
+        """Return whether nothing follows ``found`` in the listing directly below ``path``."""
         import obstore
 
         ends = [*_paths(found), *(f"{prefix}0" for prefix in found["common_prefixes"])]  # "0" follows "/"
@@ -204,7 +216,7 @@ class ObjectDisk:
         return bool(ends) or not self._has_any_object()
 
     def _has_any_object(self) -> bool:
-        """Return whether the other end says that it has an object of a random name: it is no object store then."""
+        """Return whether the server claims to have an object of a random name, so it is no object store."""
         import obstore
 
         try:
@@ -215,7 +227,7 @@ class ObjectDisk:
 
     @contextmanager
     def _asking(self, verb: str, path: str) -> Iterator[None]:
-        """What the library raises, as errors of ours."""
+        """Turn the errors of the client library into ours."""
         from obstore.exceptions import BaseError
 
         try:
@@ -244,7 +256,7 @@ class ObjectFile:
         return self._disk.root / self._name
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill ``view`` from ``offset``: all of it, or ``DiskFailed``."""
+        """Fill all of ``view`` from ``offset``. Raises ``DiskFailed`` if the object ends before."""
         data = (
             self._near(offset, len(view))
             if len(view) < AHEAD
@@ -260,7 +272,7 @@ class ObjectFile:
         self._disk._refuse()
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing, since nothing stays open."""
 
     def _near(self, offset: int, nbytes: int) -> memoryview:
         with self._lock:
@@ -278,7 +290,7 @@ def _connected(root: Url) -> S3Store:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise BadInput(f"AWS_ENDPOINT_URL is {endpoint!r}: it begins with http:// or https://")
-    elsewhere = {"endpoint": endpoint} if endpoint else {}  # than at Amazon's
+    elsewhere = {"endpoint": endpoint} if endpoint else {}  # any place but Amazon's
     return S3Store(
         root.parts[1],
         prefix="/".join(root.parts[2:]) or None,
@@ -301,8 +313,10 @@ def _connected(root: Url) -> S3Store:
 
 
 def _repeated(ask: Callable[[], T]) -> T:
-    """Return what ``ask`` reads, asked again where the answer breaks off: the library tries again only what fails
-    before there is one."""
+    """Return the result of ``ask``, repeated where the answer breaks off.
+
+    The client library itself repeats only requests that fail before an answer begins.
+    """
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
     for _ in range(ATTEMPTS - 1):
@@ -322,6 +336,6 @@ def _paths(found: Any) -> list[str]:
 
 
 def _plain(error: Exception) -> str:
-    """What the library says, without its debug output."""
+    """Return the library's message without its debug output."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text.removeprefix("Generic S3 error: ").rstrip(" .:")

@@ -1,4 +1,4 @@
-"""Places: which directories can be those of a run, and what is said of others."""
+"""Places: the directories that can hold a run, and the errors about others."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ NO_PLACE = (
     errno.ELOOP,
     errno.EROFS,
 )
-"""What the system says of a name that can be no directory's, or not for us."""
+"""The error numbers for a name that cannot be a directory, or not one of ours."""
 
 OF_A_RUN = ("data", "index", "commits", "timelines", "scratch", "journal")
-"""The directories in a run's."""
+"""The directories inside a run's directory."""
 
 
 def check_place(root: str | Path) -> None:
-    """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
-    nothing, in a bucket, in a directory of another run's, or cannot be made or written in. Nothing is changed."""
+    """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written.
+
+    It is then no directory, a link to nothing, in a bucket, within another run's directory, or cannot be made or
+    written to. Nothing is changed.
+    """
     if str(root).startswith("s3:/"):
-        place = str(root)[3:].lstrip("/")  # a path has lost one of the slashes
+        place = str(root)[3:].lstrip("/")  # Path merges the two slashes of an address
         raise BadInput(
             f"s3://{place} is in a bucket, and no run is written there: write it in a directory, and copy it with"
             " remote= or `holdfast push`."
@@ -61,7 +64,7 @@ def check_place(root: str | Path) -> None:
 
 
 def _run_around(path: Path) -> Path | None:
-    """The run of which ``path`` is a directory, or is in one."""
+    """Return the run that contains ``path`` in one of its directories, or None."""
     around = (place.parent for place in (path, *path.parents) if place.name in OF_A_RUN)
     return next(
         (run for run in around if all((run / name).is_dir() for name in ("commits", "timelines"))), None
@@ -75,6 +78,6 @@ def refuse_dangling(path: Path) -> None:
 
 
 def bad_place(path: str | Path, error: OSError) -> BadInput:
-    """The error for a path that cannot be that of a run, or of anything else that is a directory."""
+    """Return the error for a path that cannot be used as a directory."""
     why = "it is a file" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror or error
     return BadInput(f"{path} cannot be used as a directory: {why}. Give another directory.")

@@ -1,4 +1,4 @@
-"""Pruning: which commits and records of a run go under a policy, what depends on them, and letting them go."""
+"""Pruning: the commits and log records that a policy removes, what depends on them, and the removal."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from holdfast.store.segments import streams
 
 @dataclass(frozen=True)
 class Going:
-    """A commit that goes, and the last step that can be recovered from it: nobody can have those any more that no other
-    commit leads to."""
+    """A commit that a policy removes, and the last step that can be recovered from it.
+
+    Steps that no other commit leads to are lost with it.
+    """
 
     ref: CommitRef
     bytes: int
-    """Of files that no other commit needs."""
+    """The bytes of files that no other commit needs."""
     leads_to: int
     current: bool
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """What a policy removes."""
+    """The effect of a policy on a run."""
 
     going: tuple[Going, ...]
     kept: tuple[CommitRef, ...]
     segments: tuple[str, ...]
     segment_bytes: int
     lost: tuple[tuple[int, int], ...]
-    """Steps, from and to, that can be recovered now, on the current line or on one that was left, and not
-    afterwards."""
+    """The steps, as (first, last), that can be recovered now and not afterwards.
+
+    They are on the current timeline or on an abandoned one.
+    """
     needed: tuple[Need, ...]
     unread: tuple[str, ...] = ()
-    """What of the records cannot be read, so that nobody knows which steps it holds."""
+    """The reasons why some log records cannot be read, so that their steps are unknown."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,7 +53,7 @@ class Pruning:
 
 
 def planned(reader: RunReader, keep: Keep) -> Pruning:
-    """What ``keep`` removes of a run, by headers alone. Nothing is written."""
+    """Return what ``keep`` would remove of a run. Reads headers alone and writes nothing."""
     manifests = {ref: reader._load_or_none(ref) for ref in reader.commits()}
     timelines, tip = reader.timelines()[0], reader.tip()
     known = [manifest for manifest in manifests.values() if manifest is not None]
@@ -85,11 +89,13 @@ def _own_bytes(manifest: Manifest | None, others: set[str]) -> int:
 
 
 def prune(root: Path, keep: Keep) -> Pruning:
-    """Remove what ``keep`` does not keep: commits first, then files, then records. A process that is killed in between
-    leaves nothing that is kept without what it needs.
+    """Remove what ``keep`` does not keep: commits first, then files, then log records.
 
-    Raises ``RunLocked`` for a run that is being written, and ``Damaged``, with nothing removed, where the newest of
-    the commits that are kept is not whole.
+    A kill in between leaves everything that is kept with what it needs.
+
+    Raises:
+        RunLocked: The run is being written.
+        Damaged: The newest commit that would stay is damaged; nothing has been removed.
     """
     with LocalStore.open(root) as store:
         found = planned(store, keep)
@@ -100,8 +106,10 @@ def prune(root: Path, keep: Keep) -> Pruning:
 
 
 def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
-    """Raise ``Damaged`` unless every byte of the newest commit that is kept is as it was written, the records included
-    that bring its parts to one step."""
+    """Raise ``Damaged`` unless every byte of the newest commit of ``kept`` is intact.
+
+    That includes the log records that bring its parts to one step.
+    """
     newest = next((ref for ref in store.line() if ref in kept), None)
     if newest is None:
         return
@@ -119,15 +127,22 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """By line, which is called by its newest timeline, of each commit on it the last step that records lead to from it.
-    Of those in ``unread`` what follows that step cannot be read, or what they need themselves; ``told`` says why."""
+    """The last steps that log records lead to, by line and commit.
+
+    A line is named by its newest timeline.
+
+    Attributes:
+        lines: By line and commit, the last step that can be recovered.
+        unread: By line, the commits whose own or later log records cannot be read.
+        told: The reasons for ``unread``.
+    """
 
     lines: dict[int, dict[CommitRef, int]] = field(default_factory=dict)
     unread: dict[int, set[CommitRef]] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
 
     def needs_alone(self, ref: CommitRef) -> bool:
-        """Whether what cannot be read of some line may follow ``ref`` and no other commit."""
+        """Return whether an unreadable record of some line may follow ``ref`` and no other commit."""
         return any(
             ref in unread
             and not any(
@@ -138,8 +153,10 @@ class Reach:
 
 
 def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collection[str] = ()) -> Reach:
-    """How far ``commits`` lead on the current line and on those that later resumes left, by the headers of the records;
-    were some segments not there."""
+    """Return how far ``commits`` lead on the current and on abandoned timelines, by record headers.
+
+    The paths in ``without`` count as absent.
+    """
     timelines, tip = reader.timelines()[0], reader.tip()
     found = Reach()
     for each in {tip, *timelines}:
@@ -174,25 +191,30 @@ def _add_line(
 
 
 def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
-    """What ``commits`` need of the records, so that all that they lead to on any line can be recovered as before."""
+    """Return the log records that ``commits`` need, so that everything they lead to stays recoverable."""
     last: dict[CommitRef, int] = {}
     for each in reach.lines.values():
         for ref, step in each.items():
             last[ref] = max(step, last.get(ref, step))
-    for ref in set().union(*reach.unread.values()):  # which may need any
+    for ref in set().union(*reach.unread.values()):  # these may need any record
         last.pop(ref, None)
     return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
 
 
 def lost_of(reader: RunReader, before: Reach, after: Reach, without: Collection[CommitRef] = ()) -> set[int]:
-    """Steps of which ``resume(step=)`` gives nothing afterwards, or those of another line; were some commits not
-    there."""
+    """Return the steps that ``resume(step=)`` no longer gives, or gives from another timeline.
+
+    The commits in ``without`` count as absent afterwards.
+    """
     there, left = _whose(reader, before, ()), _whose(reader, after, without)
     return {step for step, timeline in there.items() if left.get(step) != timeline}
 
 
 def _whose(reader: RunReader, reach: Reach, without: Collection[CommitRef]) -> dict[int, int]:
-    """Of each step that ``resume(step=)`` gives, the timeline that wrote it: the present line's, or the newest's."""
+    """Return the timeline that wrote each step that ``resume(step=)`` gives.
+
+    A step of several timelines counts for the current one, or else for the newest.
+    """
     timelines, tip = reader.timelines()[0], reader.tip()
     found: dict[int, int] = {}
     for each in dict.fromkeys((tip, *sorted(reach.lines, reverse=True))):
@@ -203,7 +225,7 @@ def _whose(reader: RunReader, reach: Reach, without: Collection[CommitRef]) -> d
 
 
 def in_spans(steps: set[int]) -> list[tuple[int, int]]:
-    """First and last of each row of ``steps`` without a gap.
+    """Return the first and last of each run of consecutive ``steps``.
 
     >>> in_spans({4, 2, 3, 7})
     [(2, 4), (7, 7)]
@@ -218,7 +240,8 @@ def in_spans(steps: set[int]) -> list[tuple[int, int]]:
 
 
 def said_spans(spans: Collection[tuple[int, int]]) -> str:
-    """
+    """Return ``spans`` as text for a person.
+
     >>> said_spans([(2, 4), (7, 7)])
     '2 to 4, 7'
     """

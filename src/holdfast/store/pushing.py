@@ -1,9 +1,9 @@
-"""Pushing: a run of a directory copied to a bucket, so that at any time all that the bucket lists can be recovered.
+"""Pushing: copies a run to an object store, so that everything listed there can be recovered at any time.
 
-The order is that of the disk: records and payload, indexes, and the manifest last, by a conditional put. No object is
-written again with other content. Payload files of a directory are, so in the bucket they are named by their checksums,
-and the manifest there names them so. Records are cut into objects anew, of whole records each, whatever segment they
-come from. Every block is verified on its way; what is there already is not sent again. Sizes are bytes.
+The order is that of the disk: log records and payload, then indexes, and the manifest last, by a conditional put. No
+object is written again with other content. Payload files of a directory are, so in the bucket they are named by their
+checksums, and the manifest there uses these names. Log records are grouped into objects anew, whatever segments they
+come from. Every block is verified on its way; objects that are there are not sent again. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ from .target import Url
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
 Told = Callable[[int, int], None]
-"""Told of how many bytes of payload how many more are done with."""
+"""A callback with the total bytes of payload and the bytes that were just finished."""
 
 
 class Pusher:
-    """Copies the run in ``root`` to ``url``, as often as ``push`` is called. Used by one thread."""
+    """Copies the run in ``root`` to ``url`` at each ``push``. Used by one thread."""
 
     def __init__(self, root: Path, url: Url, *, keep: Keep | None = None) -> None:
-        """``keep``: which commits stay in the bucket, with what of the records; None: all. Raises as ``ObjectDisk``."""
+        """Prepare the copy.
+
+        Raises as ``ObjectDisk`` does. ``keep`` says which commits, with which log records, stay in the bucket; None
+        keeps all.
+        """
         self._local, self._disk = RunReader(root), ObjectDisk(url)
         self._remote = RunReader(url, disk=self._disk)
         self._keep = keep
@@ -51,18 +55,18 @@ class Pusher:
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
         self._unreadable = False
-        """Whether a manifest in the bucket is: nothing is removed then, since it may need anything."""
+        """True if a manifest in the bucket is unreadable. Nothing is removed then, since it may need anything."""
         self._done = Pushed()
         self._seen: set[CommitRef] = set()
-        """Commits that the directory had, whether it has them still."""
+        """Commits that the directory had at some time, present or not."""
         self._damaged: set[CommitRef] = set()
-        """Of the directory, which are not tried again."""
+        """Damaged commits of the directory, which are not tried again."""
         self._told: Callable[[int], None] = lambda nbytes: None
         self.durable_step: int | None = None
-        """The newest step that can be recovered from the bucket alone, as far as is known here."""
+        """The newest step that can be recovered from the bucket alone, as far as this process knows."""
 
     def check(self) -> None:
-        """See what is there. Raises ``RunMismatch`` if it is of another run."""
+        """Read the timelines of both sides. Raises ``RunMismatch`` if the bucket holds another run."""
         here = self._local.timelines()[0]
         self._timelines = there = self._remote.timelines()[0]
         if there and not here:
@@ -73,17 +77,20 @@ class Pusher:
         for timeline in sorted(here.keys() & there.keys()):
             self._refuse_another(here[timeline], there[timeline])
         keys = {run_key_of(here), run_key_of(there)} - {""}
-        if len(keys) > 1:  # also where no two timelines have one number any more
+        if len(keys) > 1:  # needed where the two sides share no timeline number any more
             raise RunMismatch(
                 f"{self._disk.root} holds another run than {self._local.root}. Push to another place."
             )
 
     def push(self, told: Told | None = None) -> Pushed:
-        """Copy what is not there. When it returns, what the directory had when it was called is in the bucket, but for
-        what is ``damaged`` or was ``retired``.
+        """Copy what the bucket lacks.
 
-        Raises ``RunMismatch``, with nothing written, if the bucket holds another run; ``DiskFailed`` if it does not
-        answer. What was copied then needs not be again.
+        On return, the bucket holds what the directory held at the call, except commits that are ``damaged`` or were
+        ``retired``. An interrupted copy need not be repeated.
+
+        Raises:
+            RunMismatch: The bucket holds another run; nothing has been written.
+            DiskFailed: The bucket does not answer.
         """
         self._done = Pushed()
         self._begin()
@@ -97,7 +104,7 @@ class Pusher:
                 self._push_commit(manifest)
             except CommitRetired:
                 self._done.retired.append(manifest.ref)
-            except Damaged as error:  # or what it needed went with it, since it was retired
+            except Damaged as error:  # or its files went when it was retired
                 if self._local.is_listed(manifest):
                     self._give_up(manifest.ref, error)
                 else:
@@ -111,7 +118,7 @@ class Pusher:
         return self._done
 
     def _missing(self) -> list[Manifest]:
-        """The commits of the directory that are to be copied, newest first."""
+        """Return the commits of the directory that are to be copied, newest first."""
         found = {}
         for ref in _newest_first(self._local):
             if ref in self._damaged:
@@ -125,7 +132,10 @@ class Pusher:
         return [each for ref, each in found.items() if ref not in self._published and ref not in unwanted]
 
     def _begin(self) -> None:
-        """See what is there, once: from then on it is known, but for what others copy, which a put shows."""
+        """Read the state of the bucket, once.
+
+        It is known from then on, except for what others copy, which a put reveals.
+        """
         if self._begun:
             return
         self.check()
@@ -162,7 +172,7 @@ class Pusher:
                 self._push_file(ref, sizes)
                 self._push_records()
             copy = self._push_indexes(manifest)
-        for stream in copy.streams:  # a base may need records to be of one step
+        for stream in copy.streams:  # a snapshot may need log records to reach one step
             journal = self._records.journal(stream, self._timelines, copy.timeline)
             chain_of(copy, stream, journal, copy.step)
         sizes = self._disk.sizes("data")
@@ -173,7 +183,7 @@ class Pusher:
                     " was there: push again, and let one process remove what is not kept"
                 )
         if not self._disk.put_new(copy.path, copy.encode()):
-            copy = self._remote.load(copy.ref)  # of another that pushes, and was faster
+            copy = self._remote.load(copy.ref)  # another process pushes too, and was faster
             if copy.key != manifest.key:
                 raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
         self._published[copy.ref] = copy
@@ -196,7 +206,10 @@ class Pusher:
         self._done.bytes += ref.bytes
 
     def _blocks(self, ref: FileRef) -> Iterator[bytes]:
-        """The verified blocks of a payload file. Raises ``Damaged``, and what was sent of it is forgotten."""
+        """Yield the verified blocks of a payload file.
+
+        Raises ``Damaged``; then the part that was sent is discarded.
+        """
         with closing(self._local.disk.open(ref.path, write=False, direct=False)) as file:
             for (start, stop), expected in zip(block_spans(ref.bytes), ref.checksums, strict=True):
                 data = bytearray(stop - start)
@@ -208,7 +221,7 @@ class Pusher:
                 self._told(len(data))
 
     def _push_indexes(self, manifest: Manifest) -> Manifest:
-        """The manifest of the copy, with what it names beside payload in the bucket."""
+        """Copy the indexes, and return the manifest with the names of the bucket."""
         for ref in manifest.index_refs:
             self._push_small(ref["path"], read_verified(self._local.disk, ref, "an index"))
         files = {unit: replace(ref, path=object_path(ref)) for unit, ref in manifest.files.items()}
@@ -232,7 +245,7 @@ class Pusher:
             self._done.bytes += len(text)
 
     def _reach(self) -> int | None:
-        """The newest step to which the bucket leads."""
+        """Return the newest step that can be recovered from the bucket."""
         tip = newest_tip(self._published, self._timelines)
         for ref in lineage(self._published, self._timelines, tip):
             base, until = self._published[ref], self._before_other_ranks(ref, tip)
@@ -246,9 +259,11 @@ class Pusher:
         return None
 
     def _before_other_ranks(self, base: CommitRef, tip: int) -> int | None:
-        """The last step to which records can lead from ``base``, if there is one: a resume by other ranks begins with a
-        base of its own, and while that is not in the bucket, the records after it follow nothing. One that has gone
-        from the directory was seen there, or the records say that they follow a base of that step."""
+        """Return the last step that log records can reach from ``base``, or None if unlimited.
+
+        A resume by other ranks begins with a snapshot of its own. While the bucket lacks that one, the records after
+        it follow nothing. A snapshot that left the directory was either seen there, or the records name its step.
+        """
         self._seen |= set(self._local.commits())
         later = [self._timelines[each] for each, _ in ancestry(self._timelines, tip) if each > base.timeline]
         forks = [CommitRef(each.id, each.fork_step) for each in later if each.fork_step is not None]
@@ -261,7 +276,7 @@ class Pusher:
         return min(lacking, default=None)
 
     def _learn(self) -> None:
-        """Of the commits in the bucket that are not known yet."""
+        """Load the commits of the bucket that are not known yet."""
         for ref in self._remote.commits():
             with suppress(CommitRetired):
                 try:
@@ -273,7 +288,7 @@ class Pusher:
     def _unwanted(
         self, commits: dict[CommitRef, Manifest], timelines: dict[int, Timeline]
     ) -> tuple[list[CommitRef], set[CommitRef]]:
-        """Which of ``commits`` are not kept, and which are without the records since."""
+        """Return the ``commits`` that are not kept, and those kept without their later log records."""
         if self._keep is None:
             return [], set()
         tip, last = newest_tip(commits, timelines), self._keep.last
@@ -283,9 +298,11 @@ class Pusher:
         return gone, for_good - set(line[:last])
 
     def _retire(self) -> None:
-        """Remove the manifests of commits that are not kept, then what no other needs. Not what a commit of the
-        directory has, which another may be about to push."""
-        self._learn()  # others may have copied what is not in the directory any more
+        """Remove the manifests of commits that are not kept, then the files that no other commit needs.
+
+        Files of the directory's commits stay, because another process may be about to push those commits.
+        """
+        self._learn()  # others may have copied commits that the directory no longer has
         if self._unreadable:
             return
         gone, alone = self._unwanted(self._published, self._timelines)
@@ -308,7 +325,7 @@ class Pusher:
             self._retire_timelines()
 
     def _retire_timelines(self) -> None:
-        """Remove the timeline records that the directory has no more and that lead to nothing in the bucket."""
+        """Remove timeline records that the directory lacks and that lead to nothing in the bucket."""
         used = {ref.timeline for ref in self._published} | self._local.timelines()[0].keys()
         used |= {ref.timeline for stream in streams(self._disk) for ref in segments(self._disk, stream)}
         for timeline in unneeded_timelines(self._timelines, used, max(self._timelines, default=0)):
@@ -316,14 +333,16 @@ class Pusher:
 
 
 def object_path(ref: FileRef) -> str:
-    """What the payload file is called in a bucket: by its content, since the directory writes the file again; whatever
-    drive it is on."""
+    """Return the name of a payload file in a bucket, derived from its content.
+
+    The directory writes its file again, so its name would not do. The drive plays no part.
+    """
     digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
     name = ref.path.rpartition("/")[2].removesuffix(".safetensors").rpartition(".")[0]
     return f"{HOME}/{name}.{digest}.safetensors"
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:
-    """The commits of the line, then others."""
+    """Return the commits of the current line, then the others."""
     line = reader.line()
     return line + [ref for ref in reader.commits() if ref not in line]

@@ -1,8 +1,8 @@
 """Ranges: verified bytes from anywhere in the payload files of a commit, for many threads at once.
 
-Offsets and sizes are bytes. Nothing is believed before its checksum block has been verified, the header of a payload
-file included. Bytes are verified by whole blocks, so the blocks at the two ends of a range are read in full; the last
-few of those are kept: the next range most often begins where this one ended.
+Nothing is trusted before its checksum block has been verified, the header of a payload file included. Verification
+works on whole blocks, so the blocks at the two ends of a range are read in full. The last few of those are kept,
+because the next range most often begins where this one ended. Offsets and sizes are bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.store.manifest import FileRef, Manifest
 from holdfast.store.reading import INSPECT, check_size
 
 KEPT_BLOCKS = 16
-"""At the ends of ranges; 64 MiB."""
+"""The number of end blocks that are kept; 64 MiB."""
 NUM_LOCKS = 64
-"""Blocks that are read at once, about; two that share a lock wait for one another."""
+"""The number of locks, about the number of blocks read at once. Blocks that share a lock wait for one another."""
 
 
 class VerifiedFiles:
-    """Payload files, each open while it is read. ``bytes_read`` are those that were verified."""
+    """Payload files, each open only while it is read. ``bytes_read`` counts the verified bytes."""
 
     def __init__(self, disk: AnyDisk) -> None:
         self._disk = disk
@@ -42,14 +42,17 @@ class VerifiedFiles:
         self.bytes_read = 0
 
     def layout(self, ref: FileRef) -> Layout:
-        """Where its tensors lie, verified. Raises ``FileMissing`` if it is absent or of another size, ``Damaged``."""
+        """Return the verified layout of a file.
+
+        Raises ``FileMissing`` if the file is absent or of another size, ``Damaged`` if it fails verification.
+        """
         if ref.path not in self._layouts:
             check_size(self._disk, ref)
             self._layouts[ref.path] = Layout.parse(self._header(ref))
         return self._layouts[ref.path]
 
     def tensor(self, ref: FileRef, key: str) -> np.ndarray:
-        """One of its tensors, as an array of opaque elements. Raises ``Damaged``."""
+        """Return a tensor of the file as an array of opaque elements. Raises ``Damaged``."""
         layout = self.layout(ref)
         if key not in layout:
             raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
@@ -59,8 +62,10 @@ class VerifiedFiles:
         return data.view(f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
 
     def read(self, ref: FileRef, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on. Raises ``Damaged``, by then with any bytes in it;
-        ``FileMissing`` if the file is gone."""
+        """Fill ``into`` with the bytes from ``offset`` on.
+
+        Raises ``FileMissing`` if the file is gone, or ``Damaged``, when ``into`` may hold any bytes.
+        """
         stop = offset + len(into)
         if not 0 <= offset <= stop <= ref.bytes:
             raise FileMissing(
@@ -88,9 +93,9 @@ class VerifiedFiles:
             ) from None
 
     def _block(self, file: OpenFile, ref: FileRef, block: int) -> memoryview:
-        """A whole block, read by one thread for all that want it."""
+        """Return a whole block, read by one thread for all that want it."""
         key = ref.path, block
-        with self._reading[hash(key) % NUM_LOCKS]:  # of two that want a block one reads it
+        with self._reading[hash(key) % NUM_LOCKS]:  # of two threads that want a block, one reads it
             with self._lock:
                 if key in self._kept:
                     self._kept.move_to_end(key)
@@ -111,12 +116,12 @@ class VerifiedFiles:
         with self._lock:
             self.bytes_read += len(data)
         if got != ref.checksums[block]:
-            known = self._layouts.get(ref.path)  # not while its header is read
+            known = self._layouts.get(ref.path)  # unknown while its header is read
             atoms = [] if known is None else known.keys_between(start, start + len(data))
             raise corrupt(ref.path, start, len(data), atoms, ref.checksums[block], got, INSPECT)
 
     def _header(self, ref: FileRef) -> bytearray:
-        """The first blocks of the file, as many as the header needs: nearly always one."""
+        """Return the first blocks of the file, as many as the header needs: nearly always one."""
         header = bytearray()
         with closing(self._open(ref)) as file:
             for block in range(len(ref.checksums)):
@@ -127,12 +132,15 @@ class VerifiedFiles:
 
 
 def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
-    """The bytes of one atom of the index in C order, joined from its fragments."""
+    """Return the bytes of one tensor entry of the index in C order, joined from its fragments."""
     return read_box(VerifiedFiles(disk), manifest, atom, Box.whole(tuple(atom["shape"])))
 
 
 def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box: Box) -> bytearray:
-    """The same of the region ``box`` of it."""
+    """Return the bytes of the region ``box`` of a tensor entry in C order.
+
+    Raises ``Damaged`` where the fragments do not cover the region.
+    """
     itemsize = DTYPE_BYTES[atom["dtype"]]
     result = bytearray(box.elements * itemsize)
     target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(box.shape)
@@ -155,7 +163,7 @@ def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box
 
 
 def _within(box: Box, other: Box) -> Box:
-    """``box``, which lies in ``other``, counted from where that begins."""
+    """Return ``box``, which lies in ``other``, relative to the start of ``other``."""
     return box.moved(tuple(-start for start in other.start))
 
 

@@ -1,9 +1,9 @@
-"""RunReader: what a run directory holds, for whoever wants to look. Takes no lock, writes nothing.
+"""RunReader: reads a run directory.
 
-A directory may be read while its writer goes on: commits come and go, so everything is asked of the disk
-each time, by names alone where that is enough. The writer unlinks a manifest before it uses its files again, or has
-put another one of the same step in its place; so whoever finds bytes changed looks again whether the commit is still
-listed, and if not, it was retired.
+It takes no lock and writes nothing. A directory may be read while its writer works. Commits come and go, so every
+call asks the disk, by names alone where that is enough. The invariant: before the writer reuses a commit's files, it
+has unlinked its manifest or replaced it by another one of the same step. So a reader that finds changed bytes checks
+whether the commit is still listed; if not, it was retired.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from holdfast.store.verifying import Report
 
 T = TypeVar("T")
 ATTEMPTS = 3
-"""How often the newest commit is tried to be read beside a writer that may be faster."""
+"""The number of attempts to read the newest commit beside a writer that may be faster."""
 
 
 class RunReader:
-    """The commits, timelines and atoms of the run ``root``: a directory, or s3://bucket/prefix. A context manager."""
+    """The commits, timelines and tensor entries of the run ``root``.
+
+    A context manager. ``root`` is a directory, or s3://bucket/prefix.
+    """
 
     def __init__(
         self,
@@ -42,14 +45,14 @@ class RunReader:
         queue: IOQueue | None = None,
         direct: bool = True,
     ) -> None:
-        """Without ``queue`` each verification has its own for the time being."""
+        """Prepare reading. Without ``queue``, each verification makes its own for the time being."""
         self.root = place_of(root)
         self.disk: AnyDisk = disk or remote_disk(self.root) or Disk(str(self.root))
         self.direct = direct
         self._queue = queue
 
     def close(self) -> None:
-        """Nothing stays open; for symmetry with ``LocalStore``."""
+        """Do nothing, since nothing stays open; for symmetry with ``LocalStore``."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +61,18 @@ class RunReader:
         self.close()
 
     def commits(self) -> list[CommitRef]:
-        """Every commit of the directory, newest first, by the names alone."""
+        """Return every commit of the directory, newest first, by the names alone."""
         refs = (CommitRef.of_name(name) for name in self.disk.listdir("commits"))
         return sorted((ref for ref in refs if ref is not None), reverse=True)
 
     def load(self, ref: CommitRef) -> Manifest:
-        """The manifest of ``ref`` with its shares. Raises ``ManifestCorrupt``, ``FileMissing`` for a share that is not
-        there, or ``CommitRetired`` if the commit is not there any more."""
+        """Return the manifest of ``ref`` with its shares.
+
+        Raises:
+            ManifestCorrupt: The manifest or a share is damaged.
+            FileMissing: A share is absent.
+            CommitRetired: The commit is gone.
+        """
         try:
             manifest = Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
         except FileNotFoundError:
@@ -73,12 +81,14 @@ class RunReader:
             return reading.read_shares(self.disk, manifest)
 
     def line(self, tip: int | None = None) -> list[CommitRef]:
-        """The commits that led to the newest step of the timeline ``tip`` (None: the newest that has any and is begun),
-        newest first."""
+        """Return the commits that led to the newest step of the timeline ``tip``, newest first.
+
+        None means the newest timeline that is begun and has commits.
+        """
         return self.line_and_odd()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
 
     def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
-        """The ``line``, and what is wrong with timeline records of higher numbers, which lead to no commit."""
+        """Return the ``line`` and the damage of timeline records with higher numbers, which lead to no commit."""
         records, damaged = self.timelines()
         commits = self.commits()
         odd = {error.path: error for error in damaged}
@@ -95,22 +105,24 @@ class RunReader:
         return line, found
 
     def tip(self) -> int:
-        """The newest timeline whose line has commits and that is begun; 0 if none has."""
+        """Return the newest timeline that is begun and whose line has commits; 0 if there is none."""
         records, _ = self.timelines()
         return newest_tip(self.commits(), records)
 
     def head(self) -> Manifest | None:
-        """The newest commit of the newest timeline's line; None if the run has none."""
+        """Return the newest commit of the newest timeline's line; None if the run has none."""
 
         def newest() -> Manifest | None:
-            line = self.line() or self.commits()  # where nothing that can be read says what line they are of
+            # without readable timeline records, no commit's line is known
+            line = self.line() or self.commits()
             return self.load(line[0]) if line else None
 
         return again_if_retired(newest)
 
     def at(self, step: int, timeline: int | None = None) -> Manifest:
-        """The commit of ``step``: of ``timeline``, or of the current line, or of the newest that has one."""
-        candidates = [*self.line(), *self.commits()]
+        """Return the commit of ``step``: of ``timeline``, or of the current line. Raises ``NoCommit``."""
+        line = self.line() or self.commits()  # without readable timeline records, no commit's line is known
+        candidates = line if timeline is None else self.commits()
         for ref in candidates:
             if ref.step == step and timeline in (None, ref.timeline):
                 return self.load(ref)
@@ -119,13 +131,25 @@ class RunReader:
         lead = " Steps that records lead to are in no commit: resume, diff and convert take them." * bool(
             self.disk.listdir("journal")
         )
-        raise NoCommit(f"{self.root} has no step {step}{of}. It has: {steps}.{lead}")
+        raise NoCommit(
+            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.said_of_timelines(step)}"
+        )
+
+    def said_of_timelines(self, step: int) -> str:
+        """Return how to name ``step`` of an abandoned timeline, as text for an error."""
+        others = sorted(self.timelines()[0].keys() - {self.tip()})
+        if not others:
+            return ""
+        return (
+            f" If that of a timeline is meant which a later resume left ({', '.join(map(str, others))}): its name is"
+            f" {self.root}@{step}.tTIMELINE, a source for a fresh directory."
+        )
 
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
-        """The records of all timelines, and what is wrong with those that cannot be read.
+        """Return the records of all timelines, and the damage of those that cannot be read.
 
-        A record that cannot be read is replaced by what the manifests or the journals of its timeline say, and those
-        that can be read say of the run; one that nothing says anything of never had a step and is left out.
+        An unreadable record is replaced by what the manifests or the logs of its timeline say, and by what the
+        readable records say of the run. A record that nothing replaces never had a step and is left out.
         """
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
@@ -135,7 +159,7 @@ class RunReader:
                 record = Timeline.decode(self.disk.read_bytes(record.path), record.path)
             except ManifestCorrupt as error:
                 damaged[record.path] = error
-            except FileNotFoundError:  # its writer needs it no more
+            except FileNotFoundError:  # its writer has removed it
                 continue
             else:
                 records[timeline] = record
@@ -152,32 +176,35 @@ class RunReader:
         return with_run(records, read, unreadable), list(damaged.values())
 
     def verify(self, manifest: Manifest, *, report: Report | None = None) -> list[Damaged]:
-        """Read every byte that ``manifest`` stands for, itself included: what is not as it was written."""
+        """Read every byte that ``manifest`` stands for, itself included, and return the damage.
+
+        Raises ``CommitRetired`` if the commit is gone by then.
+        """
         damaged = verifying.verify(self, manifest, self._queue, report)
         if damaged and not self.is_listed(manifest):
             raise self.retired(manifest.ref) from damaged[0]
         return damaged
 
     def newest_whole(self) -> tuple[Manifest, list[Damaged]]:
-        """The newest commit of the current line that verifies, and what is wrong with newer ones."""
+        """Return the newest commit of the current line that verifies, and the damage of newer ones."""
         return again_if_retired(lambda: verifying.newest_whole(self))
 
     def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
-        """The atoms of ``manifest`` by key, as its index describes them, with their fragments."""
+        """Return the tensor entries of ``manifest`` by key, as its index describes them, with their fragments."""
         with self.listed(manifest):
             return reading.index_of(self.disk, manifest)["atoms"]
 
     def read_atom(self, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
-        """The verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
+        """Return the verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
         with self.listed(manifest):
             return read_atom(self.disk, manifest, atom)
 
     def layout(self, ref: FileRef) -> Layout:
-        """Where the tensors of one file lie, as its own header says."""
+        """Return the positions of the tensors in a file, by its own header."""
         return reading.unverified_layout(self.disk, ref)
 
     def way_out(self, path: str) -> str:
-        """What to do about damage in ``path``: the newest step that does not need it."""
+        """Return advice about damage in ``path``: the newest step that does not need the file."""
         for ref in self.line():
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
@@ -190,18 +217,21 @@ class RunReader:
         )
 
     def is_listed(self, manifest: Manifest) -> bool:
-        """Whether the commit is still there, and was not published again. Its files are its own as long as it is."""
+        """Return whether the commit is still listed and was not published again.
+
+        Its files are its own as long as it is listed.
+        """
         try:
             there = Manifest.decode(self.disk.read_bytes(manifest.path), manifest.path)
         except FileNotFoundError:
             return False
-        except ManifestCorrupt:  # which no writer makes of it
+        except ManifestCorrupt:  # no writer damages a manifest
             return True
         return (there.key, there.created) == (manifest.key, manifest.created)
 
     @contextmanager
     def listed(self, manifest: Manifest) -> Iterator[None]:
-        """What goes wrong inside is ``CommitRetired`` if the commit is not listed any more."""
+        """Raise ``CommitRetired`` for an error in the block if the commit is not listed any more."""
         try:
             yield
         except (Damaged, DiskFailed, FileNotFoundError) as error:
@@ -220,12 +250,12 @@ class RunReader:
         )
 
     def timeline_ids(self) -> list[int]:
-        """The numbers of all timelines that there is a record of, by the names alone."""
+        """Return the numbers of all timelines that have a record, by the names alone."""
         ids = (timeline_of_name(name) for name in self.disk.listdir("timelines"))
         return [timeline for timeline in ids if timeline is not None]
 
     def run_key(self) -> str:
-        """Return the key of the run, which its copies have as well; "" before it is begun."""
+        """Return the key of the run, which its copies share; "" before the run is begun."""
         return run_key_of(self.timelines()[0])
 
     def _load_or_none(self, ref: CommitRef) -> Manifest | None:
@@ -236,7 +266,7 @@ class RunReader:
 
 
 def run_key_of(records: Mapping[int, Timeline]) -> str:
-    """Return the key of the run that has these timelines: its first one's."""
+    """Return the key of the run that has these timelines, which is that of its first timeline."""
     newest_first = sorted(records.values(), key=lambda record: -record.id)
     said = [record.run for record in newest_first]
     without_parent = [record.key for record in newest_first if record.parent is None]
@@ -291,7 +321,7 @@ def _leads_nowhere(path: str) -> ManifestCorrupt:
 
 
 def again_if_retired(read: Callable[[], T]) -> T:
-    """What ``read`` returns, which takes the newest commit there is: tried again if it is retired meanwhile."""
+    """Return the result of ``read``, which takes the newest commit, and repeat it if that is retired."""
     for _ in range(ATTEMPTS - 1):
         with suppress(CommitRetired):
             return read()

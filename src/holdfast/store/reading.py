@@ -1,6 +1,6 @@
 """Reading: the files that a manifest names, whole and verified; ``store.ranges`` reads parts of them.
 
-Offsets and sizes are bytes. An index is believed because the manifest names it by hash.
+An index is trusted because the manifest names it by hash. Offsets and sizes are bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSPECT = (
 
 
 def encode_index(data: dict[str, Any]) -> bytes:
-    """The file of an index: one line per atom."""
+    """Return the content of an index file: one line per tensor entry."""
     head = {key: value for key, value in data.items() if key != "atoms"}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     atoms = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data["atoms"].items())
@@ -40,8 +40,10 @@ def encode_index(data: dict[str, Any]) -> bytes:
 
 
 def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
-    """The index that ``manifest`` names; of several ranks' the sum: what more than one holds, by the first. Raises
-    ``FileMissing`` or ``ManifestCorrupt``."""
+    """Return the index that ``manifest`` names; for several ranks, their union.
+
+    Regions that several ranks hold are listed once, by the first rank. Raises ``FileMissing`` or ``ManifestCorrupt``.
+    """
     first, *others = [
         read_named(disk, ref, f"the index of step {manifest.step}") for ref in manifest.index_refs
     ]
@@ -55,8 +57,10 @@ def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
 
 
 def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str, list[tuple[int, Box]]]:
-    """By key the regions of each of ``atoms`` of a commit that ranks stored, each with its rank. What one rank divided
-    into several files is one region."""
+    """Return the regions that each rank stored of each of ``atoms``, by key.
+
+    A region that one rank divided into several files counts as one.
+    """
     ranks = {unit: rank for rank, stream in enumerate(manifest.streams) for unit in manifest.files_of(stream)}
     found: dict[str, list[tuple[int, Box]]] = {}
     for key, atom in atoms.items():
@@ -73,13 +77,13 @@ def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str
 
 
 def index_of_stream(disk: AnyDisk, manifest: Manifest, stream: str) -> dict[str, Any]:
-    """What the writer of ``stream`` wrote. Raises as ``index_of``."""
+    """Return the index of the writer of ``stream``. Raises as ``index_of`` does."""
     ref = manifest.shares[stream].index if manifest.shares else manifest.index
     return read_named(disk, ref, f"the index of step {manifest.step}")
 
 
 def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
-    """``manifest`` with what the files of its shares say. Raises as ``index_of``."""
+    """Return ``manifest`` with the content of its shares' files. Raises as ``index_of`` does."""
     found = {}
     for stream, share in manifest.shares.items():
         what = f"the share of {stream} in step {manifest.step}"
@@ -88,13 +92,16 @@ def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
 
 
 def read_named(disk: AnyDisk, ref: dict[str, Any], what: str) -> dict[str, Any]:
-    """The JSON in a file that is named with its hash. Raises ``FileMissing`` or ``ManifestCorrupt``."""
+    """Return the JSON of a file that is named with its hash.
+
+    Raises ``FileMissing`` or ``ManifestCorrupt``.
+    """
     with reading(ref["path"]):
         return load_json(read_verified(disk, ref, what))
 
 
 def read_verified(disk: AnyDisk, ref: dict[str, Any], what: str) -> bytes:
-    """All of a file that is named with its hash. Raises as ``read_named``."""
+    """Return the content of a file that is named with its hash. Raises as ``read_named`` does."""
     path, expected = ref["path"], ref["xxh3_128"]
     try:
         text = disk.read_bytes(path)
@@ -114,7 +121,10 @@ def read_verified(disk: AnyDisk, ref: dict[str, Any], what: str) -> bytes:
 def read_file(
     disk: AnyDisk, queue: IOQueue, ref: FileRef, view: memoryview, *, direct: bool = True
 ) -> Future[None]:
-    """Fill ``view``, of ``ref.bytes``, with a payload file and verify every block of it. Raises ``Damaged``."""
+    """Fill ``view``, of ``ref.bytes``, with a payload file and verify every block of it.
+
+    Raises ``Damaged``.
+    """
     check_size(disk, ref)
     file = disk.open(ref.path, write=False, direct=direct)
     requests = [
@@ -133,7 +143,10 @@ def _verify(ref: FileRef, offset: int, piece: memoryview, expected: str) -> None
 
 
 def unverified_layout(disk: AnyDisk, ref: FileRef) -> Layout:
-    """The layout that a payload file's header claims, to say what damaged bytes held. Raises ``Damaged``."""
+    """Return the layout that a payload file's header claims, to name what damaged bytes held.
+
+    Raises ``Damaged``.
+    """
     data = bytearray(min(ref.bytes, CHECKSUM_BLOCK))
     file = disk.open(ref.path, write=False, direct=False)
     try:

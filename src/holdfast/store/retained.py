@@ -1,7 +1,7 @@
-"""RetainedCommits: what a writer remembers of the commits there are, which its policy keeps, and how others go.
+"""RetainedCommits: the commits that a writer remembers, and how its policy retires them.
 
-A commit goes by its manifest. Only when that is durably gone do the files go that nothing names any more; then the
-records that nothing needs. Sizes are bytes.
+A commit is retired by unlinking its manifest. Only when that is durable are the files removed that nothing names any
+more, then the log records that nothing needs. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.store.segments import segments, streams
 
 
 class RetainedCommits(RunReader):
-    """A reader that remembers the commits there are. ``LocalStore`` is the writer that it is of."""
+    """A reader that remembers the retained commits; the base class of the writer, ``LocalStore``."""
 
     def __init__(
         self,
@@ -38,39 +38,42 @@ class RetainedCommits(RunReader):
         super().__init__(root, disk=disk, queue=queue, direct=direct)
         self.retain, self.spare, self.keep = retain, spare, keep
         self.timeline: int | None = None
-        """The one that is open for writing."""
+        """The timeline that is open for writing."""
         self.damaged: set[CommitRef] = set()
-        """Commits that somebody has found not to be whole."""
+        """Commits that are known to be damaged."""
         self.used_bytes = 0
-        """That the run took of the disk when ``measure`` was called last."""
+        """The bytes that the run took of the disk at the last ``measure``."""
         self.cap_bytes: int | None = None
-        """Most that the run, or one of several ranks, may take of the disk."""
+        """The most bytes that the run, or one of several ranks, may take of the disk."""
         self.cap_share = 1.0
-        """Of what was given for the whole run."""
+        """This rank's fraction of the cap of the whole run."""
         self.retires_for_room = True
-        """Whether ``make_room`` may retire commits. Of several ranks none may by itself."""
+        """True if ``make_room`` may retire commits. One of several ranks may not by itself."""
         self._small: set[str] | None = None
-        """Small files that count as this writer's; None is all."""
+        """The small files that count as this writer's; None means all."""
         self.dropped: list[CommitRef] = []
-        """Retired for want of room, by this writer."""
+        """The commits that this writer retired for lack of space."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
-        """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
+        """A function that returns whether files of the unit of this name are this writer's to remove."""
         self._retained: dict[CommitRef, Manifest | None] = {}
         self._retained_files: dict[str, int] = {}
         self._timelines: dict[int, Timeline] = {}
         self._units: dict[str, Generations] = {}
-        self._left: list[Manifest] = []  # retired, with files of units that may be none any more
+        self._left: list[Manifest] = []  # retired manifests whose units may no longer exist
 
     @property
     def for_good_bytes(self) -> int:
-        """Of the bases that are kept for good beside the newest. Called also while another thread publishes."""
+        """The bytes of the snapshots that are kept for good besides the newest.
+
+        May be called while another thread publishes.
+        """
         retained = self._retained
         alone = [retained.get(ref) for ref in self._for_good() - set(self._newest())]
         return sum(map(self._own_bytes, filter(None, alone)))
 
     @property
     def told_cap_bytes(self) -> int:
-        """The cap of the whole run."""
+        """The cap of the whole run in bytes."""
         return int((self.cap_bytes or 0) / self.cap_share)
 
     @property
@@ -80,23 +83,25 @@ class RetainedCommits(RunReader):
 
     @property
     def newest_bytes(self) -> int:
-        """Of the newest commit that can be read."""
+        """The bytes of the newest commit that can be read."""
         sizes = [(ref, self._own_bytes(m)) for ref, m in self._retained.items() if m is not None]
         return max(sizes)[1] if sizes else 0
 
     @property
     def may_grow(self) -> bool:
-        """Whether a base may need files that are not there yet, since more are kept than the newest."""
+        """True if a snapshot may need new files because more commits are kept than the newest."""
         kept = self._retained
         return (self.keep is not None and self.keep.for_good) or len(kept) > self.retain
 
     def _own_bytes(self, manifest: Manifest) -> int:
-        """Of a commit's payload, what this writer wrote."""
+        """Return the bytes of a commit's payload that this writer wrote."""
         return sum(file.bytes for unit, file in manifest.files.items() if self.is_mine(unit))
 
     def restarts(self) -> tuple[float, int]:
-        """Seconds since the run was begun, and how often it has been resumed. Not all that stops a run is a failure;
-        what does not know better counts it as one."""
+        """Return the seconds since the run was begun, and the number of its resumes.
+
+        Not every stop of a run is a failure; callers that do not know better count it as one.
+        """
         records = self._timelines.values()
         begun = [record.begun or record.created for record in records if record.begun or record.created]
         restarts = (
@@ -105,17 +110,19 @@ class RetainedCommits(RunReader):
         return (time.time() - min(begun), restarts) if begun else (0.0, 0)
 
     def measure(self) -> int:
-        """What the run takes of the disk now."""
+        """Return the bytes that the run takes of the disk now."""
         if self._small is not None:
             self._small = {path for path in self._small if self.disk.exists(path)}
         self.used_bytes = used_bytes(self.disk, self.is_mine, self._small)
         return self.used_bytes
 
     def prune_journal(self) -> None:
-        """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
-        ``publish``."""
+        """Remove the segments of which no retained commit needs a record, except the current one.
+
+        Called after ``publish``.
+        """
         manifests = list(self._retained.values())
-        if None in manifests:  # one that cannot be read may need any
+        if None in manifests:  # an unreadable manifest may need any segment
             return
         alone = self._for_good() - set(self._newest())
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
@@ -124,8 +131,10 @@ class RetainedCommits(RunReader):
         self._prune_timelines()
 
     def _prune_timelines(self) -> None:
-        """Remove the timeline records that lead to no commit and no segment any more. One that a power cut brings back
-        leads nowhere either."""
+        """Remove the timeline records that lead to no commit and no segment any more.
+
+        A record that a power cut brings back leads nowhere either.
+        """
         records = self._timelines
         commits = self.commits()
         used = {ref.timeline for ref in commits}
@@ -137,8 +146,10 @@ class RetainedCommits(RunReader):
         self._timelines = {number: record for number, record in records.items() if number not in gone}
 
     def make_room(self, nbytes: int) -> bool:
-        """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
-        whole stay, and what is retired is in ``dropped``."""
+        """Retire the oldest commits until ``nbytes`` more fit below the cap, and return whether they do.
+
+        The two newest whole commits stay. ``dropped`` lists the retired ones.
+        """
         self.measure()
         while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
             if not self.retires_for_room or self.drop_oldest() is None:
@@ -147,8 +158,10 @@ class RetainedCommits(RunReader):
         return True
 
     def drop_oldest(self) -> CommitRef | None:
-        """Retire the oldest commit for want of room, with the records that only it needs; None where just the two
-        newest that are whole are left."""
+        """Retire the oldest commit for lack of space, with the log records that only it needs.
+
+        Returns None where only the two newest whole commits are left.
+        """
         droppable = sorted(set(self._retained) - set(self._newest(2)))
         if not droppable:
             return None
@@ -161,27 +174,33 @@ class RetainedCommits(RunReader):
         return victim
 
     def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
-        """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
+        """Retain exactly these commits (None: an unreadable manifest), with their files, from now on."""
         self._retained = retained
         manifests = [manifest for manifest in retained.values() if manifest is not None]
         self._retained_files = {f.path: f.bytes for item in manifests for f in item.files.values()}
 
     def _damaged(self) -> set[CommitRef]:
-        """The retained commits that are known not to be whole."""
+        """Return the retained commits that are known to be damaged."""
         return {ref for ref, manifest in self._retained.items() if manifest is None or ref in self.damaged}
 
     def _newest(self, count: int | None = None) -> list[CommitRef]:
-        """The newest whole commits of the line, newest first: as many as are kept with their records."""
+        """Return the newest whole commits of the line, newest first: as many as keep their log records."""
         whole = set(self._retained) - self._damaged()
         return lineage(whole, self._timelines, self.timeline or 0)[: count or self.retain]
 
     def _line(self, timeline: int | None = None) -> list[CommitRef]:
-        """What led to the newest step of ``timeline`` (None: the one that is open), newest first."""
+        """Return the commits that led to the newest step of ``timeline``, newest first.
+
+        None means the open timeline.
+        """
         tip = self.timeline if timeline is None else timeline
         return lineage(self._retained, self._timelines, tip or 0)
 
     def _for_good(self) -> set[CommitRef]:
-        """Of the line, and of lines that were left what it has not come to again."""
+        """Return the commits that are kept for good.
+
+        These are on the current line, or on an abandoned one beyond the newest step of the current line.
+        """
         if self.keep is None or not self.keep.for_good:
             return set()
         retained, keep = self._retained, self.keep
@@ -196,7 +215,7 @@ class RetainedCommits(RunReader):
         return kept(line) | {ref for ref in left if ref.step > reached}
 
     def _retire(self) -> None:
-        """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
+        """Unlink the manifests of commits that are not kept, durably, which frees their files."""
         assert self.timeline is not None
         copies = min(
             (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
@@ -207,7 +226,7 @@ class RetainedCommits(RunReader):
             for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
         )  # fmt: skip
         newest = max(self._retained, default=CommitRef(0, 0))
-        if newest.timeline < self.timeline:  # nothing is in its place yet
+        if newest.timeline < self.timeline:  # nothing replaces the damaged commits yet
             drop = [ref for ref in drop if self.keep is None or ref not in self._damaged()]
         if drop:
             self._drop(drop)
@@ -227,8 +246,10 @@ class RetainedCommits(RunReader):
             unit.trim()
 
     def _drop_orphans(self) -> None:
-        """Remove the index files that no commit names, of bases that never became one. Not beside a commit that cannot
-        be read."""
+        """Remove the index files that no commit names, left by snapshots that were never published.
+
+        Nothing is removed while a commit cannot be read.
+        """
         if self._retained and None not in self._retained.values():
             needed = {
                 path for kept in self._retained.values() if kept is not None for path in kept.small_paths
@@ -245,8 +266,10 @@ class RetainedCommits(RunReader):
             self.disk.unlink(path)
 
     def _drop_files(self, gone: list[Manifest | None]) -> None:
-        """Remove the files of units that retired manifests named, and that are none of this run's any more. Waits
-        until its units are known."""
+        """Remove the files of former units that retired manifests named.
+
+        Waits until the units of this run are known.
+        """
         self._left += [manifest for manifest in gone if manifest is not None]
         if not self._units:
             return

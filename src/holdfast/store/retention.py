@@ -1,8 +1,8 @@
-"""Retention: which commits are kept. Pure: names in, names out.
+"""Retention: the choice of the commits that are kept.
 
-A commit is kept by its manifest alone, so retiring one is unlinking one small file. The newest ``retain``
-of the current lineage are kept. Those of a line that was left by resuming from an earlier step are kept
-too, until the current one has ``retain`` commits of its own or the room is needed.
+Pure: names in, names out. A commit is kept by its manifest alone, so retiring one means unlinking one small file. The
+newest ``retain`` commits of the current line are kept. Those of a line that was abandoned by resuming from an earlier
+step are kept too, until the current one has ``retain`` commits of its own or the room is needed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Keep:
-    """Which bases of a run are kept.
+    """The rules for which snapshots of a run are kept.
 
     >>> Keep(last=2, every=1000)
     Keep(last=2, every=1000, hours=None)
     """
 
     last: int = 2
-    """Newest bases, with the records of the steps since the oldest of them."""
+    """The number of newest snapshots to keep, with the log records since the oldest of them."""
     every: int | None = None
-    """Besides, of each so many steps the first base, for good and without the records since."""
+    """Keep the first snapshot of every so many steps for good, without the log records since."""
     hours: float | None = None
-    """Besides, of each so many hours the first base, likewise."""
+    """Keep the first snapshot of every so many hours for good, without the log records since."""
 
     def __post_init__(self) -> None:
         for name, least in (("last", 1), ("every", 1), ("hours", 0)):
@@ -43,13 +43,16 @@ class Keep:
 
     @property
     def for_good(self) -> bool:
-        """Whether there are bases that stay."""
+        """True if any snapshots are kept for good."""
         return self.every is not None or self.hours is not None
 
 
 def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
-    """The commits of ``line`` that stay although newer ones follow: the first of each ``every`` steps and of each
-    ``hours``. Of the steps before the first ``every`` none is."""
+    """Return the commits of ``line`` that stay although newer ones follow.
+
+    These are the first of every ``every`` steps and of every ``hours``. None of the steps before the first ``every``
+    counts.
+    """
     first: dict[tuple[str, float], CommitRef] = {}
     for manifest in sorted(line, key=lambda manifest: manifest.step):
         if keep.every is not None and manifest.step >= keep.every:
@@ -60,7 +63,7 @@ def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
 
 
 def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], tip: int) -> list[CommitRef]:
-    """The commits that led to the newest step of the timeline ``tip``, newest first.
+    """Return the commits that led to the newest step of the timeline ``tip``, newest first.
 
     >>> lineage([CommitRef(1, 1), CommitRef(1, 2), CommitRef(2, 2)], {2: Timeline(2, 1, 1)}, 2)
     [CommitRef(timeline=2, step=2), CommitRef(timeline=1, step=1)]
@@ -73,18 +76,20 @@ def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], t
 
 
 def newest_tip(commits: Collection[CommitRef], timelines: Mapping[int, Timeline]) -> int:
-    """The newest timeline whose line has commits and that is begun; 0 if none has."""
+    """Return the newest timeline that is begun and whose line has commits; 0 if there is none."""
     begun = (t for t in sorted(timelines, reverse=True) if is_begun(commits, timelines[t]))
     return next((t for t in begun if lineage(commits, timelines, t)), 0)
 
 
 def is_begun(commits: Collection[CommitRef], timeline: Timeline) -> bool:
-    """Whether a run may be said to be on ``timeline``. A save that was refused or killed leaves one that is not."""
+    """Return whether the run is on ``timeline``. A save that was refused or killed leaves one that is not begun."""
     return not timeline.by_saves or any(ref.timeline == timeline.id for ref in commits)
 
 
 def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int | None]]:
-    """The timelines that ``tip`` continues, itself first, each with the last step that it takes over (None: all).
+    """Return the timelines that ``tip`` continues, itself first, each with the last step it contributes.
+
+    None as the last step means all.
 
     >>> ancestry({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2)
     [(2, None), (1, 7)]
@@ -100,7 +105,10 @@ def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int
 
 
 ANCESTORS_KEPT = 4
-"""Timelines of the newest line whose records stay whatever they lead to: a replica may hold a step of one in memory."""
+"""The number of timelines of the newest line whose records always stay.
+
+A replica may hold a step of one of them in memory.
+"""
 
 
 def unneeded_timelines(
@@ -133,25 +141,13 @@ def unneeded_timelines(
 
 
 def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
-    """The timeline that ``step`` of the line of ``tip`` was made in.
+    """Return the timeline in which ``step`` of the line of ``tip`` was made.
 
     >>> [writer_of({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2, step) for step in (7, 8)]
     [1, 2]
     """
     line = ancestry(timelines, tip)[::-1]
     return next(timeline for timeline, limit in line if limit is None or step <= limit)
-
-
-def forked_at(timelines: Mapping[int, Timeline], one: int, other: int) -> int | None:
-    """The last step that the lines of two timelines share; None if they share none, or one is all in the other.
-
-    >>> forked_at({1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 1, 4)}, 2, 3)
-    4
-    """
-    here, there = dict(ancestry(timelines, one)), dict(ancestry(timelines, other))
-    shared = max(here.keys() & there.keys(), default=None)
-    limits = [] if shared is None else [each[shared] for each in (here, there)]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def dropped(
@@ -164,10 +160,10 @@ def dropped(
     for_good: Collection[CommitRef] = (),
     damaged: Collection[CommitRef] = (),
 ) -> list[CommitRef]:
-    """The commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay besides those ``for_good``.
-    What is ``damaged`` is worth nothing: it does not count, and goes.
+    """Return the commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay.
 
-    Called with the timeline ``tip`` open, after each of its commits and before its first.
+    The commits in ``for_good`` stay besides. Those in ``damaged`` are worth nothing: they do not count and are
+    retired. Called with the timeline ``tip`` open, after each of its commits and before its first.
     """
     commits = set(commits) - set(damaged)
     line = lineage(commits, timelines, tip)

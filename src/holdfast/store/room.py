@@ -1,4 +1,4 @@
-"""Room: what a run takes of the disk, and which segments of its journals nobody needs. Sizes are bytes."""
+"""The disk space that a run takes, and the segments of its logs that nobody needs. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ SMALL = ("index", "commits", "timelines")
 def used_bytes(
     disk: AnyDisk, is_mine: Callable[[str], bool] = lambda unit: True, small: Collection[str] | None = None
 ) -> int:
-    """Of all files of a run, reserved space included; but for the log of events. Of several ranks those of one: of
-    units and journals that are its own by ``is_mine``, and the ``small`` files (None: all there are)."""
+    """Return the bytes of all files of a run, reserved space included, but for the log of events.
+
+    For one of several ranks, count only its units and logs (by ``is_mine``) and the files in ``small``; None counts
+    all small files.
+    """
     paths = [path for path in data_paths(disk) if is_mine(path.rpartition("/")[2])]
     for stream in streams(disk):
         if is_mine(f"{stream}."):
@@ -33,11 +36,14 @@ def used_bytes(
 
 
 Need = tuple[int, int | None]
-"""Of a commit: the step after which it needs records, and the last of which it does (None: all since)."""
+"""The step after which a commit needs log records, and the last step that it needs (None: all since)."""
 
 
 def needs(manifests: Collection[Manifest | None], alone: Collection[CommitRef]) -> list[Need]:
-    """One that stands ``alone`` needs the records of its own steps, any other those since as well."""
+    """Return the log records that each commit needs.
+
+    A commit in ``alone`` needs the records of its own steps only; any other also needs the later ones.
+    """
     return [
         (manifest.oldest_step, manifest.step if manifest.ref in alone else None)
         for manifest in manifests
@@ -46,7 +52,10 @@ def needs(manifests: Collection[Manifest | None], alone: Collection[CommitRef]) 
 
 
 def unneeded_segments(disk: AnyDisk, needed: Collection[Need], timeline: int | None) -> Iterator[str]:
-    """The segments with no record that is ``needed``, oldest first, but for the one that ``timeline`` appends to."""
+    """Yield the segments without a record that is ``needed``, oldest first.
+
+    The segment that ``timeline`` appends to is left out.
+    """
     for stream in streams(disk):
         found = steps_of_segments(disk, stream)
         appended_to = max((ref for ref, _ in found if ref.timeline == timeline), default=None)

@@ -1,7 +1,7 @@
-"""Scratch: bytes that can be derived again, outside every commit.
+"""Scratch: bytes that can be computed again, outside every commit.
 
-Offsets and sizes are bytes in whole pages. Checksums live in memory and the file is emptied when it is
-opened, so nothing of an earlier process is ever believed; nothing is synced.
+Checksums live in memory and the file is emptied when it is opened, so nothing of an earlier process is ever trusted.
+Nothing is synced. Offsets and sizes are bytes in whole pages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from holdfast.units import PAGE
 
 
 class Scratch:
-    """The file ``scratch/<name>.bin`` of ``nbytes``. What is read must have been written in this process.
+    """The file ``scratch/<name>.bin`` of ``nbytes``.
 
-    Transfers are cut every 4 MiB from their offset; a read uses pieces that a write made: the same
-    offset, or one that is a multiple of 4 MiB behind it. Different ranges may be in flight at once.
+    Bytes that are read must have been written in this process. Transfers are divided every 4 MiB from their offset. A
+    read must match the division of the write: it has the same offset, or one that is a multiple of 4 MiB behind it.
+    Different ranges may be in flight at once.
     """
 
     def __init__(self, disk: AnyDisk, queue: IOQueue, name: str, nbytes: int, *, direct: bool = True) -> None:
@@ -43,7 +44,10 @@ class Scratch:
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
     def read(self, offset: int, view: memoryview, *, kind: str, phase: str, priority: int) -> Future[None]:
-        """Fill ``view`` from ``offset`` and verify it against what was written."""
+        """Fill ``view`` from ``offset`` and verify it against what was written.
+
+        Raises ``ValueError`` for bytes that were not written, ``ChunkCorrupt`` for changed ones.
+        """
         requests = []
         for position, piece in self._pieces(offset, view):
             expected = self._digests.get((position, len(piece)))
@@ -56,11 +60,11 @@ class Scratch:
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
     def close(self) -> None:
-        """Close the file. Nothing may be under way."""
+        """Close the file. No transfer may be under way."""
         self._file.close()
 
     def remove(self) -> None:
-        """Remove the file, which was closed."""
+        """Remove the file after it was closed."""
         self._disk.unlink(self.path)
 
     def _pieces(self, offset: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -1,7 +1,7 @@
-"""Sealing: JSON files that say themselves whether they are whole.
+"""Sealing: JSON files that carry the digest of their own content.
 
-The last line holds the xxh3_128 of every byte before it, so that a flip of any bit of the file is found without
-agreeing on a canonical JSON, and the file is still one that a person reads. Sizes are bytes.
+The last line holds the xxh3_128 of every byte before it. So a flip of any bit is found without a canonical form of
+JSON, and a person can still read the file. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ _SEAL_BYTES = len(_SEAL.format("0" * 32))
 
 
 def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
-    """``table`` as JSON, one line per key (and per item of "files"), its digest in the last line; filled up with
-    spaces to ``nbytes`` if it is shorter."""
+    """Return ``table`` as JSON with its digest in the last line.
+
+    There is one line per key (and per item of "files"). A shorter text is padded with spaces to ``nbytes``.
+    """
     lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
     body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
     return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
 
 
 def unseal(data: bytes, path: str) -> dict[str, Any]:
-    """The table sealed in ``data``. Raises ``ManifestCorrupt`` if any byte is not as it was written."""
+    """Return the table sealed in ``data``.
+
+    Raises ``ManifestCorrupt`` if any byte has changed, ``RunMismatch`` for another version of the format.
+    """
     body = data[:-_SEAL_BYTES]
     digest = xxhash.xxh3_128_hexdigest(body)
     if data[-_SEAL_BYTES:] != _SEAL.format(digest).encode():
@@ -55,7 +60,7 @@ def _value(key: str, value: Any) -> str:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns what parsing raises into ``ManifestCorrupt``."""
+    """Turn the errors that parsing raises into ``ManifestCorrupt``."""
     try:
         yield
     except HoldfastError:

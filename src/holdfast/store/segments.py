@@ -1,9 +1,9 @@
-"""Segments: the files of the journal, read. Which there are, the records in them by their headers, their payloads.
+"""Segments: reads the files of the log, the records in them by their headers, and the payloads.
 
-Sizes and offsets are bytes. Records are found by reading from the start, so no other file has to agree with the
-segment, and a length is believed only in a header whose digest holds. A page of zeros is the clean end of what was
-written. Anything else that is no header is a torn tail, which nobody was told of, or damage: the two look alike, so a
-reader says where and why it stopped.
+Records are found by reading from the start, so no other file has to agree with the segment, and a length is trusted
+only in a header whose digest holds. A page of zeros is the clean end of the written part. Anything else that is no
+header is either a torn tail, which was never reported as durable, or damage. The two look alike, so a reader returns
+where and why it stopped. Sizes and offsets are bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from holdfast.store.sealing import unseal
 from holdfast.units import PAGE, MiB, round_up
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}
-"""How the I/O queue knows the journal's transfers."""
+"""The names by which the I/O queue counts the transfers of the log."""
 
 _NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.log")
 _START = re.compile(rb'\{\n "bytes": ([1-9]\d{0,9}),\n')
 
 
 class SegmentRef(NamedTuple):
-    """A segment by its name. Sorts in the order in which a stream's segments were begun."""
+    """The name of a segment. Sorts in the order in which a stream's segments were begun."""
 
     timeline: int
     first_step: int
@@ -47,28 +47,28 @@ class SegmentRef(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """A record as its header says."""
+    """A log record as its header describes it."""
 
     step: int
     timeline: int
     key: str
-    """Of the timeline."""
+    """The key of the timeline."""
     previous: str
-    """Digest of the record before it in the timeline; of the first, the timeline's key."""
+    """The digest of the record before it in the timeline; for the first record, the timeline's key."""
     about: dict[str, Any]
     parts: tuple[tuple[int, tuple[str, ...]], ...]
-    """Of each part of the payload its bytes, and the xxh3_64 of its checksum blocks."""
+    """The bytes of each part of the payload, and the xxh3_64 of its checksum blocks."""
     path: str
     offset: int
     header_bytes: int
     digest: str
     """The xxh3_128 of the header."""
     fork: tuple[int | None, int | None, str | None] | None = None
-    """Of the timeline: its parent, the last step of that, and the parent's key. None: written before it was said."""
+    """The timeline's parent, the last step of that, and the parent's key. None in records of older versions."""
 
     @property
     def timeline_record(self) -> Timeline | None:
-        """What the record says of its timeline."""
+        """The timeline record as the log record repeats it."""
         if self.fork is None:
             return None
         parent, step, parent_key = self.fork
@@ -80,12 +80,12 @@ class StoredRecord:
 
     @property
     def end(self) -> int:
-        """Offset of the record that follows."""
+        """The offset of the record that follows."""
         return self.offset + self.header_bytes + self.payload_bytes
 
 
 def segments(disk: AnyDisk, stream: str) -> list[SegmentRef]:
-    """The segments of ``stream``, in the order in which they were begun."""
+    """Return the segments of ``stream``, in the order in which they were begun."""
     matches = [_NAME.fullmatch(name) for name in disk.listdir(f"journal/{stream}")]
     refs = [SegmentRef(int(match[2]), int(match[1]), stream) for match in matches if match]
     names = {f"journal/{stream}/{match.string}" for match in matches if match}
@@ -97,8 +97,11 @@ def streams(disk: AnyDisk) -> list[str]:
 
 
 def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]]:
-    """The segments of ``stream``, each with its last step: the one before the next segment's first, or as its headers
-    say. One that cannot be read may hold any."""
+    """Return the segments of ``stream``, each with its last step.
+
+    That is the step before the next segment's first, or the last one in its headers. An unreadable segment may hold
+    any step.
+    """
     refs, found = segments(disk, stream), []
     for number, ref in enumerate(refs):
         following = refs[number + 1] if number + 1 < len(refs) else None
@@ -115,7 +118,7 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
 
 
 def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Timeline]:
-    """What records say of the timelines that are not ``known``, lowest first."""
+    """Yield the timelines that log records describe and that are not ``known``, lowest first."""
     for ref in sorted(ref for stream in streams(disk) for ref in segments(disk, stream)):
         found = [] if ref.timeline in known else read_segment(disk, ref)[0]
         if found and (record := found[0].timeline_record) is not None:
@@ -123,17 +126,19 @@ def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Tim
 
 
 def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
-    """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them. One that
-    cannot be read stays as it is; why is returned."""
+    """Release the space that segments of ``stream`` reserve behind what was written.
+
+    Nobody may be writing to them. An unreadable segment stays as it is, and its error is returned.
+    """
     unread: list[DiskFailed] = []
     for ref in segments(disk, stream):
         try:
-            records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
+            records, _ = read_segment(disk, ref)  # payloads may end with zeros
             end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
         except DiskFailed as error:
             unread.append(error)
             continue
-        except Damaged:  # no regular file: nothing is reserved
+        except Damaged:  # not a regular file: nothing is reserved
             continue
         if end < disk.size(ref.path):
             disk.cut(ref.path, end)
@@ -141,7 +146,7 @@ def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
 
 
 def _written_bytes(disk: AnyDisk, path: str) -> int:
-    """Of a segment: up to its last page that is not zeros."""
+    """Return the bytes of a segment up to its last page that is not zeros."""
     end, piece = min(disk.size(path), round_up(disk.data_end(path))), bytearray(MiB)
     file = disk.open(path, write=False, direct=False)
     try:
@@ -159,10 +164,10 @@ def _written_bytes(disk: AnyDisk, path: str) -> int:
 
 
 def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[StoredRecord], Damaged | None]:
-    """The records of a segment by their headers, from the one at ``start`` on, and what ended the reading if it was not
-    the clean end.
+    """Return the records of a segment from ``start`` on by their headers, and the damage that ended the reading.
 
-    The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
+    The damage is None at the clean end. The payloads are not read; the last one may be torn. A segment that was
+    removed since it was listed has no records. Raises ``DiskFailed`` for a header that cannot be read.
     """
     found, odd = read_what_can_be(disk, ref, start)
     if isinstance(odd, DiskFailed):
@@ -173,7 +178,7 @@ def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[S
 def read_what_can_be(
     disk: AnyDisk, ref: SegmentRef, start: int = 0
 ) -> tuple[list[StoredRecord], Damaged | DiskFailed | None]:
-    """As ``read_segment``, where a device that does not give back a header ends the reading."""
+    """Return as ``read_segment`` does, with a header that cannot be read ending the reading."""
     found: list[StoredRecord] = []
     try:
         size, offset = disk.size(ref.path), start
@@ -200,7 +205,10 @@ def read_what_can_be(
 
 
 def _read_header(file: OpenFile, offset: int, size: int) -> bytes | None:
-    """The bytes of the header at ``offset``, None for a page of zeros. Raises ``Damaged`` if there is none."""
+    """Return the bytes of the header at ``offset``, or None for a page of zeros.
+
+    Raises ``Damaged`` if there is no header.
+    """
     page = bytearray(PAGE)
     file.read(memoryview(page), offset)
     if not any(page):
@@ -236,7 +244,7 @@ def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
 
 
 def _is_part(nbytes: Any, checksums: tuple[str, ...]) -> bool:
-    """Return whether a part of so many bytes has so many checksums."""
+    """Return whether a part of ``nbytes`` has the right number of checksums."""
     whole = isinstance(nbytes, int) and nbytes >= 0 and nbytes % PAGE == 0
     return whole and len(checksums) == len(range(0, nbytes, CHECKSUM_BLOCK))
 

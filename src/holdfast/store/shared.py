@@ -1,4 +1,4 @@
-"""SharedCommits: commits that several ranks make, each its share. The first one publishes, the others follow it."""
+"""SharedCommits: commits of several ranks, each with its share. The first rank publishes, the others follow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from holdfast.store.written import Written, WrittenCommits, manifest_of
 
 
 class SharedCommits(WrittenCommits):
-    """Commits of one writer, or of several ranks of which the first has entered the run."""
+    """The commits of one writer, or of several ranks of which the first has entered the run."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._following = threading.Lock()
 
     def join(self, timeline: Timeline, rank: int) -> None:
-        """Instead of ``enter`` and ``begin``, on a rank that is not the first, which has opened ``timeline``: units and
-        journals of this rank may be written, the first rank alone publishes. Raises ``RunLocked`` if another process
-        writes as this rank.
+        """Join ``timeline``, which the first rank has opened, instead of calling ``enter`` and ``begin``.
+
+        Called on every rank but the first. Units and logs of this rank may then be written; only the first rank
+        publishes. Raises ``RunLocked`` if another process writes as this rank.
         """
         self._lock = self.disk.lock(lock_of(rank), {**this_writer(), "started": time.time()})
         self.timeline, self._fork, self._small = timeline.id, timeline, set()
@@ -33,11 +34,11 @@ class SharedCommits(WrittenCommits):
         self.follow()
 
     def has_writer(self, rank: int) -> bool:
-        """Whether a process writes as ``rank``, which has joined."""
+        """Return whether a process that has joined writes as ``rank``."""
         return self.disk.is_locked(lock_of(rank))
 
     def follow(self) -> None:
-        """Take note of what the first rank has published and retired. Any thread may call it."""
+        """Read which commits the first rank has published and retired. Any thread may call it."""
         with self._following:
             before = self._retained
             self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
@@ -53,7 +54,10 @@ class SharedCommits(WrittenCommits):
         progress: dict[str, Any],
         steps: Mapping[str, int],
     ) -> Share:
-        """What this rank has of a commit, as ``publish`` takes it, durable and ready for ``publish_shares``."""
+        """Return this rank's part of a commit, durable and ready for ``publish_shares``.
+
+        The arguments are those of ``publish``.
+        """
         refs = {
             name: replace(self._file_ref(name, *value), step=steps[name]) for name, value in files.items()
         }
@@ -64,9 +68,12 @@ class SharedCommits(WrittenCommits):
         return replace(share, **self._put_named(json.dumps(share.to_json()).encode()))
 
     def publish_shares(self, refs: dict[str, dict[str, Any]]) -> Manifest:
-        """Make a commit of what the ranks have, by stream, each in the file that its ``Share.ref`` names: of the newest
-        step among them, up to which every one has records. One of this step that was made beside training gives way.
-        Otherwise as ``publish``."""
+        """Publish one commit from the parts of all ranks and return its manifest.
+
+        ``refs`` names the file of each part by stream, as ``Share.ref`` does. The commit is of the newest step among
+        the parts, up to which every rank has log records. It replaces a commit of this step that was made beside
+        training. Otherwise as ``publish``.
+        """
         self._check_writer()
         shares = {
             stream: Share.from_json(ref, read_named(self.disk, ref, f"the share of {stream}"))
@@ -80,7 +87,7 @@ class SharedCommits(WrittenCommits):
         return manifest
 
     def insert_shares(self, point: Point, shares: dict[str, Share]) -> Manifest:
-        """As ``insert``, of what several ranks would have, by stream."""
+        """Insert a commit, as ``insert`` does, from the parts of several ranks by stream."""
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         return self._insert(manifest_of(timeline, point.step, {}, {}, {}).with_shares(shares))

@@ -1,5 +1,7 @@
-"""Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE. A run is a directory, or a prefix of a
-bucket: s3://bucket/prefix."""
+"""Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
+
+A run is a directory, or a prefix of a bucket: s3://bucket/prefix.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from .files import AnyDisk
 
 
 class Url(PurePosixPath):
-    """``s3://bucket/prefix``, a place in an object store. A path that lost one of the slashes is understood.
+    """A place in an object store, ``s3://bucket/prefix``.
+
+    A path that lost one of the slashes is understood.
 
     >>> print(Url("s3:/bucket/run") / "commits")
     s3://bucket/run/commits
@@ -24,7 +28,7 @@ class Url(PurePosixPath):
 
 @dataclass(frozen=True)
 class Target:
-    """A commit as it was named; without a step the newest one.
+    """A commit as a person named it; without a step the newest one.
 
     >>> Target.parse("runs/7b@1200.t2")
     Target(run=PosixPath('runs/7b'), step=1200, timeline=2)
@@ -43,12 +47,12 @@ class Target:
 
 
 def place_of(path: str | PurePath) -> Path | Url:
-    """Of a run. ``Path`` makes one slash of the two of an address."""
+    """Return the place of a run. ``Path`` merges the two slashes of an address."""
     return Url(path) if str(path).startswith("s3:/") else home_path(path)
 
 
 def remote_disk(place: Path | Url) -> AnyDisk | None:
-    """What reads a run in a bucket; None for one in a directory."""
+    """Return a reader for a run in a bucket; None for a run in a directory."""
     if not isinstance(place, Url):
         return None
     from .objects import ObjectDisk
@@ -57,7 +61,7 @@ def remote_disk(place: Path | Url) -> AnyDisk | None:
 
 
 def holds_run(path: Path | Url) -> bool:
-    """Whether there is a run in ``path``, or the configuration of one."""
-    if isinstance(path, Url):  # nothing else is read from there
+    """Return whether ``path`` holds a run, or the configuration of one."""
+    if isinstance(path, Url):  # only runs are read from a bucket
         return True
     return (path / "commits").is_dir() or (path / "config.toml").is_file()

@@ -1,7 +1,7 @@
-"""Verifying: whether every byte that a commit stands for is still as it was written.
+"""Verification: whether every byte that a commit stands for is still as it was written.
 
-Sizes are bytes. The manifest, its timeline's record, its index and every block of every file are read again,
-the blocks with direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
+The manifest, its timeline's record, its index and every block of every file are read again. The blocks are read with
+direct I/O, so that the disk answers and not the page cache. Nothing is changed. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from holdfast.store.reader import RunReader
 
 WINDOW = 8
-"""Blocks in flight."""
+"""The number of blocks in flight."""
 Report = Callable[[int], None]
-"""Told the bytes that were read so far, now and then."""
+"""A callback with the bytes that were read so far."""
 
 
 def verify(
     store: RunReader, manifest: Manifest, queue: IOQueue | None, report: Report | None
 ) -> list[Damaged]:
-    """What is not as it was written, in the order manifest, timeline, index, files by offset."""
+    """Return the damage in the order manifest, timeline, index, files by offset."""
     damaged = [*_check_manifest(store, manifest), *_check_timeline(store, manifest)]
     atoms: dict[str, dict[str, str]] = {}
     try:
@@ -61,9 +61,12 @@ NONE_WHOLE = (
 
 
 def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
-    """Walks the current line from its newest commit down to the first whose state verifies."""
+    """Return the newest commit of the current line whose state verifies, and the damage of newer ones.
+
+    Raises ``NoCommit`` for an empty run, ``Damaged`` if no commit is whole.
+    """
     line, damaged = store.line_and_odd()
-    line = line or store.commits()  # where nothing that can be read says what line they are of
+    line = line or store.commits()  # without readable timeline records, no commit's line is known
     for ref in line:
         try:
             manifest = store.load(ref)
@@ -72,7 +75,8 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
             continue
         found = store.verify(manifest)
         damaged += found
-        if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
+        # the manifest repeats the timeline's record
+        if all(error.path == timeline_path(ref.timeline) for error in found):
             return manifest, damaged
     if not line:
         raise NoCommit(f"{store.root} has no commit yet")
@@ -83,7 +87,7 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
 
 
 def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
-    """The file of the manifest still says what ``manifest`` says."""
+    """Return the damage if the manifest's file no longer says what ``manifest`` says."""
     try:
         if store.load(manifest.ref) != manifest:
             return [
@@ -95,7 +99,10 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
 
 
 def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
-    """The record of the timeline of ``manifest`` can be read and agrees with it, and its parent's is of this run."""
+    """Return the damage of the timeline's record.
+
+    The record must be readable and agree with ``manifest``, and its parent must belong to this run.
+    """
     records, damaged = store.timelines()
     path, said = timeline_path(manifest.timeline), manifest.timeline_record
     found = [error for error in damaged if error.path == path]
@@ -113,7 +120,7 @@ def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A block that is being read: its digest is the result of ``future``."""
+    """A block that is being read; its digest is the result of ``future``."""
 
     unit: str
     ref: FileRef
@@ -203,7 +210,7 @@ class _Scan:
             self.report(self.done_bytes)
 
     def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
-        """What is wrong with the block of ``flight``."""
+        """Return the error for the damaged block of ``flight``."""
         path, start, nbytes = flight.ref.path, flight.start, flight.nbytes
         atoms = self._atoms_between(flight.unit, flight.ref, start, start + nbytes)
         way_out = self.store.way_out(path)
@@ -215,7 +222,10 @@ class _Scan:
         return Damaged(text, path=path, offset=start, nbytes=nbytes, atoms=tuple(atoms))
 
     def _atoms_between(self, unit: str, ref: FileRef, start: int, stop: int) -> list[str]:
-        """The atoms in a damaged block by the file's own header if that reads, else all of the unit's."""
+        """Return the tensor entries in a damaged block, by the file's own header.
+
+        If the header is unreadable too, returns all entries of the unit.
+        """
         known = self.atoms.get(unit, {})
         try:
             keys = unverified_layout(self.store.disk, ref).keys_between(start, stop)

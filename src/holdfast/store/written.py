@@ -1,8 +1,12 @@
 """WrittenCommits: makes commits, one after another, for the one writer of a run.
 
-Order on disk of every commit: data, sync -> manifest under a temporary name, sync -> rename -> sync of
-the directory -> only then is an older manifest unlinked, the directory synced again, and its files written
-anew. No manifest, no commit; a manifest that can be listed names files that are whole.
+The order on disk of every commit:
+1. Write the data; sync.
+2. Write the manifest under a temporary name; sync.
+3. Rename the manifest; sync the directory.
+4. Only then unlink an older manifest, sync the directory again, and write its files anew.
+
+The invariant: no manifest, no commit; a manifest that can be listed names files that are whole.
 """
 
 from __future__ import annotations
@@ -26,21 +30,21 @@ from holdfast.store.retention import is_begun, newest_tip
 from holdfast.store.room import Need, unneeded_segments
 
 Written = dict[str, tuple[int, tuple[str, ...]]]
-"""By unit the generation that was written, and the checksums of its blocks."""
+"""The generation that was written and the checksums of its blocks, by unit."""
 
 
 class WrittenCommits(RetainedCommits):
-    """Retained commits, of which new ones are made. ``LocalStore`` opens the directory that they are in."""
+    """Retained commits, and the making of new ones. ``LocalStore`` opens their directory."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._lock: HeldLock | None = None
         self._fork: Timeline | None = None
-        """The timeline that is written in."""
+        """The timeline that is being written."""
         self._failed: BaseException | None = None
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
+        """Store an index under the hash of its content, durably, and return its reference for ``publish``."""
         return self._put_named(encode_index(data))
 
     def _put_named(self, text: bytes) -> dict[str, Any]:
@@ -61,13 +65,18 @@ class WrittenCommits(RetainedCommits):
         steps: Mapping[str, int] | None = None,
         again: bool = False,
     ) -> Manifest:
-        """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit, ``steps`` the step of
-        its content for those of an earlier one, of which the records must be durable. One of this step that
-        was made already gives way if it is to be made ``again``.
+        """Make ``step`` a commit.
 
-        When this returns, the step survives power loss, and commits beyond ``retain`` are retired.
-        Raises ``StaleCommit`` if another writer has opened a newer timeline, or the directory or its lock is
-        not the one that was opened.
+        On return it survives power loss, and commits beyond ``retain`` are retired.
+
+        Args:
+            files: The generation and the checksums of each unit.
+            steps: The step of the content of those units that are of an earlier step; the log records since must be
+                durable.
+            again: Replace a commit of this step.
+
+        Raises ``StaleCommit`` if another writer has opened a newer timeline, or if the directory or its lock is not
+        the one that was opened.
         """
         self._check_writer()
         manifest = self._manifest(step, files, index, progress, steps or {}, again)
@@ -80,8 +89,10 @@ class WrittenCommits(RetainedCommits):
         index: dict[str, Any],
         progress: dict[str, Any],
     ) -> Manifest:
-        """Make the step of ``point``, a record, a commit of its timeline. For who opened the run without going on with
-        it; durable when this returns."""
+        """Make the step of ``point``, a log record, a commit of its timeline, durable on return.
+
+        For a process that opened the run without continuing it.
+        """
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
@@ -106,15 +117,17 @@ class WrittenCommits(RetainedCommits):
         return manifest
 
     def _write(self, manifest: Manifest, data: bytes) -> None:
-        """Make ``manifest``, encoded, a commit."""
+        """Publish ``manifest``, encoded as ``data``, and retain it."""
         write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
         failpoints.reach("after_directory_sync")
         self._check_writer()
         self._keep({**self._retained, manifest.ref: manifest})
 
     def retire(self, refs: Collection[CommitRef], needed: Collection[Need]) -> None:
-        """Remove the commits ``refs``, which somebody has asked for, then the files that only they named, then the
-        segments with no record that is ``needed``. For who opened the run without going on with it."""
+        """Remove the commits ``refs`` on request, then their files and the segments without ``needed`` records.
+
+        Only files that no other commit names are removed. For a process that opened the run without continuing it.
+        """
         self._check_writer()
         with self._failing():
             gone = [self._retained[ref] for ref in refs]
@@ -132,7 +145,7 @@ class WrittenCommits(RetainedCommits):
             self._prune_timelines()
 
     def _stay_on_line(self, without: Collection[CommitRef]) -> None:
-        """Where the line's timeline is one by saves and loses all its commits: let its record say that it is begun."""
+        """Mark a timeline by saves as begun if it stays the run's although all its commits are removed."""
         timelines = self.timelines()[0]
         tip = timelines.get(newest_tip(self._retained, timelines))
         if tip is not None and not is_begun(set(self._retained) - {*without}, tip):
@@ -150,7 +163,7 @@ class WrittenCommits(RetainedCommits):
         if self._fork is None:
             raise ValueError("begin() opens the timeline that a step is published in; call it first")
         last = max((ref.step for ref in self._retained if ref.timeline == self._fork.id), default=None)
-        first = self._fork.fork_step  # a line may begin with a commit of the step that it forks after
+        first = self._fork.fork_step  # a timeline may begin with a commit of the step that it forks after
         if (last is not None and step <= last - again) or (first is not None and step < first):
             last = first if last is None else last
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
@@ -187,7 +200,7 @@ class WrittenCommits(RetainedCommits):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Remembers a failure: what is on the disk is then known again only after a new ``open``."""
+        """Remember a failure: the state of the disk is then unknown until a new ``open``."""
         try:
             yield
         except BaseException as error:
@@ -206,7 +219,7 @@ def manifest_of(
     index: dict[str, Any],
     progress: dict[str, Any],
 ) -> Manifest:
-    """That of ``step`` of ``timeline``, made by this process now."""
+    """Return the manifest of ``step`` of ``timeline``, made by this process now."""
     return Manifest(
         step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, files, index,
         progress, time.time(), this_writer(),

@@ -1,7 +1,7 @@
-"""Archives: the zip files of ``torch.save``, whose tensors lie in them uncompressed and so can be read in place.
+"""Archives: the zip files that ``torch.save`` writes, whose tensors are stored uncompressed and can be read in place.
 
-An archive is a file, or a stretch of one (the entries of DCP's ``.distcp`` files). Its entries have CRC-32 sums, which
-torch writes and does not check when it reads.
+An archive is a whole file or a range of one (an entry of a ``.distcp`` file of DCP). Its entries carry CRC-32 sums,
+which torch writes but does not check when it reads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from . import pickles
 from .source import MOST_EXPANDED, Part
 
 PICKLE_BYTES = 1 << 30
-"""More than any pickle beside tensors has."""
+"""An upper limit for the size of a pickle that is stored beside tensors."""
 
 
 class Stretch(io.RawIOBase):
-    """The bytes ``start`` to ``start + nbytes`` of a file, as a file to read."""
+    """A readable file over the bytes ``start`` to ``start + nbytes`` of another file."""
 
     def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
@@ -55,7 +55,7 @@ class Stretch(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Entry:
-    """Of an archive: ``offset`` is from the start of the file that it is in."""
+    """One entry of an archive; ``offset`` counts from the start of the file that contains the archive."""
 
     offset: int
     nbytes: int
@@ -63,11 +63,16 @@ class Entry:
 
 
 class Archive:
-    """What ``torch.save`` wrote into ``path`` at ``start``: ``content`` is its pickle, read as data. ``name`` is what
-    the file was called, without its ending, when torch wrote it (``archive`` where it had no name)."""
+    """An archive that ``torch.save`` wrote into ``path`` at ``start``; ``content`` is its pickle, read as data.
+
+    ``name`` is the name, without its ending, that the file had when torch wrote it (``archive`` where it had no name).
+    """
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
-        """Raises ``Damaged`` if it is none, or one whose pickle cannot be read."""
+        """Index the archive and read its pickle.
+
+        Raises ``Damaged`` if ``path`` is no archive or its pickle cannot be read.
+        """
         self.path, self.name, self.nbytes = path, "", nbytes or 0
         self._entries: dict[str, Entry] = {}
         size = path.stat().st_size
@@ -105,7 +110,7 @@ class Archive:
         self.content = pickles.load(data, str(path))
 
     def part(self, storage: pickles.Storage) -> Part:
-        """Where the bytes of ``storage`` are. Raises ``Damaged`` if there are fewer than it claims."""
+        """Return where the bytes of ``storage`` are. Raises ``Damaged`` if there are fewer than ``storage`` claims."""
         entry = self._entries.get(f"data/{storage.key}")
         part = (
             None
@@ -120,7 +125,7 @@ class Archive:
         return part
 
     def _index(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        """The entries by name without the folder that all are in, and where their bytes begin."""
+        """Index the entries by name, without the folder that contains all of them, and find where their bytes begin."""
         with zipfile.ZipFile(io.BufferedReader(Stretch(file, start, nbytes))) as archive:
             for info in archive.infolist():
                 self.name, _, name = info.filename.partition("/")
@@ -147,13 +152,12 @@ class Archive:
 
 
 def piece_of(tensor: pickles.Tensor, part: int) -> Piece:
-    """Where the elements of a tensor of a pickle are in the part that its storage is."""
+    """Return the fragment that the elements of a pickled tensor are in ``part``, the part of its storage."""
     return Piece(Box.whole(tensor.shape), part, tensor.offset, tensor.strides)
 
 
 def check_inside(name: str, tensor: pickles.Tensor, part: Part) -> None:
-    """Raise ``Damaged`` if elements of ``tensor``, called ``name``, lie outside of ``part``, or if it has very many
-    more of them than are stored."""
+    """Raise ``Damaged`` if elements of the tensor ``name`` lie outside ``part``, or far outnumber the stored ones."""
     elements, stored = prod(tensor.shape), part.nbytes // part.itemsize
     spans = zip(tensor.shape, tensor.strides, strict=True)
     last = tensor.offset + sum((n - 1) * stride for n, stride in spans)

@@ -1,4 +1,4 @@
-"""Checking: what a source holds more than once has to be the same."""
+"""Checks that a source which holds a tensor more than once holds equal copies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from .load import read_flat
 from .source import Source, Stored
 
 CHUNK = 1 << 22
-"""Elements compared at once."""
+"""The number of elements that are compared at once."""
 
 
 def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
-    """Raise ``Damaged`` if copies of one of those that are ``wanted`` differ and should be equal. Those that were found
-    equal before are not looked at again."""
+    """Raise ``Damaged`` if a tensor of ``wanted`` has copies that should be equal and differ.
+
+    Tensors that an earlier call found equal are not compared again.
+    """
     left = [stored for stored in wanted if stored.atom.key not in source.compared]
     for error in unequal_copies(source, left):
         raise error
@@ -22,7 +24,7 @@ def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
 
 
 def unequal_copies(source: Source, among: Iterable[Stored]) -> Iterator[Damaged]:
-    """An error for each atom of which copies differ that should be equal."""
+    """Yield an error for each tensor entry whose copies should be equal and differ."""
     for stored in among:
         key = stored.atom.key
         first = Stored(stored.atom, stored.pieces)

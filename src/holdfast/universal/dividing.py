@@ -1,7 +1,7 @@
-"""Dividing a look: ranks that see the same files on one machine check each part once between them.
+"""Division of verification: ranks that see the same files on one machine check each part once between them.
 
-What one of them has read lies in the page cache that all of them read from, so its word is as good as an own look. Of
-files that another machine sees, its disk and its memory may be other ones: there ranks look for themselves.
+A part that one rank has read lies in the page cache that all ranks of the machine read from, so one check serves all.
+Another machine may have another disk and other memory, even for the same files: its ranks check for themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .source import Source
 
 
 class Need(NamedTuple):
-    """What a rank will read of a source: ``parts`` is a bit for each of ``count``. Ranks of one ``place`` see the same
-    files on one machine; None is what cannot be told."""
+    """The parts of a source that one rank will read: ``parts`` has one bit for each of ``count`` parts.
+
+    Ranks with equal ``place`` see the same files on one machine; None means that the place is unknown.
+    """
 
     place: tuple[str, int, int] | None
     count: int
@@ -27,14 +29,17 @@ class Need(NamedTuple):
 
     @classmethod
     def of(cls, source: Source, path: Path | None, parts: Iterable[int]) -> Need:
-        """Of ``parts``, of a source that lies at ``path`` (None: on no disk)."""
+        """Build the need of ``parts``, for a source that lies at ``path`` (None: on no disk)."""
         bits = np.zeros(len(source.parts), dtype=bool)
         bits[list(parts)] = True
         return cls(None if path is None else _place_of(path), len(bits), np.packbits(bits).tobytes())
 
 
 def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int], list[int]]:
-    """The parts that ``rank`` checks, and all that are checked on its machine: by size, so that shares are alike."""
+    """Return the parts that ``rank`` checks, and all parts that are checked on its machine.
+
+    Parts are dealt out by size, so that ranks check about equally many bytes.
+    """
     mine = needs[rank]
     near = [
         number

@@ -1,7 +1,7 @@
-"""Files as sources: parts that are stretches of files, read in place and verified by what their writers say of them.
+"""Sources made of files: parts are ranges of files, read in place and verified by the checksums of their writers.
 
-Nothing of a part with a checksum is given before all of it was verified, and nothing of a file that was written again
-since it was opened.
+Two rules hold: no byte of a part with a checksum is returned before the whole part was verified, and no byte of a file
+that was rewritten since it was opened.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from ..units import MiB, shown
 from .source import Part, Source, Sums
 
 PIECE = 4 * MiB
-"""Bytes that are read at once to be verified."""
+"""The number of bytes that are read at once during verification."""
 NUM_LOCKS = 16
-"""Parts that are looked into at once, about; two that share a lock wait for one another."""
+"""The approximate number of parts that are checked at once; two parts that share a lock wait for each other."""
 
 
 @dataclass
 class Files(Source):
-    """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of
-    it was verified, and nothing of a file that was written again since it was opened."""
+    """A source whose parts are ranges of files.
+
+    No byte of a part with a checksum is returned before the whole part was verified, and no byte of a file that was
+    rewritten since it was opened.
+    """
 
     _locks: list[threading.RLock] = field(
         default_factory=lambda: [threading.RLock() for _ in range(NUM_LOCKS)], repr=False
     )
     _stamps: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
-    """By file its size and the time when it was last written, as they were before anything of it was read."""
+    """The size and modification time of each file, as they were before any of it was read."""
 
     def __post_init__(self) -> None:
         path = Path(self.path)
@@ -49,13 +52,13 @@ class Files(Source):
 
     def add_part(self, part: Part) -> int:
         if part.path and part.path not in self._stamps:
-            with suppress(OSError):  # which is told when it is read
+            with suppress(OSError):  # the error is raised when the part is read
                 self._stamps[part.path] = _stamp_of(os.stat(part.path))
         return super().add_part(part)
 
     def refuse_rewritten(self) -> None:
         for path in sorted({part.path for part in self.parts if part.path}):
-            with looking_at(path), suppress(FileNotFoundError):  # what was read of it is still what was in it
+            with looking_at(path), suppress(FileNotFoundError):  # bytes read before the removal still hold
                 self._compare(path, os.stat(path))
 
     def _opened(self, part: Part) -> File:
@@ -109,7 +112,7 @@ class Files(Source):
                 self.checked.add(part)
 
     def _lying_in(self, part: int) -> Iterator[str]:
-        """Keys of the atoms that a part has something of."""
+        """Yield the keys of the tensor entries that have a fragment in ``part``."""
         for key, stored in self.atoms.items():
             if any((pieces.part == part).any() for pieces in stored.every):
                 yield key
@@ -117,12 +120,12 @@ class Files(Source):
 
 @dataclass
 class WithNumbers(Files):
-    """Files, and parts that are in none of them: numbers that others keep beside their tensors."""
+    """A source with parts that are in no file: numbers that other writers keep beside their tensors."""
 
     _numbers: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def add_number(self, value: bool | int | float) -> int:
-        """The number of a part of one F32 element, as torch's optimizers keep a count of steps."""
+        """Add a part of one F32 element, as torch's optimizers count steps, and return its number."""
         part = self.add_part(Part("", 0, 4, "F32"))
         self._numbers[part] = struct.pack("<f", value)
         return part
@@ -136,7 +139,7 @@ class WithNumbers(Files):
 
 @contextmanager
 def looking_at(path: object) -> Iterator[None]:
-    """Whoever looks at ``path`` or below it meets ``DiskFailed`` where the system refuses that, unless it is gone."""
+    """Turn system errors about ``path`` or below it into ``DiskFailed``; ``FileNotFoundError`` passes through."""
     try:
         yield
     except FileNotFoundError:
@@ -147,12 +150,17 @@ def looking_at(path: object) -> Iterator[None]:
 
 
 def _stamp_of(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_mtime_ns  # not every file system keeps the number of an inode
+    return status.st_size, status.st_mtime_ns  # no inode number: not every file system keeps one
 
 
 def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:
-    """Raise ``ChunkCorrupt`` if the bytes of ``part``, which ``bytes_at`` gives by start and number, are not those
-    that its checksums are of. ``lying_in`` are the keys of the atoms that it has something of."""
+    """Verify the checksums of ``part``. Raises ``ChunkCorrupt``.
+
+    Args:
+        part: The part to verify.
+        bytes_at: Return the bytes of the part, given their start and number.
+        lying_in: Keys of the tensor entries that have a fragment in the part.
+    """
     if part.crc32 is not None:
         found = 0
         for start in range(0, part.nbytes, PIECE):
@@ -178,8 +186,10 @@ def _check_stretch(part: Part, sums: Sums, number: int, bytes_at: Callable[[int,
 
 
 def check_sum(part: Part, found: int, lying_in: Iterable[str] = ()) -> None:
-    """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``. ``lying_in``, the keys of atoms that it has
-    something of, is gone through only then."""
+    """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``.
+
+    ``lying_in``, the keys of tensor entries with a fragment in the part, is iterated only then.
+    """
     if found != part.crc32:
         atoms = tuple(lying_in)
         held = f" It holds {shown(atoms)}." if atoms else ""

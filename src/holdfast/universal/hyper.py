@@ -1,4 +1,4 @@
-"""Hyper-parameters that a source has for the parameter groups here, and what optimizers keep once they have them."""
+"""Hyper-parameters that a source has for the live parameter groups, and the state that optimizers keep under them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from .matching import groups_of
 def set_hyper_parameters(
     groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
 ) -> bool:
-    """Give each parameter group, of the trained parameters ``names`` in a source, the hyper-parameters that this has
-    for them, where it has the same for all; whether it had them for all groups."""
+    """Set the hyper-parameters of each group from a source and return whether all groups could be set.
+
+    A group is set only where the source has the same values for all its parameters.
+
+    Args:
+        groups: The live parameter groups, changed in place.
+        names: For each group, the names of its trained parameters in the source.
+        progress: The progress of the source.
+    """
     found = _options(groups, names, progress)
     fill_groups(groups, [options or {} for options in found])
     return None not in found
@@ -30,8 +37,14 @@ def kept_by(
     progress: Mapping[str, Any],
     there: Mapping[str, str],
 ) -> dict[str, frozenset[str] | None]:
-    """By name the slots that ``optimizers`` will keep for the parameters with these ids, given the hyper-parameters of
-    a source that has them under the names ``there``; None where that is not known."""
+    """Return, by name, the state names that ``optimizers`` will keep for their parameters; None where that is unknown.
+
+    Args:
+        optimizers: The live optimizers.
+        names: Names of the parameters by id.
+        progress: The progress of the source, whose hyper-parameters will apply.
+        there: The name in the source of each live name.
+    """
     found: dict[str, frozenset[str] | None] = {}
     for optimizer in optimizers:
         groups = optimizer.param_groups
@@ -51,7 +64,7 @@ def kept_by(
 def _options(
     groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
 ) -> list[dict[str, Any] | None]:
-    """For each group what would be set in it; None where the source does not have it, or not the same for all."""
+    """Return what would be set in each group; None where the source has no values or differing ones."""
     of_name: dict[str, dict[str, Any]] = {}
     for group, members in groups_of(progress):
         options = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
@@ -70,12 +83,12 @@ def _options(
 
 
 def _like(own: Any, value: Any) -> Any:
-    """A list as a tuple where that is what is here: who flattens them does not say which it was."""
+    """Return a list as a tuple where ``own`` is a tuple: flattened files do not say which it was."""
     return tuple(value) if isinstance(own, tuple) and isinstance(value, list) else value
 
 
 def _refuse_objects(options: dict[str, Any], names: list[str]) -> None:
-    """Raise ``BadInput`` if one of ``options`` is not there by value, as an optimizer could not work with it."""
+    """Raise ``BadInput`` if one of ``options`` is not stored by value, because no optimizer could work with it."""
     for key, value in options.items():
         if isinstance(value, dict) and "__object__" in value:
             raise BadInput(

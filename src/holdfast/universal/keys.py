@@ -1,8 +1,9 @@
-"""Keys: what the entries of a nested state dict are: of the model, of an optimizer, or something else.
+"""Roles of the entries of a nested state dict: model, optimizer, or something else.
 
-An entry is known by its key, as ``torch.distributed.checkpoint`` forms it of the names on the way, and by these names,
-where the writer kept them: ``optim.state.w.step``. An optimizer is where ``param_groups`` are. The model is where the
-names of its parameters are, or what is called so, or what is not inside of anything.
+An entry is identified by its key, as ``torch.distributed.checkpoint`` forms it from the names on the path
+(``optim.state.w.step``), and by these names, where the writer kept them. An optimizer is where ``param_groups`` are.
+The model is where the names of the optimizer's parameters are; else where a name says so (``MODEL_NAMES``); else at the
+top level.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from ..state.atoms import STEP, TORCH_NAMES, WRAPPED
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
-"""What names of buffers end with."""
+"""The last components of the names of buffers."""
 EXTRA = "extra"
-"""The slot of tensors that are neither of the model nor of its optimizer."""
+"""The slot of tensors that belong neither to the model nor to its optimizer."""
 KEY = "dcp"
-"""Of an atom in an index its key in a state dict; of a commit's progress the ``paths`` and the ``values`` by key."""
+"""A JSON key with two uses.
+
+In an index it holds a tensor entry's key in a state dict; in a commit's progress it holds ``paths`` and ``values`` by
+key.
+"""
 PROGRESS = "holdfast.progress"
-"""The key of a progress as JSON, where that has no keys of its own."""
+"""The key of the progress as JSON, in formats without keys for progress."""
 MOST_OPTIMIZERS, MOST_NAMES = 64, 256
-"""Optimizers of one state, and names on the way to a tensor: each key is compared with all of them."""
+"""Limits for the optimizers of one state and the names on the path to a tensor: each key is compared with all of them.
+"""
 _GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
 
 Path = tuple[Any, ...]
-"""The names on the way to an entry; numbers are places in lists."""
+"""The names on the path to an entry; numbers are positions in lists."""
 
 
 class Kind(NamedTuple):
-    """Of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,36 +50,42 @@ class Kind(NamedTuple):
 
 @dataclass
 class Named:
-    """``tensors`` has the name and the slot of each tensor, ``optimizers`` and ``model`` what their keys begin with."""
+    """The role of each tensor of a state dict.
+
+    ``tensors`` holds the name and slot of each tensor; ``optimizers`` and ``model`` hold the prefixes of their keys.
+    """
 
     tensors: dict[str, tuple[str, str]]
     model: str
     optimizers: list[str]
     numbers: dict[str, str] = field(default_factory=dict)
-    """The names of parameters that an optimizer knows by number."""
+    """The names of parameters that an optimizer identifies by number."""
     of_model: set[str] = field(default_factory=set)
-    """What the tensors of the model are called."""
+    """The names of the model's tensors."""
     is_wrapped: bool = False
-    """Whether all keys of the model have the ``module.`` of a wrapper; if only some have it, it is the model's own."""
+    """True if all keys of the model have a wrapper's ``module.``.
+
+    If only some have it, it belongs to the model's names.
+    """
 
     def name_in_model(self, key: str) -> str:
-        """Of the tensor ``key`` of the model."""
+        """Return the model's name of the tensor ``key``."""
         name = key.removeprefix(self.model)
         return canonical(name) if self.is_wrapped else unwrapped(name)
 
     def plain(self, name: str) -> str:
-        """Of the parameter that an optimizer knows as ``name``."""
+        """Return the model's name of the parameter that an optimizer calls ``name``."""
         own = unwrapped(name)
         return own if own in self.of_model else canonical(name)
 
     @property
     def roots(self) -> dict[str, Any]:
-        """For a person: where what was found."""
+        """The keys at which the model and the optimizers were found, for messages."""
         return {"model": self.model.rstrip("."), "optimizer": [root.rstrip(".") for root in self.optimizers]}
 
 
 def canonical(name: str) -> str:
-    """``name`` without the wrappers on the way.
+    """Return ``name`` without the components that wrappers added.
 
     >>> canonical("module._orig_mod.layers.0._checkpoint_wrapped_module.w")
     'layers.0.w'
@@ -82,17 +94,25 @@ def canonical(name: str) -> str:
 
 
 def unwrapped(name: str) -> str:
-    """``name`` without what wrappers of torch are called, and nothing else is."""
+    """Return ``name`` without the components that are used by torch's wrappers alone."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def name_all(
     tensors: Mapping[str, Kind], paths: Mapping[str, Path], values: Mapping[str, Any], where: str = "this"
 ) -> Named:
-    """What ``tensors`` are, by key. ``paths`` are those of all entries, tensors or not, in the writer's order, where it
-    kept them; else one name each, the key. ``values`` are those of entries that are no tensors: what of them says which
-    numbers are in which group is needed to name parameters that an optimizer knows by number. Raises ``BadInput``,
-    naming ``where`` they are, if several could be the model and nothing tells which is."""
+    """Assign every tensor to the model, an optimizer, or neither.
+
+    Raises ``BadInput`` if several models are possible.
+
+    Args:
+        tensors: Shape and dtype by key.
+        paths: The paths of all entries, tensors or not, in the writer's order; a path is the key alone where the writer
+            kept none.
+        values: The entries that are no tensors. Those of parameter groups name parameters that an optimizer knows by
+            number.
+        where: The name of the state dict, for messages.
+    """
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
     if len(optimizers) > MOST_OPTIMIZERS:
         raise BadInput(
@@ -131,8 +151,10 @@ def name_all(
 
 
 def _likely(keys: list[str], tensors: Mapping[str, Kind]) -> list[str]:
-    """Of ``keys`` those that tell where the model is. A number beside a model is none, nor is a generator's state,
-    which is bytes in a row; but a model may have numbers alone."""
+    """Return those of ``keys`` that show where the model is.
+
+    Single numbers and generator states (one axis of bytes) do not count, unless the model has nothing else.
+    """
     shaped = [key for key in keys if tensors[key].shape]
     weights = [key for key in shaped if len(tensors[key].shape) > 1 or tensors[key].dtype != "U8"]
     numbers = [key for key in keys if not tensors[key].shape and slot_of(key, tensors[key]) == "param"]
@@ -140,7 +162,7 @@ def _likely(keys: list[str], tensors: Mapping[str, Kind]) -> list[str]:
 
 
 def _set_seconds_apart(named: Named) -> None:
-    """Of two that have one name the second is something else; an optimizer with such is none."""
+    """Move the second of two tensors with one name to ``EXTRA``; an optimizer that has such a tensor is none."""
     taken: set[tuple[str, str]] = set()
     seconds = {key for key, name in named.tensors.items() if name in taken or taken.add(name)}
     others = {root for root in named.optimizers if any(key.startswith(f"{root}state.") for key in seconds)}
@@ -151,7 +173,7 @@ def _set_seconds_apart(named: Named) -> None:
 
 
 def state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str] | None:
-    """The parameter and the slot, if the entry is an optimizer's state."""
+    """Return the parameter and the slot of an entry that is optimizer state; None for other entries."""
     for root in optimizers:
         if not key.startswith(f"{root}state."):
             continue
@@ -173,7 +195,7 @@ def inside(key: str, optimizers: Sequence[str]) -> bool:
 
 
 def _names_in_groups(paths: Mapping[str, Path], optimizers: Sequence[str]) -> set[str]:
-    """Of parameters, where hyper-parameters are by parameter."""
+    """Return the names of parameters, where the file keeps hyper-parameters by parameter."""
     found = set()
     for key, path in paths.items():
         for root in optimizers:
@@ -183,12 +205,12 @@ def _names_in_groups(paths: Mapping[str, Path], optimizers: Sequence[str]) -> se
 
 
 def in_list(path: Path) -> bool:
-    """Whether an entry of ``param_groups`` is in a list of groups."""
+    """Return whether an entry of ``param_groups`` is in a list of groups."""
     return any(a == "param_groups" and isinstance(b, int) for a, b in pairwise(path))
 
 
 def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str], where: str) -> str:
-    """What the keys of the model begin with."""
+    """Return the prefix of the model's keys."""
     keys = list(rest)
     nested = any(len(path) > 1 for path in paths.values())  # else dictionaries are not known
     hits: Counter[str] = Counter()
@@ -215,7 +237,7 @@ def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str],
 
 
 def _called(top: Path) -> str:
-    """The root of what is called as models are, on the way to ``top``."""
+    """Return the prefix of the innermost entry on ``top`` that has one of ``MODEL_NAMES``."""
     return _root_of(top[: max(i for i, name in enumerate(top) if name in MODEL_NAMES) + 1])
 
 
@@ -224,8 +246,11 @@ def _root_of(top: Path) -> str:
 
 
 def _one_of(roots: list[str], where: str) -> str:
-    """Of ``roots`` that could all be the model's, the one that is not inside of anything, or is called as models are;
-    of several such the one with the fewest names, and then the one that is called by the first of ``MODEL_NAMES``."""
+    """Choose the model's prefix from ``roots``, which are all possible.
+
+    Prefers the top level, then a name of ``MODEL_NAMES``: the shallowest, then the first in that list. Raises
+    ``BadInput`` if that leaves several or none.
+    """
     if len(roots) == 1:
         return roots[0]
     if "" in roots:
@@ -243,18 +268,18 @@ def _one_of(roots: list[str], where: str) -> str:
 
 
 def _is_direct(key: str, path: Path, root: str) -> bool:
-    """Whether an entry is in the dictionary ``root``, and not in one inside of that."""
+    """Return whether an entry is directly in the dictionary ``root``, not in one nested in ``root``."""
     return len(path) == 1 or not key.removeprefix(root).removesuffix(str(path[-1]))
 
 
 def slot_of(name: str, kind: Kind) -> str:
-    """Of a tensor of the model that no optimizer knows: a parameter, or a buffer by its type or name."""
+    """Return whether a tensor that no optimizer knows is a parameter or a buffer, judged by its dtype and name."""
     number = TORCH_NAMES[kind.dtype].startswith(("float", "bfloat", "complex"))
     return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
 
 
 def _groups_in(paths: Mapping[str, Path], values: Mapping[str, Any]) -> list[list[Any]]:
-    """Of the parameter groups of all optimizers, in order, what they call their parameters."""
+    """Return, for each parameter group of all optimizers in order, its identifiers of parameters."""
     return [
         values[key] for key, way in paths.items() if in_list(way) and way[-1] == "params" and key in values
     ]
@@ -266,14 +291,16 @@ def _numbered(
     tensors: Mapping[str, Kind],
     groups: Sequence[Sequence[Any]],
 ) -> dict[str, str]:
-    """The names of parameters that the optimizer knows by number: the model's tensors in order, if they are as many and
-    of the shapes of what the optimizer has for them. Each group is taken to have its own in that order, which shapes
-    cannot show where neighbours of one group have the same; if the next of two groups could be the next of the model,
-    or none can, nothing is named."""
+    """Return the names of parameters that optimizers know by number, or nothing where they are ambiguous.
+
+    Numbers are matched to the model's trained tensors in order: their count and the shapes of the optimizer's tensors
+    must fit. Each group is assumed to keep the model's order; shapes cannot prove that for neighbours of equal shape in
+    one group. If the next parameter of two groups, or of none, could be the model's next, nothing is named.
+    """
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         shape = tensors[key].shape
-        says = "." not in slot and slot != STEP  # what is in a list does not
+        says = "." not in slot and slot != STEP  # tensors in lists do not tell the shape
         if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
@@ -288,7 +315,7 @@ def _numbered(
     ):
         return {}
     heads: dict[frozenset[tuple[int, ...]], list[deque[int]]] = {}
-    """By the shapes of what is held for the next number of a group, those groups."""
+    """Groups by the shapes of the state of their next number."""
     for group in filter(None, left):
         heads.setdefault(frozenset(shapes.get(group[0], set())), []).append(group)
     found = {}
@@ -304,10 +331,12 @@ def _numbered(
 
 
 def _fits(shape: tuple[int, ...], held: AbstractSet[tuple[int, ...]], alone: bool) -> bool:
-    """Whether an optimizer may hold tensors of these shapes for a parameter of ``shape``: all of that, or with ones in
-    it, as factors of it have; numbers alone are of a number. In a group ``alone``, which is in order, what else it
-    holds says nothing against it."""
-    held = (held - {()}) or held  # a number beside tensors may be of any parameter
+    """Return whether optimizer tensors of the shapes ``held`` may belong to a parameter of ``shape``.
+
+    They fit if they all have ``shape``, or ``shape`` with ones, as factors have; single numbers fit a single number. In
+    a group ``alone``, whose order is known, other tensors beside a fitting one do no harm.
+    """
+    held = (held - {()}) or held  # a number beside tensors fits any parameter
     if not held or (alone and (shape in held or held == {()})):
         return True
     factors = all(
@@ -318,5 +347,5 @@ def _fits(shape: tuple[int, ...], held: AbstractSet[tuple[int, ...]], alone: boo
 
 
 def numbered_name(key: str, name: str) -> str:
-    """A name for what an optimizer knows by a number that says nothing: all of its key but the slot."""
+    """Return a name for state of a parameter known by a meaningless number: the key without the slot."""
     return key.rpartition(".")[0] if name.isdecimal() else name

@@ -1,8 +1,8 @@
-"""Load: what is wanted of a source, read in long runs by several threads, with bounded memory beside it.
+"""Reading of tensors from a source: long runs, several threads, bounded memory.
 
-A target is a box of an atom and the array that it shall fill. What lies in it is cut into runs: spans of one part of at
-most ``WINDOW`` bytes, with holes of at most ``GAP`` bytes, which are read and left out. Runs are read in the order in
-which they lie.
+A target is a region of a tensor entry and the array to fill with it. Fragments of the region are divided into runs:
+spans of one part of at most ``WINDOW`` bytes. A run may contain holes of at most ``GAP`` bytes, which are read and
+dropped. Runs are read in the order in which they lie in the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ THREADS = 4
 
 
 class Target(NamedTuple):
-    """``box`` of ``stored`` goes to ``array``, of the box's shape and of elements of the atom's size (opaque ones)."""
+    """The region ``box`` of ``stored`` and the ``array`` to fill with it.
+
+    The array has the region's shape and opaque elements of the entry's item size.
+    """
 
     stored: Stored
     box: Box
@@ -40,8 +43,10 @@ class Target(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements ``start`` to ``start + count`` of a part, of which those at ``strides`` from the first on are the region
-    ``box`` of the array of the target."""
+    """A range of elements of one part, some of which fill the region ``box`` of a target's array.
+
+    The range is ``start`` to ``start + count``; the elements used lie at ``strides`` from the first one.
+    """
 
     part: int
     start: int
@@ -54,19 +59,22 @@ class Run(NamedTuple):
 def read_all(source: Source, targets: list[Target]) -> None:
     """Fill the arrays of ``targets``, with several threads.
 
-    Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
+    Raises ``Damaged`` if the source is damaged or does not cover a target. Some arrays may be partly filled then.
     """
 
     in_threads(partial(_read, source, run, targets[run.target].array) for run in plan(source, targets))
 
 
 def check_all(source: Source, parts: Iterable[int]) -> None:
-    """Check ``parts`` that are not known to be whole, several at once. Raises ``Damaged`` for the first that is not."""
+    """Verify those of ``parts`` that are not verified yet, several at once.
+
+    Raises ``Damaged`` for the first that fails.
+    """
     in_threads(checks(source, parts))
 
 
 def checks(source: Source, parts: Iterable[int]) -> Iterator[Callable[[], int]]:
-    """Jobs for ``in_threads`` that check ``parts``, but for those that are known to be whole."""
+    """Yield jobs for ``in_threads`` that verify those of ``parts`` that are not verified yet."""
 
     def check(part: int) -> int:
         source.check(part)
@@ -77,14 +85,16 @@ def checks(source: Source, parts: Iterable[int]) -> Iterator[Callable[[], int]]:
 
 
 def read(source: Source, targets: list[Target]) -> None:
-    """As ``read_all``, with this thread alone."""
+    """Fill the arrays of ``targets`` in the calling thread; otherwise as ``read_all``."""
     for run in plan(source, targets):
         _read(source, run, targets[run.target].array)
 
 
 def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
-    """The elements ``start`` to ``stop`` of an atom in C order, as opaque ones of its size; where copies are to be
-    averaged, their mean."""
+    """Return elements ``start`` to ``stop`` of a tensor entry in C order, as opaque elements of its item size.
+
+    Where copies are to be averaged, the elements are their mean.
+    """
     if stored.average:
         return _mean_of(source, stored, start, stop)
     result = np.empty(stop - start, dtype=f"V{stored.atom.itemsize}")
@@ -102,8 +112,8 @@ def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarra
 
 
 def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
-    """The elements of ``dtype`` that are in the bytes of ``values``, which has one axis. Shares their memory."""
-    import torch  # only where one is wanted, so that verbs begin without it
+    """Return the bytes of ``values``, which has one axis, as a tensor of ``dtype``. Shares memory with ``values``."""
+    import torch  # imported here so that commands start without torch
 
     from ..state.dtypes import FROM_NAME
 
@@ -111,8 +121,7 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The elements of a ``tensor`` on the host, in C order, as opaque ones, as they are in a ``Target``. Shares its
-    memory."""
+    """Return the elements of a host ``tensor`` in C order as opaque ones, as in a ``Target``. Shares its memory."""
     from ..state.plain import flat_bytes
 
     flat = flat_bytes(tensor).numpy().view(f"V{tensor.element_size()}")
@@ -120,7 +129,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
-    """The bytes of ``values``, elements of ``dtype``, as those of ``wanted``."""
+    """Convert ``values`` from ``dtype`` to ``wanted`` and return the bytes."""
     if dtype == wanted:
         return values.view(np.uint8)
     from ..state.dtypes import FROM_NAME
@@ -129,7 +138,7 @@ def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
 
 
 def mean(values: list[torch.Tensor]) -> torch.Tensor:
-    """In float64, rounded once."""
+    """Return the mean of tensors, computed in float64 and rounded once."""
     import torch
 
     wide = torch.complex128 if values[0].is_complex() else torch.float64
@@ -137,7 +146,10 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = lambda made: None) -> None:
-    """Do ``jobs``, a few at once and begun in order; ``told`` is told what each returns. The first error ends it."""
+    """Run ``jobs`` in a few threads, started in order, and pass each result to ``told``.
+
+    The first error stops the rest.
+    """
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(THREADS, "load") as pool:
         try:
@@ -154,8 +166,11 @@ def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = la
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The runs that fill some targets, in the order in which they lie: the piece ``index`` of those of ``target``.
-    There may be millions, so each is made when it is its turn."""
+    """The runs that fill some targets, in the order in which they lie in the files.
+
+    Entry ``i`` is fragment ``index[i]`` of target ``target[i]``. There may be millions of runs, so each is built when
+    it is iterated.
+    """
 
     pieces: list[Pieces]
     target: np.ndarray
@@ -171,7 +186,7 @@ class Plan:
 
 
 def plan(source: Source, targets: Iterable[Target]) -> Plan:
-    """How ``targets`` are filled. Raises ``Damaged`` if there is too little of one."""
+    """Plan the runs that fill ``targets``. Raises ``Damaged`` if the source does not cover a target."""
     found: list[Pieces] = []
     itemsizes: list[int] = []
     for stored, box, _ in targets:
@@ -201,12 +216,12 @@ def plan(source: Source, targets: Iterable[Target]) -> Plan:
 
 
 def _span(piece: Piece) -> int:
-    """From its first element to its last, in the part."""
+    """Return the number of elements from the first to the last of ``piece``, in its part."""
     return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
 
 
 def _readable_ones(pieces: Pieces, itemsize: int) -> Pieces:
-    """``pieces`` in parts that can be read at once: most are as they are, without a hole and short."""
+    """Split ``pieces`` into fragments that one read can fetch. Most are contiguous and short, and stay unchanged."""
     spans = 1 + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
     easy = (spans == pieces.elements) & (spans * itemsize <= WINDOW)
     if easy.all():
@@ -217,7 +232,7 @@ def _readable_ones(pieces: Pieces, itemsize: int) -> Pieces:
 
 
 def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """The piece in parts whose spans are short enough and have small holes alone."""
+    """Split ``piece`` into fragments with short spans and small holes."""
     axes = [axis for axis, n in enumerate(piece.box.shape) if n > 1]
     axes.sort(key=lambda axis: piece.strides[axis])
     inner, widest_hole = 1, 0
@@ -236,7 +251,7 @@ def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
 
 
 def _between(piece: Piece, axis: int, start: int, stop: int) -> Piece:
-    """Its rows ``start`` to ``stop`` along ``axis``, as far as it has them."""
+    """Return rows ``start`` to ``stop`` of ``piece`` along ``axis``, as far as they exist."""
     low, high = list(piece.box.start), list(piece.box.stop)
     offset = piece.offset + (start - low[axis]) * piece.strides[axis]
     low[axis], high[axis] = start, min(stop, high[axis])

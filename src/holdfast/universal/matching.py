@@ -1,4 +1,4 @@
-"""Matching: which tensor of a source is which of a model's, and what of either is left over."""
+"""Matching of tensors between a source and a model, and the tensors of either that are left over."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from .source import Source, Stored
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """``rename`` gives the names in the source by regular expressions over names here, the first that matches in full.
-    ``partial`` leaves what the source does not have as it is, and what is not wanted of it unread. ``cast`` converts
-    floating-point tensors of another type."""
+    """Differences between source and model that the caller allows.
+
+    ``rename`` maps full names here to names in the source by regular expressions; the first match counts. ``partial``
+    leaves unchanged what the source lacks, and unread what the model does not want. ``cast`` converts floating-point
+    tensors of another dtype.
+    """
 
     rename: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
@@ -25,7 +28,7 @@ class Allowed:
 
 
 class Form(NamedTuple):
-    """A tensor of the model: all its names, its whole shape, the types that it may have in a source as they are."""
+    """A tensor of the model: all its names, its global shape, and the dtypes that a source may store unconverted."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -36,8 +39,11 @@ class Form(NamedTuple):
 
 @dataclass
 class Match:
-    """``found`` has, by name here, the tensors of the source by slot; the rest are names: what the source does not
-    have, what nothing wants of it, what is converted, and the trained parameters whose optimizer state begins anew."""
+    """The result of matching; ``found`` holds the source's tensors by slot, by name here.
+
+    The lists hold names: ``missing`` is what the source lacks, ``unused`` what nothing here wants, ``cast`` what is
+    converted, ``without_state`` the trained parameters whose optimizer state begins anew.
+    """
 
     found: dict[str, dict[str, Stored]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -45,22 +51,22 @@ class Match:
     cast: list[str] = field(default_factory=list)
     without_state: list[str] = field(default_factory=list)
     never_updated: list[str] = field(default_factory=list)
-    """Of what has no optimizer state there, what the optimizer had all the same."""
+    """Parameters without optimizer state in a source whose optimizer does list them."""
     names: dict[str, str] = field(default_factory=dict)
-    """By name here the name in the source."""
+    """The name in the source, by name here."""
     left: list[str] = field(default_factory=list)
-    """What is of the run that it comes from alone: residuals of error feedback."""
+    """Tensors that are of use in the source's own run alone: residuals of error feedback."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
+    """Optimizer values that are no tensors, as JSON: by name here, then by slot."""
     nested: dict[str, list[str]] = field(default_factory=dict)
-    """By name here, the slots that are parts of lists and dictionaries, to be put together."""
+    """Slots that are elements of lists and dictionaries and must be rebuilt, by name here."""
     apart: set[str] = field(default_factory=set)
-    """Names here, of parameters whose state is nested and cannot be put together."""
+    """Names here of parameters whose nested optimizer state cannot be rebuilt."""
     another: dict[str, str] = field(default_factory=dict)
-    """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
+    """The difference of optimizer state that is of another kind, by name here."""
 
     def told(self) -> list[str]:
-        """What is not as the source has it, for a person."""
+        """Return one message for each difference from the source."""
         told = []
         if self.missing:
             told.append(f"it has no {shown(self.missing)}, which stay as they are")
@@ -82,14 +88,14 @@ class Match:
         return told
 
     def in_source(self, groups: list[list[str]]) -> list[list[str]]:
-        """The names in the source of those of ``groups``, and none where their optimizer was of another kind."""
+        """Return the names in the source for the names of ``groups``; empty where the optimizer was of another kind."""
         return [
             ["" if name in self.another else self.names.get(name, name) for name in names] for names in groups
         ]
 
 
 Keeps = Callable[[Mapping[str, str]], Mapping[str, frozenset[str] | None]]
-"""Given the names in the source by those here, the slots that optimizers keep for parameters; None: not known."""
+"""A function from the source's names, by name here, to the slots that optimizers keep; None for unknown."""
 
 
 def match(
@@ -99,8 +105,15 @@ def match(
     elsewhere: Collection[str] = (),
     keeps: Keeps = lambda names: {},
 ) -> Match:
-    """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed`` or is
-    of other stages of a pipeline, which hold the names ``elsewhere``."""
+    """Find the tensors of ``forms`` in ``source``. Raises ``RunMismatch`` on any difference that is not allowed.
+
+    Args:
+        forms: The tensors of this rank's model.
+        source: The source to search.
+        allowed: Differences to accept.
+        elsewhere: Names that other pipeline stages hold; they count as used.
+        keeps: Return the slots that optimizers keep.
+    """
     forms = list(forms)
     held, result = _Held(source), Match()
     result.left = [key for key, stored in source.atoms.items() if stored.atom.slot in CARRIED]
@@ -114,7 +127,7 @@ def match(
         if name not in result.names:
             result.missing.append(name)
             continue
-        there = result.names[name]  # what its optimizer calls it, and else what is said of it
+        there = result.names[name]  # the optimizer's name of it
         main, others = held.take(there, form.is_buffer)
         _compare(form, main, allowed, result)
         main = held.with_copies(main, {_renamed(each, allowed) for each in form.names})
@@ -137,8 +150,11 @@ def match(
 
 
 class _Held:
-    """The tensors of a source by name and slot, but for what its run alone is carried on with. Of tied tensors each
-    name has those of the first, ``tied``; ``used`` are the names that something here wants."""
+    """The tensors of a source by name and slot, without those that only continue the source's own run.
+
+    All names of a tied tensor lead to the tensors of the first, by ``tied``. ``used`` holds the names that something
+    here wants.
+    """
 
     def __init__(self, source: Source) -> None:
         self.by_name: dict[str, dict[str, Stored]] = {}
@@ -156,19 +172,19 @@ class _Held:
         self._is_fresh = self.weights_only and bool(source.progress.get("groups"))
 
     def use(self, name: str) -> dict[str, Stored]:
-        """By slot what has ``name``, which is used from here on under whichever of its names."""
+        """Return the tensors of ``name`` by slot and mark all names of these tensors as used."""
         slots = self.by_name[name]
         self.used |= self._same[id(slots)]
         return dict(slots)
 
     def take(self, name: str, is_buffer: bool) -> tuple[Stored, dict[str, Stored]]:
-        """What has ``name``, used from here on: the parameter or buffer, and by slot what else there is of it."""
+        """Return the parameter or buffer ``name`` and its other tensors by slot, and mark them as used."""
         slots = self.use(name)
-        kinds = ("buffer", "param") if is_buffer else ("param", "buffer")  # some formats go by the type
+        kinds = ("buffer", "param") if is_buffer else ("param", "buffer")  # some formats go by dtype
         return slots.pop(next(kind for kind in kinds if kind in slots)), slots
 
     def with_copies(self, main: Stored, names: set[str]) -> Stored:
-        """``main`` with what is stored under others of its ``names``, as some formats have a tied tensor."""
+        """Return ``main`` with copies stored under others of its ``names``, as some formats store a tied tensor."""
         for name in names & self.by_name.keys() - self.used:
             copy = self.by_name[name].get("param")
             if copy is not None and _alike(copy, main):
@@ -177,8 +193,7 @@ class _Held:
         return main
 
     def lacking(self, name: str, result: Match) -> list[str] | None:
-        """The list of ``result`` for a parameter without optimizer state, as the source calls it; None where there
-        should be none."""
+        """Return the list of ``result`` for a parameter without optimizer state; None where none is expected."""
         if self._is_fresh:
             return None
         return result.never_updated if name in self._grouped else result.without_state
@@ -192,8 +207,16 @@ def _state(
     lacking: list[str] | None,
     result: Match,
 ) -> dict[str, Stored]:
-    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; if there are none, ``lacking`` has
-    it then."""
+    """Return the tensors of a parameter that its optimizer keeps, and note the rest in ``result``.
+
+    Args:
+        name: The parameter here.
+        slots: The source's tensors of the parameter, by slot.
+        values: The optimizer's values that are no tensors, by slot.
+        kept: The slots that the optimizer here keeps; None for unknown.
+        lacking: The list that gets ``name`` if the source has no state of it; None if none is expected.
+        result: The match to update.
+    """
     held = {slot: value for slot, value in values.items() if value is not None or "." in slot}
     there = (slots.keys() | held.keys()) - {"param"}
     if not there:
@@ -216,8 +239,10 @@ def _state(
 
 
 def _find_nested(source: Source, result: Match) -> None:
-    """What of the found state is nested, as slots with a dot are but for those of a run. Only where nothing of that is
-    lost it can be put together: torch leaves out what is empty when it flattens."""
+    """Note which found state is nested: slots with a dot, except those of a run.
+
+    Nested state can be rebuilt only if nothing is lost, and torch drops empty containers when it flattens.
+    """
     for name in result.found if "replay" not in source.progress else ():
         slots = {**result.found[name], **result.values.get(name, {})}
         slots = [slot for slot in slots if "." in slot or slot in source.unnested]
@@ -234,9 +259,9 @@ def _find_nested(source: Source, result: Match) -> None:
 
 
 def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The parameter groups that a source knows of, each with its hyper-parameters and the names in it."""
+    """Return the parameter groups of a source: hyper-parameters and parameter names of each."""
     groups, names = progress.get("groups", []), progress.get("group_parameters")
-    if names is None and "replay" in progress:  # of a Checkpointer: by optimizer
+    if names is None and "replay" in progress:  # written by a Checkpointer: groups by optimizer
         pairs = zip(groups, progress["replay"]["parameters"], strict=True)
         return [pair for each in pairs for pair in zip(*each, strict=True)]
     return list(zip(groups, names or [], strict=False))
@@ -247,7 +272,7 @@ def _alike(one: Stored, other: Stored) -> bool:
 
 
 def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed) -> str | None:
-    """The name in the source of what has ``names`` here."""
+    """Return the name in the source of the tensor that has ``names`` here."""
     for name in (_renamed(name, allowed) for name in names):
         if name in by_name and by_name[name].keys() & {"param", "buffer"}:
             return name
@@ -255,9 +280,11 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
 
 
 def _with_module(wanted: list[tuple[str, ...]], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
-    """``allowed``, where nothing has its own name in the source, with ``module.`` before the names here, or there: it
-    is what wrappers put there, and what a model may call its only child. ``wanted`` are the names of each tensor of the
-    whole model, so that all ranks say the same."""
+    """Return ``allowed`` with a rename that adds or removes ``module.``, where no name matches without one.
+
+    Wrappers add ``module.``, and a model may call its only child so. ``wanted`` holds the names of all tensors of the
+    whole model, so that all ranks decide alike.
+    """
     for rename in ({}, {r"module\.(.*)": r"\1"}, {"(.*)": r"module.\1"}) if not allowed.rename else ():
         each = replace(allowed, rename=rename)
         if any(_there(names, by_name, each) for names in wanted):
@@ -266,7 +293,7 @@ def _with_module(wanted: list[tuple[str, ...]], by_name: Mapping[str, Any], allo
 
 
 def _renamed(name: str, allowed: Allowed) -> str:
-    """What the source calls ``name``, if it has it."""
+    """Return the name that ``name`` has in the source, if the source has it."""
     for pattern, replacement in allowed.rename.items():
         if found := re.fullmatch(pattern, name):
             return found.expand(replacement)
@@ -274,7 +301,7 @@ def _renamed(name: str, allowed: Allowed) -> str:
 
 
 def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> None:
-    """Raises ``RunMismatch`` if ``stored`` is of another shape or type."""
+    """Raise ``RunMismatch`` if ``stored`` has another shape or dtype; note a conversion in ``result``."""
     name, atom = form.names[0], stored.atom
     if atom.shape != form.shape:
         raise RunMismatch(

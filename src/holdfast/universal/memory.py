@@ -1,4 +1,4 @@
-"""Memory: a state that is in memory, as a source."""
+"""A source whose tensors are in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import Part, Source, Stored
 
 
 class InMemory(Source):
-    """``atoms`` are whole tensors; what is read is what is in them then."""
+    """A source of whole tensors in memory; a read returns what the tensors hold at that time."""
 
     def __init__(
         self, path: str, format: str, atoms: list[tuple[Atom, torch.Tensor]], progress: dict[str, Any]
@@ -32,4 +32,4 @@ class InMemory(Source):
         np.frombuffer(into, dtype=np.uint8)[:] = self._arrays[part][offset : offset + len(into)]
 
     def check(self, part: int) -> None:
-        """There is nothing to compare with."""
+        """Do nothing: there is no checksum to compare with."""

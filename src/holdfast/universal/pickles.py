@@ -1,9 +1,9 @@
-"""Pickles of others, read as data: no class of theirs is imported, no function of theirs is called.
+"""Reader for foreign pickles that never imports a class or calls a function that a pickle names.
 
-A pickle is a program. What it may name here is a list (``ALLOWED``); what it makes of those names are ``Record``s,
-plain holders of the arguments and attributes that it gives them, and tensors that say where their bytes lie. Anything
-else is refused by name. The interpreter is Python's own in Python, whose memory is bounded by the size of the pickle;
-so is what it takes to go through all that it describes.
+A pickle is a program. The names that it may use are listed (``ALLOWED``); each becomes a ``Record``, which holds the
+arguments and attributes that the pickle gives it, or a tensor that says where its bytes lie. Any other name is refused.
+The interpreter is Python's own, written in Python; the size of the pickle bounds its memory and the work of walking
+through the result.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "UntypedStorage": "U8",
 }  # fmt: skip
-"""Names of safetensors, by the kinds of storage in files of torch."""
+"""Safetensors dtype names by torch's storage class."""
 DTYPES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
 _TYPE = re.compile(r"\w+Storage|(q?u?int|float|complex|bits)\d\w*")
-"""What torch calls types of elements."""
+"""Torch's names of element types."""
 
 MOST_ELEMENTS = 1 << 62
-"""More than any tensor has along an axis."""
+"""A limit that no axis of a tensor reaches."""
 MOST_SHARED = 1 << 20
-"""Values, written out one by one, that a pickle may hold beyond 16 for each of its bytes: what is there once may be
-held by many."""
+"""The number of values that a pickle may expand to, beyond 16 for each of its bytes: one value may be held many times.
+"""
 MOST_DEPTH = 100
-"""Of what is inside of one another."""
+"""The limit for nesting."""
 MOST_IN_KEY = 256
-"""Values in a key of a dictionary or a member of a set: all are looked at each time that it is looked up."""
+"""The limit for values in one dictionary key or set member: each lookup compares all of them."""
 MOST_BITS = 4096
-"""Of a number in such a key."""
+"""The limit for the bits of a number in such a key."""
 MOST_ALIKE = 32
-"""Keys of one dictionary, or members of one set, that may have one hash: each is compared with all before it. Hashes of
-texts are drawn anew in each process, those of numbers and tuples can be computed by whoever writes a file; further ones
-become a ``Key`` each."""
+"""The limit for keys of one dictionary, or members of one set, with equal hashes.
+
+Each such key is compared with all before it. Hashes of texts are salted in each process, but the writer of a file can
+choose those of numbers and tuples. Keys beyond the limit become a ``Key`` each.
+"""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The bytes of the entry ``key`` of an archive, which are ``elements`` of ``dtype``."""
+    """The bytes of the archive entry ``key``: ``elements`` elements of ``dtype``."""
 
     key: str
     dtype: str
@@ -59,7 +61,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a pickle: where its elements lie in its storage, in elements."""
+    """A tensor of a pickle: the position of its elements in its storage, counted in elements."""
 
     storage: Storage
     offset: int
@@ -69,13 +71,13 @@ class Tensor:
 
 @dataclass
 class Record:
-    """An object of the class or function ``name``, which was not made: what it was given."""
+    """The arguments and attributes of an object of class or function ``name``, which is never created."""
 
     name: str
     args: tuple[Any, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     items: dict[Any, Any] = field(default_factory=dict)
-    """Of a class that is a dictionary."""
+    """The items, if the class is a dictionary."""
 
     def __setstate__(self, state: Any) -> None:
         plain, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
@@ -104,7 +106,7 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Key:
-    """A key of a dictionary, or a member of a set, in place of a ``value`` whose hash others have too."""
+    """A dictionary key or set member that replaces a ``value`` whose hash many others share."""
 
     value: Any
 
@@ -119,7 +121,10 @@ class Key:
 
 
 def _drawn_hash(value: Any) -> int:
-    """Return a hash of ``value`` that nobody can foresee who does not know those of texts in this process."""
+    """Return a hash of ``value`` that the writer of a file cannot foresee.
+
+    It is built on text hashes, which are salted in each process.
+    """
     if value is None or isinstance(value, str | bytes | float | bool):
         return hash(value)
     if isinstance(value, Record):
@@ -146,38 +151,38 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "torch.Size": lambda *sizes: tuple(*sizes),
     "torch.device": lambda *given: ":".join(map(str, given)),
 }
-"""What is made as it is: it holds what it is given, and does nothing."""
+"""Callables that are really called: they only hold what they are given."""
 
 ALLOWED = frozenset({
-    # torch's own
+    # torch
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor", "torch.serialization._get_layout", "torch.storage._load_from_bytes",
     "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter", "torch.Tensor",
-    # of torch.distributed.checkpoint
+    # torch.distributed.checkpoint
     *(f"torch.distributed.checkpoint.metadata.{name}" for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.distributed.checkpoint._extension.StreamTransformExtension",
-    # of DeepSpeed
+    # DeepSpeed
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.utils.tensor_fragment.tensor_fragment",
-    # of Megatron, whose own classes all are
+    # Megatron, whose own classes are all allowed
     "argparse.Namespace", "signal.Signals", "_io.BytesIO", "torch._C.Generator", "numpy.dtypes.UInt32DType",
     *(f"torch.distributed.checkpoint.planner.{name}" for name in (
         "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-    # beside them
+    # libraries that these use
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype", "_codecs.encode", "pathlib.Path",
     "pathlib.PosixPath", "pathlib._local.PosixPath", "types.SimpleNamespace", "copy_reg._reconstructor",
     "copyreg._reconstructor", "builtins.object", "builtins.getattr", "builtins.bytearray", "datetime.timedelta",
 })  # fmt: skip
-"""What becomes a ``Record``. No name here is ever imported."""
+"""Names that become a ``Record``. None of them is ever imported."""
 
 
 def _empty_bytes(given: tuple[Any, ...]) -> bytes:
-    """As old protocols have them; others come as text."""
+    """Return empty bytes, which old pickle protocols build by a call; other bytes come as text."""
     if given:
         raise ValueError("bytes that are made of something")
     return b""
@@ -190,8 +195,11 @@ def _counter(given: Any) -> Counter[Any]:
 
 
 def load(data: bytes, where: str) -> Any:
-    """What the pickle ``data`` of ``where`` describes. Raises ``Damaged`` if it names what is not on the list, is no
-    pickle, or holds itself or a few values so many times over that nobody could go through them."""
+    """Return what the pickle ``data`` of ``where`` describes, without executing any of it.
+
+    Raises ``Damaged`` if the pickle names something that is not listed, is malformed, contains itself, or repeats a few
+    values so often that nobody could walk through them.
+    """
     try:
         most = MOST_SHARED + 16 * len(data)
         value = _Reader(io.BytesIO(data), where, most).load()
@@ -200,7 +208,7 @@ def load(data: bytes, where: str) -> Any:
         return value
     except Damaged:
         raise
-    except Exception as error:  # of any kind, as the bytes are anybody's
+    except Exception as error:  # any kind: the bytes may be hostile
         raise Damaged(
             f"{where} holds no pickle that can be read: {type(error).__name__}: {error}", path=where
         ) from error
@@ -211,8 +219,10 @@ def _refuse_bytearray(_: Any) -> None:
 
 
 def _written_out(value: Any) -> int:
-    """How many values ``value`` is, texts by their length, where each is counted as often as it is held. Raises
-    ``ValueError`` if it holds itself, or too deep."""
+    """Return how many values ``value`` expands to, counting each as often as it is held and texts by their length.
+
+    Raises ``ValueError`` if ``value`` contains itself or is nested too deep.
+    """
     counts: dict[int, tuple[int, int]] = {}
     begun: set[int] = set()
     stack = [value]
@@ -263,15 +273,17 @@ def _refuse_long_keys(keys: Iterable[Any]) -> None:
 
 
 def _is_spread(key: Any) -> bool:
-    """Return whether keys like ``key`` that differ have few hashes in common, whoever chose them."""
+    """Return whether keys like ``key`` that differ rarely share a hash, even if a file's writer chose them."""
     if type(key) is int:
         return -(1 << 60) < key < 1 << 60
     return key is None or isinstance(key, str | bytes | bool | float | Record | Key)
 
 
 def _spread(keys: Iterable[Any], known: dict[int, list[Any]]) -> list[Any]:
-    """Return ``keys`` with a ``Key`` in place of each that has the hash of many others. ``known`` has the first of each
-    hash, also those that are in the dictionary already."""
+    """Return ``keys`` with a ``Key`` in place of each whose hash many others share.
+
+    ``known`` holds the keys seen so far by hash, with those that are in the dictionary already.
+    """
     found = []
     for key in keys:
         if not _is_spread(key):
@@ -285,8 +297,11 @@ def _spread(keys: Iterable[Any], known: dict[int, list[Any]]) -> list[Any]:
 
 
 def _with_short_keys(load: Callable[[Any], None], keys: slice, into: int | None) -> Callable[[Any], None]:
-    """``load`` of an operation that looks up what is at ``keys`` of the stack. ``into`` is where on the stack the
-    dictionary or set is that they go to, of -1 on the one below; None of a new one."""
+    """Wrap ``load``, an operation that looks up the keys at ``keys`` of the stack, with a check of these keys.
+
+    ``into`` is the stack position of the dictionary or set that gets the keys; -1 is the one below the mark, None a new
+    one.
+    """
 
     def checked(reader: Any) -> None:
         found = reader.stack[keys]
@@ -303,7 +318,7 @@ def _with_short_keys(load: Callable[[Any], None], keys: slice, into: int | None)
 
 
 def _build(reader: Any) -> None:
-    """Attributes are for a ``Record`` alone: what else there is was checked when it was made, and stays as it is."""
+    """Set attributes on a ``Record`` only: other objects were checked when they were built, and stay unchanged."""
     state = reader.stack.pop()
     made = reader.stack[-1]
     if isinstance(made, Record):
@@ -319,7 +334,7 @@ _KEYS = {
 }  # fmt: skip
 
 
-class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pickle tells it to
+class _Reader(pickle._Unpickler):  # in Python: the one in C allocates whatever size a pickle names
     dispatch = _DISPATCH | {
         pickle.BYTEARRAY8[0]: _refuse_bytearray,
         pickle.BUILD[0]: _build,
@@ -330,10 +345,10 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
         super().__init__(file, encoding="utf-8")
         self._where, self._left = where, most
         self.alike: dict[int, tuple[Any, dict[int, list[Any]]]] = {}
-        """By identity each dictionary and set, and those of its keys whose hashes others could have chosen."""
+        """The keys with choosable hashes of each dictionary and set, by its identity."""
 
     def _made(self, kind: Callable[..., Any], *given: Any) -> Any:
-        """One of ``PLAIN``, which may be a copy of what is given: of so much altogether, and of no long keys."""
+        """Call ``kind`` of ``PLAIN``, which may copy what it is given; total copies and key lengths are bounded."""
         self._left -= sum(len(each) for each in given if hasattr(each, "__len__"))
         for each in given:
             if kind in (set, frozenset):
@@ -379,7 +394,7 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
         )
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Of torch: ("storage", type, key, device, elements)."""
+        """Return the storage of a persistent id of torch: ("storage", type, key, device, elements)."""
         kind, dtype, key, _, elements = pid
         if kind != "storage" or dtype not in DTYPE_BYTES or not isinstance(elements, int) or elements < 0:
             raise ValueError("a persistent id that is no storage of torch")
@@ -389,7 +404,7 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
 def _tensor(
     storage: Storage, offset: int, shape: Any, strides: Any, _: Any = None, __: Any = None, kept: Any = None
 ) -> Tensor:
-    """``kept`` is what torch keeps of it beside its bytes."""
+    """Build a tensor. ``kept`` holds what torch keeps beside the bytes."""
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
     if isinstance(kept, dict) and (kept.get("conj") or kept.get("neg")):
@@ -408,21 +423,21 @@ def _tensor(
 def _tensor_of_bytes(
     storage: Storage, offset: int, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, kept: Any = None
 ) -> Tensor:
-    """Of a type for which torch has no kind of storage."""
+    """Build a tensor of a dtype that has no storage class in torch."""
     made = _tensor(storage, offset, shape, strides, kept=kept)
     elements = storage.elements // DTYPE_BYTES[dtype]
     return Tensor(Storage(storage.key, dtype, elements), made.offset, made.shape, made.strides)
 
 
 def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:
-    """A tensor that has attributes, or is of a class of its own: those are left out."""
+    """Build a tensor that has attributes or a class of its own; both are dropped."""
     if rebuild is not _tensor or not isinstance(args, tuple):
         raise TypeError("a tensor that is made in a way that is not known")
     return _tensor(*args)
 
 
 def _maker(name: str) -> type[Record]:
-    """What is called, or made without a call, in place of the class ``name``: a class, as a pickle may ask for one."""
+    """Return a class that stands for the class ``name`` and builds a ``Record`` when called or created."""
 
     class Made(Record):
         def __new__(cls, *args: Any, **fields: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Plain: what a pickle holds, as JSON as ``state.progress.encode`` has it. An object becomes what it was given."""
+"""Conversion of pickled objects to JSON, as ``state.progress.encode`` writes it; an object becomes its arguments."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from .pickles import Key, Record, Tensor
 from .source import MOST_EXPANDED
 
 MOST_BEYOND = 16 * MiB
-"""Bytes of tensors, written out each time that they are held, beyond those of the archive."""
+"""Limit for the bytes of tensors, counted each time that they are held, beyond the archive's own size."""
 
 NUMBERS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
-"""NumPy's names of the types of its numbers that are Python's too."""
+"""NumPy's names of the number types that Python has as well."""
 
 
 class Plain:
-    """Of one archive. Of tensors longer than ``longest`` bytes there is the form alone, and their place is noted in
-    ``left_out``."""
+    """The converter for one archive.
+
+    For tensors longer than ``longest`` bytes it writes shape and dtype alone and notes their place in ``left_out``.
+    """
 
     def __init__(self, archive: Archive, longest: int | None = None) -> None:
         self._archive, self._longest = archive, longest
@@ -36,7 +38,7 @@ class Plain:
         self.left_out: list[str] = []
 
     def __call__(self, value: Any, where: str = "") -> Any:
-        """As JSON. Raises ``Damaged`` if a tensor in it is not whole."""
+        """Return ``value`` as JSON. Raises ``Damaged`` if a tensor in it is damaged."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -70,7 +72,7 @@ class Plain:
         return {"__object__": value.name, **parts}
 
     def _scalar(self, value: Record, where: str) -> Any:
-        """A number of NumPy, as Python has it; of a type that Python has no number for, the object."""
+        """Return a NumPy number as Python's; for a dtype that Python has no number for, the object."""
         kind, data = (*value.args, None, None)[:2]
         name, order = _dtype_of(kind)
         if name not in NUMBERS:
@@ -97,14 +99,14 @@ class Plain:
 
 
 def _bytes_in(value: Any) -> Any:
-    """The bytes that a record of how old protocols have them is; anything else as it is."""
+    """Return the bytes that old protocols write as a record; anything else unchanged."""
     if isinstance(value, Record) and value.name == "_codecs.encode" and value.args:
         return str(value.args[0]).encode("latin1")
     return value
 
 
 def _dtype_of(kind: Any) -> tuple[str, str]:
-    """The name and the byte order of a NumPy dtype as a record; empty names are of none."""
+    """Return name and byte order of a NumPy dtype that is a record; empty names if it is none."""
     if not isinstance(kind, Record) or kind.name != "numpy.dtype" or not kind.args:
         return "", ""
     state = kind.args[-1]
@@ -113,7 +115,7 @@ def _dtype_of(kind: Any) -> tuple[str, str]:
 
 
 def bytes_of(archive: Archive, tensor: Tensor) -> bytes:
-    """The elements of ``tensor`` in C order, once its storage is known to be whole."""
+    """Return the elements of ``tensor`` in C order, after its storage was verified. Raises ``Damaged``."""
     part, elements = archive.part(tensor.storage), prod(tensor.shape)
     spans = zip(tensor.shape, tensor.strides, strict=True)
     last = tensor.offset + sum(max(0, n - 1) * stride for n, stride in spans)

@@ -1,7 +1,9 @@
-"""Restore: a source into a live model and its optimizers, each rank what it holds, whoever wrote it and however cut.
+"""Restoring of a source into a live model and its optimizers, under any sharding: each rank reads what it holds.
 
-Names and shapes are compared first, then everything that is needed is read and verified, and only then is a tensor that
-was there before written to. What the optimizer holds is new, and so is filled as it is read.
+1. Names and shapes are compared.
+2. Everything that goes to existing tensors is verified.
+3. Optimizer state, which is new, is filled as it is read.
+4. Only then are existing tensors written to.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ BATCH_BYTES = 256 * MiB
 
 @dataclass(frozen=True)
 class _Wanted:
-    """``box`` of ``stored`` goes to the tensor ``slot`` of ``name`` here, converted to ``dtype`` if there is one."""
+    """The region ``box`` of ``stored``, to be read into the tensor ``slot`` of ``name``; ``dtype`` converts
+    it if set.
+    """
 
     name: str
     slot: str
@@ -47,22 +51,25 @@ class _Wanted:
 
 
 def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[Stored]]:
-    """The parts that ``restore`` will read, and what it will take something of. Raises what it would for anything but
-    damage: for several ranks, none of which is to be changed if another cannot be."""
+    """Return the parts that ``restore`` will read, and the tensors that it will restore.
+
+    Raises every error that ``restore`` would, except for damage. Several ranks call this first, so that none is changed
+    if another cannot be.
+    """
     live, slots = _wanted(state, matched(state, source, allowed))
     wanted = live + slots
     return {number for each in wanted for number in _parts_of(each)}, [each.stored for each in wanted]
 
 
 def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, bool]:
-    """Bring the tensors of ``state``, and the hyper-parameters of its optimizers, to what ``source`` has. Returns what
-    was found, and whether that had the hyper-parameters of every parameter group.
+    """Set the tensors of ``state``, and the hyper-parameters of its optimizers, from ``source``.
 
-    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed,
-    but if a file of it is written again while the last of it is read: the model has to be filled anew then.
+    Returns the match, and whether the source had hyper-parameters for every group. Raises ``RunMismatch`` if the source
+    belongs to another model, ``Damaged`` if it is damaged. In both cases the model is unchanged, with one exception: a
+    file that is rewritten while the last tensors are read leaves a model that must be filled again.
     """
     found = matched(state, source, allowed)
-    groups_of(source.progress)  # what cannot be told is told now
+    groups_of(source.progress)  # raises now if the groups are malformed
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
     check_all(source, sorted({number for each in live for number in _parts_of(each)}))
@@ -84,12 +91,12 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
         state.residuals.update(residuals)
         raise
     _load(state, source, live)
-    source.refuse_rewritten()  # in this very moment, which is all that is left of it
+    source.refuse_rewritten()  # closes the gap since the check above
     return found, _set_hyper_parameters(state, source.progress, found)
 
 
 def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> None:
-    """Raise ``RunMismatch`` where tensors that are one memory here have other values in ``source``."""
+    """Raise ``RunMismatch`` where tensors that share memory here have different values in ``source``."""
     held = state.memory()
     wanted: dict[Key, list[_Wanted]] = {}
     for each in live:
@@ -118,12 +125,12 @@ def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> Non
 
 
 def _of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
-    """What its state has of parameters."""
+    """Return the entries of an optimizer's state that belong to parameters."""
     return {key: held for key, held in optimizer.state.items() if isinstance(key, torch.Tensor)}
 
 
 def _parts_of(wanted: _Wanted) -> set[int]:
-    """That are read for it: where copies are averaged, of all of them."""
+    """Return the parts that are read for ``wanted``; where copies are averaged, those of all copies."""
     stored = wanted.stored
     each = stored.every if stored.average else (stored.pieces,)
     return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
@@ -145,7 +152,7 @@ def _forms_of(state: LiveState) -> list[Form]:
 
 
 def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted]]:
-    """What goes to tensors that are there, and what optimizers hold."""
+    """Return the reads into existing tensors, and the reads of optimizer state."""
     live, slots = [], []
     for name, there in found.found.items():
         for slot, stored in there.items():
@@ -169,9 +176,10 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
 def _follows(
     state: LiveState, parameter: CapturedParameter, stored: Stored, there: Mapping[str, Stored], found: Match
 ) -> bool:
-    """Whether the optimizer keeps ``stored`` in the type of its ``parameter``, which is another than in the source:
-    as torch's ``load_state_dict`` has it, but for numbers that are not of the parameter's own shape, and where it was
-    otherwise in the source."""
+    """Return whether the optimizer keeps ``stored`` in the dtype of its ``parameter``, where the source has another.
+
+    As in torch's ``load_state_dict``, it does; except for single numbers, and where the source's optimizer did not.
+    """
     number, atom = state.optimizer_of(parameter), stored.atom
     is_number = not atom.shape and (bool(parameter.shape) or atom.slot == STEP)
     if parameter.name not in found.cast or number is None or is_number:
@@ -181,7 +189,7 @@ def _follows(
 
 
 def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region: Region) -> list[Box]:
-    """What this rank holds of a tensor of a parameter. Raises ``RunMismatch`` if that cannot be told."""
+    """Return the regions of a parameter's tensor that this rank holds. Raises ``RunMismatch`` if they are unknown."""
     shape = stored.atom.shape
     if shape == parameter.shape:
         return boxes_of(region)
@@ -194,8 +202,10 @@ def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region:
 
 
 def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
-    """Put lists and dictionaries of optimizers together that were taken apart into ``slots``, by parameter, with all
-    names on the way in the name of each."""
+    """Rebuild lists and dictionaries of optimizers that were flattened into ``slots``, given by parameter.
+
+    The name of each slot has all names on the path, joined by dots.
+    """
     for name, apart in slots.items():
         parameter = state.parameter(name)
         number = state.optimizer_of(parameter)
@@ -213,7 +223,7 @@ def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """A dictionary as a list, also inside of it, where its keys are the places in one."""
+    """Convert dictionaries whose keys are the positions of a list to lists, at every level."""
     if not isinstance(value, dict) or not value:
         return value
     made = {key: _with_lists(item) for key, item in value.items()}
@@ -222,7 +232,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
-    """Read what is wanted, so many bytes at once, and put it where it is held."""
+    """Read ``wanted`` in batches of ``BATCH_BYTES`` and copy each tensor to its place."""
     for batch in packed(wanted, lambda each: each.box.elements * each.stored.atom.itemsize, BATCH_BYTES):
         _load_batch(state, source, batch)
 
@@ -238,7 +248,7 @@ def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None
 
 
 def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch.Tensor]:
-    """Regions of atoms, as tensors on the host. Raises ``Damaged``."""
+    """Return regions of tensor entries as host tensors. Raises ``Damaged``."""
     targets, tensors = [], []
     for stored, box in wanted:
         if stored.average:

@@ -1,4 +1,6 @@
-"""Rules and runs: the rules that a run is cut by, and whether rules make of its parts what it says that they are."""
+"""Rules applied to runs and to sources: inferring rules from a run, checking them, and reading a source
+through them.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from .load import read_flat
 from .source import Made, Part, Source, Stored, places_of
 
 OF_MODEL = ("param", "buffer")
-"""Slots of tensors that may have other names as well."""
+"""Slots of tensors that may have aliases."""
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
-    """The text of a rule file that makes the tensors of a commit of what its ranks stored."""
+    """Return the text of a rule file that builds the tensors of a commit from what its ranks stored."""
     stored = reader.atoms(manifest)
     _refuse_stretches(stored)
     held = regions(manifest, stored)
@@ -38,7 +40,9 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
 
 
 def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assembled, list[str]]:
-    """What ``rules`` make of what the ranks of a commit stored, and the tensors that lie otherwise than it records."""
+    """Apply ``rules`` to what the ranks of a commit stored; return the result and the keys that differ from
+    the commit.
+    """
     stored, world = reader.atoms(manifest), len(manifest.streams)
     _refuse_stretches(stored)
     held = regions(manifest, stored)
@@ -60,14 +64,16 @@ def _refuse_stretches(stored: Mapping[str, dict[str, Any]]) -> None:
     for key, described in stored.items():
         if any(FLAT in fragment for fragment in described["fragments"]):
             raise RuleError(
-                f"the ranks stored stretches of the flattened {key}, as FSDP1 cuts it, and rules have one box of each"
-                " rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
+                f"the ranks stored stretches of the flattened {key}, as ZeRO and FSDP1 cut it, and rules have one box"
+                " of each rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
             )
 
 
 def add_to(contents: Source, found: Assembled) -> None:
-    """What rules made, as the atoms of a source; what they lost is said in its progress. Raises ``Damaged`` if they are
-    not whole."""
+    """Add the tensors that rules built to ``contents``, and note averaged and dropped ones in its progress.
+
+    Raises ``Damaged`` if a tensor is not covered exactly once.
+    """
     for ruled in found.atoms.values():
         contents.add(Stored(ruled.atom, ruled.pieces, ruled.copies, ruled.average))
     contents.aliases |= found.aliases
@@ -78,11 +84,13 @@ def add_to(contents: Source, found: Assembled) -> None:
 
 
 class UnderRules(Made):
-    """What ``rules`` make of the whole tensors of ``source``: other names, joined, split, permuted. Nothing is copied:
-    its parts are the tensors of the source, read as they are asked for."""
+    """The tensors of ``source`` after ``rules`` renamed, joined, split or permuted them.
+
+    Nothing is copied: the parts are the tensors of the source, read on demand.
+    """
 
     def __init__(self, source: Source, rules: Rules) -> None:
-        """Raises ``RuleError`` if the rules do not fit."""
+        """Apply the rules. Raises ``RuleError`` if they do not fit."""
         super().__init__(source)
         self._stored: list[Stored] = []
         self._copies: list[list[int]] = [[] for _ in source.atoms]
@@ -99,12 +107,12 @@ class UnderRules(Made):
         self._rename_in_progress()
 
     def _add_stored(self, stored: Stored) -> int:
-        """The number of the part that it is."""
+        """Add a part for ``stored`` and return its number."""
         self._stored.append(stored)
         return self.add_part(Part(self.path, 0, stored.atom.nbytes, stored.atom.dtype))
 
     def _with_copies(self, stored: Stored) -> Stored:
-        """``stored``, and the same of the copies that the source has of what it is made of."""
+        """Return ``stored`` with copies that are built from the source's copies in the same way."""
         if stored.average:
             return stored
         found = [*stored.every]
@@ -118,8 +126,10 @@ class UnderRules(Made):
         return replace(stored, copies=tuple(found[1:]))
 
     def _rename_aliases(self, rules: Rules, source: Source) -> None:
-        """As ``rules`` call the tensor and its alias, were both there. Of an alias for which there is no rule, and of
-        a tensor that is made of several, there is none then."""
+        """Rename aliases as ``rules`` would rename the tensor and its alias, if both were stored.
+
+        An alias without a rule is dropped, and so is an alias of a tensor that is built of several.
+        """
         names = {stored.atom.name for stored in self.atoms.values()}
         held = {
             stored.atom.name: stored.atom for stored in source.atoms.values() if stored.atom.slot in OF_MODEL
@@ -134,7 +144,7 @@ class UnderRules(Made):
             self.aliases |= {new: of for new, of in pairs.items() if of in names and new not in names}
 
     def _rename_in_progress(self) -> None:
-        """What is said by name is said of the tensors that those became."""
+        """Replace names in the progress by the names of the tensors that they became."""
         made: dict[str, dict[str, None]] = {}
         for stored in self.atoms.values():
             for part in set(stored.pieces.part.tolist()):
@@ -147,7 +157,7 @@ class UnderRules(Made):
 
         if "group_parameters" in self.progress:
             self.progress["group_parameters"] = renamed(self.progress["group_parameters"])
-        if "replay" in self.progress:  # of a Checkpointer: by optimizer. No stride says what a rule has made
+        if "replay" in self.progress:  # by a Checkpointer: groups by optimizer; strides become unknown
             parameters = [renamed(groups) for groups in self.progress["replay"]["parameters"]]
             self.progress["replay"] = {**self.progress["replay"], "parameters": parameters, "strides": {}}
         if "values" in self.progress:
@@ -171,7 +181,7 @@ def _row(number: int, atom: Atom, name: str) -> StoredTensor:
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:
-    """Whether an atom that rules made has these boxes of these parts."""
+    """Return whether ``ruled`` consists of exactly these regions of these parts."""
     if ruled is None or ruled.atom != atom:
         return False
     full = {part: box for part, box in boxes.items() if box.elements}

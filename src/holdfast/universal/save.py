@@ -1,4 +1,4 @@
-"""Save: any source as a run directory of this library, which is one commit."""
+"""Writing of any source as a run directory of this library with one commit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .load import read_flat
 from .source import Source, Stored, with_aliases
 
 UNIT_BYTES = 256 * MiB
-"""About how much goes into one file; what belongs to one parameter is not divided."""
+"""The approximate size of a file; the tensors of one parameter stay together."""
 
 
 def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-    """Make ``root`` a run whose one commit is ``source``, at its step. Durable when this returns.
+    """Write ``source`` as a new run in ``root`` with one commit, at the step of the source. Durable on return.
 
-    Raises ``BadInput`` if there is a run already, or what another library wrote, ``DiskFull`` if there is no room for
-    it, all with nothing written.
+    Raises ``BadInput`` if ``root`` holds a run or a checkpoint of another library, ``DiskFull`` if there is no room;
+    nothing is written then.
     """
     if reserved := next((key for key in source.atoms if key.startswith(PAD)), None):
         raise BadInput(f"{reserved}: names that begin with {PAD} are reserved in a run. Rename it, by rules.")
@@ -57,7 +57,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
 
 
 def _grouped(source: Source) -> Iterator[list[Stored]]:
-    """Atoms by parameter, in files of about ``UNIT_BYTES``."""
+    """Yield tensor entries grouped by parameter, in files of about ``UNIT_BYTES``."""
     by_name: dict[str, list[Stored]] = {}
     for stored in source.atoms.values():
         by_name.setdefault(stored.atom.name, []).append(stored)
@@ -81,7 +81,7 @@ def _index(units: dict[str, list[Stored]]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _fill(source: Source, layout: Layout, told: Callable[[int], None], view: memoryview, start: int) -> None:
-    """Put the bytes of a file of ``layout`` from ``start`` on into ``view``."""
+    """Fill ``view`` with the bytes of a file of ``layout``, from ``start`` on."""
     stop = start + len(view)
     piece = np.frombuffer(view, dtype=np.uint8)
     piece[:] = 0

@@ -1,4 +1,4 @@
-"""Small tensors that are neither the model's nor its optimizer's: they belong to the progress, by value."""
+"""Small tensors that belong neither to the model nor to its optimizer: they are stored in the progress, by value."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ SMALL_BYTES = 16 * KiB
 
 
 def add_or_tell(source: Source, key: str, stored: Stored, values: dict[str, Any]) -> None:
-    """``stored`` becomes an atom of ``source``, or if it is one of these, one of ``values``, by its ``key``. Raises
-    ``Damaged`` if its pieces do not cover it once."""
+    """Add ``stored`` to ``source`` as a tensor entry, or to ``values`` by ``key`` if it is small and extra.
+
+    Raises ``Damaged`` if its fragments do not cover it exactly once.
+    """
     if stored.atom.slot == EXTRA and stored.atom.nbytes <= SMALL_BYTES:
         source.check_cover(stored)
         values[key] = _value_of(source, stored)
@@ -24,6 +26,6 @@ def add_or_tell(source: Source, key: str, stored: Stored, values: dict[str, Any]
 
 
 def _value_of(source: Source, stored: Stored) -> dict[str, Any]:
-    """Its value as JSON."""
+    """Return the value of a stored tensor as JSON."""
     data = read_flat(source, stored, 0, stored.atom.elements).tobytes()
     return tensor_json(stored.atom.dtype, stored.atom.shape, data)

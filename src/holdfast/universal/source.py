@@ -1,8 +1,8 @@
-"""Sources: stored training states, whoever wrote them, as atoms whose elements lie in parts.
+"""Sources: stored training states of any format, as tensor entries whose elements lie in parts.
 
-A reader of a format says what there is, exactly; what is wanted of it is planned and read in one way for all
-(``universal.load``). Nothing of a source is executed, and of what it claims nothing is allocated before it was checked
-against the sizes of its files.
+A reader of a format only describes what is stored; planning and reading are the same for all (``universal.load``).
+Nothing of a source is executed. No memory is allocated for a claim of a source before the claim was checked against the
+sizes of its files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
 
 MOST_EXPANDED = 1 << 20
-"""Elements at most of a tensor, or a region of one, that has more of them than are stored."""
+"""The limit of elements for a tensor, or a region, that has more elements than are stored (expanded)."""
 MOST_OFFSET = float(1 << 62)
-"""More than any place is at, in elements; below it nothing overflows."""
+"""A limit for offsets, in elements, below which no arithmetic overflows."""
 
 
 class Sums(NamedTuple):
-    """Of the tensor ``key`` the xxh3 of 64 bits, in hexadecimal, of every ``stretch`` bytes of it."""
+    """The checksums of the tensor ``key``: one 64-bit xxh3, in hexadecimal, for every ``stretch`` bytes."""
 
     key: str
     stretch: int
@@ -37,8 +37,10 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One stored array: ``nbytes`` bytes of the file ``path`` from ``offset`` on, of elements of ``dtype`` (a name of
-    safetensors). ``crc32`` or ``sums`` are what its writer says that its bytes have, where it says so."""
+    """One stored array: ``nbytes`` bytes of the file ``path`` from ``offset`` on, of elements of ``dtype``.
+
+    ``dtype`` is a safetensors name. ``crc32`` or ``sums`` are the checksums that the writer stored, if any.
+    """
 
     path: str
     offset: int
@@ -58,8 +60,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Stored:
-    """An atom, and where its elements lie: ``pieces`` cover it once. ``copies`` are others that have to be equal (or,
-    with ``average``, of which and the first the mean is the value)."""
+    """A tensor entry and the place of its elements: ``pieces`` cover it exactly once.
+
+    ``copies`` are further stored copies, which must be equal; with ``average`` the value is the mean of all copies.
+    """
 
     atom: Atom
     pieces: Pieces
@@ -68,18 +72,20 @@ class Stored:
 
     @property
     def every(self) -> tuple[Pieces, ...]:
-        """The pieces of each copy, the first among them."""
+        """The fragments of each copy, with the first."""
         return self.pieces, *self.copies
 
 
 @dataclass
 class Source:
-    """A stored training state, as the reader of a format found it. ``atoms`` are by key, ``progress`` what is known of
-    the rest as JSON, ``aliases`` names of tensors that are others' under another name.
+    """A stored training state, as the reader of its format found it.
 
-    Of ``progress`` these mean the same in all formats: ``step``, ``optimizer`` (its class), ``groups``
-    (hyper-parameters by parameter group), ``group_parameters`` (the names of each), ``scheduler``; ``extra`` is what
-    else there was.
+    ``atoms`` are tensor entries by key, ``progress`` is everything else as JSON, ``aliases`` maps further names of tied
+    tensors to the first.
+
+    These entries of ``progress`` have the same meaning in all formats: ``step``, ``optimizer`` (its class), ``groups``
+    (hyper-parameters by parameter group), ``group_parameters`` (the names of each group), ``scheduler``, and ``extra``
+    for the rest.
     """
 
     path: str
@@ -89,39 +95,46 @@ class Source:
     progress: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    """What rules may name of the configuration of its model, called as in config.json."""
+    """Numbers of the model's configuration that rules may name, called as in config.json."""
     checked: set[int] = field(default_factory=set, repr=False, compare=False)
-    """Parts that are known to be as they were written."""
+    """Parts that were verified."""
     compared: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Keys of atoms whose copies are known to be equal."""
+    """Keys of tensor entries whose copies were compared and are equal."""
     writer: str = ""
-    """For a person: what wrote it, as far as that is known."""
+    """The program that wrote the source, for messages, as far as it is known."""
     unnested: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Slots of nested state that cannot be put together again."""
+    """Slots of nested state that cannot be rebuilt."""
     passed_over: dict[str, str] = field(default_factory=dict)
-    """By name the type of each tensor in it that has a type which no tensor has here: they are not read."""
+    """Tensors of unsupported dtypes, which are not read: dtype by name."""
     unread: tuple[str, ...] = ()
-    """Names of what lies beside it that has more of the training's state, and is not read."""
+    """Names of files beside the source with further training state that is not read."""
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
-        checksum over them that does not agree. Called from several threads."""
+        """Fill ``into`` with bytes of a part, from ``offset`` on. Called by several threads.
+
+        Raises ``Damaged``, also where a checksum of the format does not match.
+        """
         raise NotImplementedError
 
     def check(self, part: int) -> None:
-        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
+        """Verify a part as far as its format can. Raises ``Damaged``."""
         raise NotImplementedError
 
     def trust(self, parts: Iterable[int]) -> None:
-        """Another process of this machine has checked ``parts`` of these files."""
+        """Mark ``parts`` as verified, because another process of this machine has checked them."""
         self.checked.update(parts)
 
     def refuse_rewritten(self) -> None:
-        """Raise ``Damaged`` if a file of it was written again since it was opened: what was read may be of two states
-        then. For whoever has read all of it, before that is taken for whole."""
+        """Raise ``Damaged`` if a file was rewritten since it was opened, as what was read may mix two states.
+
+        Call it after the last read, before the data is used.
+        """
 
     def identity(self) -> list[Any]:
-        """What it is, as JSON: another source, and the same files written again, have another. No content is read."""
+        """Return JSON that identifies the source; another source, or rewritten files, give another.
+
+        No content is read.
+        """
         files = []
         for path in sorted({part.path for part in self.parts if part.path}):
             with suppress(FileNotFoundError):
@@ -130,12 +143,15 @@ class Source:
         return [self.path, self.progress, files]
 
     def add_part(self, part: Part) -> int:
-        """Its number."""
+        """Add ``part`` and return its number."""
         self.parts.append(part)
         return len(self.parts) - 1
 
     def add(self, stored: Stored) -> None:
-        """Raises ``Damaged`` if there is one of that name and slot, or if its pieces do not cover it once, inside."""
+        """Add a tensor entry.
+
+        Raises ``Damaged`` if its key exists already or its fragments do not cover it exactly once.
+        """
         key = stored.atom.key
         if key in self.atoms:
             raise Damaged(f"{self.path} has {key} twice, under one name", path=self.path)
@@ -143,7 +159,9 @@ class Source:
         self.atoms[key] = stored
 
     def check_cover(self, stored: Stored) -> None:
-        """Raise ``Damaged`` if the pieces of ``stored`` do not cover it once, inside."""
+        """Raise ``Damaged`` unless the fragments of ``stored`` cover it exactly once and lie inside it and
+        their parts.
+        """
         for pieces in stored.every:
             self._check(stored.atom.key, stored.atom, pieces)
 
@@ -185,12 +203,12 @@ class Source:
 
 
 def with_aliases(source: Source) -> dict[str, Any]:
-    """The progress of ``source`` and its aliases, as they are written in one."""
+    """Return the progress of ``source`` with its aliases, as both are written together."""
     return source.progress | ({"aliases": dict(source.aliases)} if source.aliases else {})
 
 
 class Made(Source):
-    """What is made of whole tensors of another ``source``, which are read, and checked, where they lie."""
+    """A source built from whole tensors of another ``source``, which are read and verified in place."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
@@ -198,7 +216,7 @@ class Made(Source):
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:
-        """The tensors of the source that ``part`` is made of."""
+        """Return the tensors of the source that ``part`` is built from."""
         raise NotImplementedError
 
     def check(self, part: int) -> None:
@@ -218,7 +236,7 @@ class Made(Source):
 
 
 def places_of(atoms: Iterable[Stored]) -> str:
-    """A digest of what ``atoms`` are and where their elements lie."""
+    """Return a digest of ``atoms`` and the places of their elements."""
     digest = xxhash.xxh3_128()
     for stored in atoms:
         atom, each = stored.atom, stored.every

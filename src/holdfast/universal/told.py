@@ -1,4 +1,4 @@
-"""Told: the progress that a file of others, or one that anybody may have changed, says as JSON, checked before use."""
+"""Parsing of progress that a foreign or editable file holds as JSON; everything is checked before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .matching import groups_of
 
 
 def told(text: str | None, what: str, path: str) -> dict[str, Any]:
-    """The object that ``text`` is, the entry ``what`` of ``path``; empty if there is none. Raises ``Damaged``."""
+    """Parse ``text``, the entry ``what`` of ``path``, as a JSON object; None gives an empty one. Raises ``Damaged``."""
     try:
         found = json.loads("{}" if text is None else text)
         if not isinstance(found, dict):
@@ -27,19 +27,19 @@ def told(text: str | None, what: str, path: str) -> dict[str, Any]:
 
 
 def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
-    """As ``told``, where what means the same in all formats (see ``Source``) is of the form that it has."""
+    """Parse progress as ``told`` does, and check the entries that all formats share (see ``Source``)."""
     progress = told(text, what, path)
     try:
         check_progress(progress)
         if "random" in progress:
             _check_random(decode(progress["random"]))
-    except Exception as error:  # of any kind: it may say anything
+    except Exception as error:  # any kind: the file may hold anything
         raise _damaged(what, path, error) from error
     return progress
 
 
 def check_progress(progress: dict[str, Any]) -> None:
-    """Raise something, of any kind, if what means the same in all formats is not of the form that it has."""
+    """Raise an error of any kind if an entry with the same meaning in all formats has the wrong form."""
     decode(progress, strict=False)
     step, groups = progress.get("step"), groups_of(progress)
     if step is not None and (type(step) is not int or step < 0):
@@ -58,7 +58,7 @@ def check_progress(progress: dict[str, Any]) -> None:
 
 @contextmanager
 def state_dict_of(path: str) -> Iterator[None]:
-    """While what ``path`` holds is gone through as a state dict: what goes wrong is ``Damaged``, and names it."""
+    """Turn errors that arise while ``path`` is read as a state dict into ``Damaged``, which names ``path``."""
     try:
         yield
     except HoldfastError:
@@ -75,7 +75,7 @@ def _need(what: str, value: Any, kind: type, of: type | None = None) -> None:
 
 
 def _check_random(state: dict[str, Any]) -> None:
-    """Raise what setting the generators to ``state`` would."""
+    """Raise the error that setting the generators to ``state`` would raise."""
     import torch
 
     version, words, gauss = state["python"]

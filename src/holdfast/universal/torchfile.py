@@ -1,6 +1,6 @@
-"""Files that ``torch.load`` reads, written as their tensors come: a zip of a pickle and of the tensors, not compressed.
+"""Streaming writer of files that ``torch.load`` reads: an uncompressed zip of a pickle and the tensors.
 
-The pickle names torch's own classes alone, and is made without them. The same content gives the same bytes.
+The pickle names classes of torch alone, and is built without importing them. Equal content gives equal bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORAGE = {name: kind for kind, name in STORAGES.items() if kind != "UntypedSto
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
-    """A tensor of ``dtype`` (a name of safetensors) whose bytes, in C order, ``chunks`` gives."""
+    """A tensor of ``dtype`` (a safetensors name) whose bytes come from ``chunks``, in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Streamed:
 
 
 def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streamed:
-    """An atom of a source, read as it is written; as ``cast``, if that is given."""
+    """Return a tensor entry as a stream that is read while it is written, converted to ``cast`` if set."""
     atom = stored.atom
     step = CHUNK // atom.itemsize
 
@@ -59,17 +59,21 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
 
 
 def save_torch(disk: Disk, path: str, content: Any) -> None:
-    """Make ``path`` such a file of ``content``, whatever was there: dictionaries, lists, bytes and numbers, those of
-    NumPy as Python has them, with tensors and ``Streamed`` ones in them. Not durable until it is synced. Raises
-    ``BadInput`` for what is none of these, ``DiskFull`` and ``DiskFailed``."""
+    """Write ``content`` as the file ``path``, replacing any. Not durable until it is synced.
+
+    ``content`` consists of dictionaries, lists, bytes, numbers (NumPy's are written as Python's), tensors and
+    ``Streamed`` ones. Raises ``BadInput`` for other content, ``DiskFull`` and ``DiskFailed``.
+    """
     pickled = _Pickled(Path(path).stem, content)
     with disk.made(path, pickled.nbytes) as file:
         pickled.write(file)
 
 
 def save_torch_durably(disk: Disk, path: str, content: Any, check: Callable[[], None]) -> None:
-    """Make ``path`` such a file of ``content`` that survives power loss, and never anything in between. ``check`` is
-    called before the file gets its name. Raises as ``save_torch`` does, and ``RunLocked``."""
+    """Write ``content`` as the file ``path`` atomically and durably.
+
+    ``check`` is called before the file gets its name. Raises as ``save_torch`` does, and ``RunLocked``.
+    """
     pickled = _Pickled(Path(path).stem, content)
     with written_durably(disk, path, pickled.nbytes, why="payload") as file:
         with io.BufferedWriter(_InOrder(file), MiB) as stream:
@@ -80,7 +84,7 @@ def save_torch_durably(disk: Disk, path: str, content: Any, check: Callable[[], 
 
 
 class _Pickled:
-    """The content of a file named ``name``: its pickle, and the tensors in it, which are not read yet."""
+    """The content of a file ``name``: its pickle, and its tensors, which are read later."""
 
     def __init__(self, name: str, content: Any) -> None:
         buffer = io.BytesIO()
@@ -103,7 +107,7 @@ class _Pickled:
 
 
 class _InOrder(io.RawIOBase):
-    """A file that is written at offsets, as one that is written where the last write ended."""
+    """A sequential stream over a file that is written at offsets."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._at = file, 0
@@ -128,26 +132,26 @@ class _InOrder(io.RawIOBase):
 
 
 NUMBERS = {np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
-"""Of NumPy, that Python has with the same value."""
+"""NumPy dtypes whose numbers Python has with the same value."""
 
 
 class Size(tuple):
-    """A ``torch.Size``."""
+    """A stand-in for ``torch.Size``."""
 
 
 class _Named:
-    """Something of torch in the pickle, by its name."""
+    """A global of torch in the pickle, by its name."""
 
     def __init__(self, module: str, name: str) -> None:
         self.text = f"{module}\n{name}\n"
 
     def __call__(self) -> None:
-        """It is called by whoever reads it."""
+        """Do nothing; the reader of the pickle calls the named object."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What is made by calling something of torch."""
+    """An object that the reader builds by calling a global of torch."""
 
     function: _Named
     arguments: tuple[Any, ...]
@@ -163,7 +167,7 @@ _PLAIN = (type(None), bool, int, float, str, tuple, list, dict, set, frozenset, 
 
 
 class _Place:
-    """Stands for a storage in the pickle."""
+    """A stand-in for a storage in the pickle."""
 
     def __init__(self, number: int, tensor: Streamed) -> None:
         self.number, self.tensor = number, tensor
@@ -181,7 +185,7 @@ class _Pickler(_OfPython):
         if not isinstance(obj, _Place):
             return None
         dtype = obj.tensor.dtype
-        if dtype not in _STORAGES:  # torch has no kind of storage for it
+        if dtype not in _STORAGES:  # torch has no storage class for it
             return "storage", _UNTYPED, str(obj.number), "cpu", obj.tensor.nbytes
         return "storage", _STORAGES[dtype], str(obj.number), "cpu", prod(obj.tensor.shape)
 
@@ -199,7 +203,7 @@ class _Pickler(_OfPython):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN:
             return NotImplemented
-        if type(obj) is bytes:  # as this protocol has them
+        if type(obj) is bytes:  # protocol 2 has no bytes
             return _ENCODE, (obj.decode("latin1"), "latin1")
         if type(obj) is complex:
             return _COMPLEX, (obj.real, obj.imag)
@@ -219,14 +223,14 @@ class _Pickler(_OfPython):
 
 
 def _named_dtype(obj: Any) -> Any:
-    """Return what names a type of elements of torch."""
+    """Return the stand-in for a torch dtype; any other object unchanged."""
     import torch
 
     return _Named("torch", str(obj).removeprefix("torch.")) if isinstance(obj, torch.dtype) else obj
 
 
 def _of_torch(obj: Any) -> Any:
-    """What stands for it if it is of torch."""
+    """Return the stand-in for an object of torch; any other object unchanged."""
     import torch
 
     from ..state.dtypes import TO_NAME
@@ -246,7 +250,7 @@ def _of_torch(obj: Any) -> Any:
 
 
 def _put(archive: zipfile.ZipFile, name: str, chunks: Any, nbytes: int) -> None:
-    """An entry whose bytes begin at a multiple of ``ALIGNMENT``, as torch has them."""
+    """Write an entry whose bytes begin at a multiple of ``ALIGNMENT``, as torch aligns them."""
     info = zipfile.ZipInfo(name)
     info.file_size = nbytes
     large = nbytes > zipfile.ZIP64_LIMIT // 2

@@ -1,7 +1,7 @@
-"""Values: what of a nested state dict is no tensor, or a small one, as the progress of a source.
+"""Progress of a source, from the entries of a nested state dict that are small or no tensors.
 
-Which entry is whose has been found (``keys``). What writers flattened, as ``torch.distributed.checkpoint`` does, is
-nested again here.
+``keys`` has found the role of each entry. What writers flattened, as ``torch.distributed.checkpoint`` does, is nested
+again here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,19 @@ INTEGERS = ("I64", "I32", "I16")
 def progress_of(
     values: Mapping[str, Any], paths: Mapping[str, Path], named: Named, where: str
 ) -> dict[str, Any]:
-    """The progress (as of ``Source``) that ``values`` of ``where``, by key, are: all that is no tensor, or a small one,
-    as JSON. Raises ``Damaged`` if it has one of this library that is none."""
+    """Return the progress (as in ``Source``) that the entries without tensors, or with small ones, contain.
+
+    Raises ``Damaged``.
+
+    Args:
+        values: The entries by key, as JSON.
+        paths: The path of each entry.
+        named: The roles of the entries.
+        where: The name of the source, for messages.
+    """
     own = told_progress(values.get(PROGRESS), PROGRESS, where)
     progress: dict[str, Any] = {**own, "roots": named.roots}
-    groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer has its own
+    groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer keeps its own
     if groups:
         progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         progress["group_parameters"] = [group.get("params", []) for group in groups]
@@ -52,7 +60,7 @@ def progress_of(
 
 
 def _step_in(key: str, value: Any) -> int | None:
-    """The step that a value is, by its name."""
+    """Return the step that an entry holds, judged by its name; None if it holds none."""
     if key.rpartition(".")[2] not in STEPS:
         return None
     if isinstance(value, dict) and value.get("shape") in ([], [1]) and value.get("__tensor__") in INTEGERS:
@@ -61,17 +69,23 @@ def _step_in(key: str, value: Any) -> int | None:
 
 
 def _rank_of_step(key: str) -> tuple[int, bool, int]:
-    """The least is taken: what is inside of least, and ``global_step`` before a ``step``, which may be of an epoch."""
+    """Return a sort key for steps: the shallowest first, and ``global_step`` before others.
+
+    A plain ``step`` may count within an epoch.
+    """
     return key.count("."), key.rpartition(".")[2] != "global_step", len(key)
 
 
 class _Nested(dict[Any, Any]):
-    """A dictionary or a list that was flattened."""
+    """A dictionary or list that was flattened."""
 
 
 def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mapping[str, Path]) -> None:
-    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was: of several that are called
-    so, the first of the outermost. A text or number that is called so is of a configuration."""
+    """Move the scheduler's entries from ``rest`` to ``progress``, nested again.
+
+    Of several candidates the first of the outermost is used. A text or number with such a name belongs to a
+    configuration.
+    """
     places: dict[str, int] = {}
     for key, value in rest.items():
         place = next((i for i, name in enumerate(paths[key]) if name in SCHEDULERS), None)
@@ -85,12 +99,12 @@ def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mappi
             _put(found, ("scheduler", *path[place + 1 :]), rest.pop(key))
     progress |= _unflattened(found)
     match progress.get("scheduler"):
-        case [only]:  # of Lightning, by optimizer
+        case [only]:  # Lightning: a list by optimizer
             progress["scheduler"] = only
 
 
 def _put(table: _Nested, way: Path, value: Any) -> None:
-    """Where ``way`` leads to from ``table``."""
+    """Store ``value`` at the path ``way`` below ``table``."""
     for name in way[:-1]:
         table = table.setdefault(name, _Nested())
     table[way[-1]] = value
@@ -105,7 +119,7 @@ def _unflattened(value: Any) -> Any:
 
 
 def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> list[dict[str, Any]]:
-    """Hyper-parameters by group, with the names of the parameters."""
+    """Return hyper-parameters by group, with the names of the parameters."""
     found: list[dict[str, Any]] = []
     for root in named.optimizers:
         start = f"{root}param_groups"
@@ -126,7 +140,7 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
                 name, _, option = key.removeprefix(f"{start}.").rpartition(".")
                 single.setdefault(name, {})[option] = values[key]
         by_list = [{str(k): _unflattened(v) for k, v in listed[i].items()} for i in sorted(listed)]
-        found += by_list or _joined_groups(single)  # the same, where there are both
+        found += by_list or _joined_groups(single)  # both hold the same, where both exist
     for group in found:
         if "params" in group:
             group["params"] = [
@@ -136,7 +150,7 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
 
 
 def _joined_groups(single: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One group of the parameters that have the same hyper-parameters."""
+    """Return one group for each set of parameters with equal hyper-parameters."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, options in single.items():
         text = json.dumps(options, sort_keys=True)

@@ -1,7 +1,7 @@
-"""AdamW whose moments take two bytes or one instead of four.
+"""AdamW variants whose moments take two bytes or one instead of four.
 
 The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``).
-With the fp32 parameter AdamW keeps 12 bytes of each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
+With the fp32 parameter, AdamW keeps 12 bytes for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _AdamW(FormedOptimizer):
 
 
 class AdamWBF16(_AdamW):
-    """AdamW (Loshchilov, Hutter 2019, arXiv 1711.05101) with both moments in bf16, rounded by chance.
+    """AdamW (Loshchilov, Hutter 2019, arXiv 1711.05101) with both moments in bf16, rounded stochastically.
 
     ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
-    ``w = w - lr (weight_decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))``; the new ``w`` is of the exact
-    ``m`` and ``v``, which are rounded to be kept.
+    ``w = w - lr (weight_decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))``.
+    The new ``w`` uses the exact ``m`` and ``v``, which are rounded only for storage.
 
     >>> parameter = torch.nn.Parameter(torch.ones(4))
     >>> parameter.grad = torch.ones(4)
@@ -67,11 +67,11 @@ class AdamWBF16(_AdamW):
 
 
 class AdamW8bit(_AdamW):
-    """AdamW with both moments in bytes, by blocks of 256 elements with a scale each (block-wise dynamic quantization:
-    Dettmers et al. 2021, arXiv 2110.02861), rounded by chance.
+    """AdamW with both moments in one byte each, rounded stochastically.
 
-    Kept are ``m``, and ``sqrt(v)`` instead of ``v``: it is what the update divides by, and its range is that of ``m``.
-    A byte would be too coarse for ``v``, and leave elements with an ``m`` and next to nothing to divide it by.
+    Blocks of 256 elements share a scale (block-wise dynamic quantization: Dettmers et al. 2021, arXiv 2110.02861). The
+    stored tensors are ``m``, and ``sqrt(v)`` instead of ``v``: the update divides by it, and its range is that of
+    ``m``. A byte would be too coarse for ``v``: some elements would keep an ``m`` with a divisor near zero.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ class AdamW8bit(_AdamW):
 
 
 def check_adam(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raises ``ValueError`` for hyper-parameters that no Adam takes."""
+    """Raise ``ValueError`` for hyper-parameters that no Adam accepts."""
     if float(lr) < 0 or eps < 0 or weight_decay < 0:
         raise ValueError(f"lr = {lr}, eps = {eps} and weight_decay = {weight_decay} must not be negative")
     if not all(0 <= beta < 1 for beta in betas):
@@ -115,10 +115,10 @@ def adamw_(
     step: torch.Tensor,
     group: Mapping[str, Any],
 ) -> int:
-    """One step of torch's fused AdamW on ``param`` and fp32 moments, in place; returns the number of the step."""
+    """Do one step of torch's fused AdamW on ``param`` and fp32 moments, in place; return the number of the step."""
     counted = torch.full((), float(step), device=param.device)
     beta1, beta2 = group["betas"]
-    master = param.float().contiguous()  # itself, if it is that
+    master = param.float().contiguous()  # no copy if it is fp32 and contiguous
     adam(
         [master], [grad.float().contiguous()], [first], [second], [], [counted],
         fused=True, decoupled_weight_decay=True, amsgrad=False, maximize=False,

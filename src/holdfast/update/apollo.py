@@ -1,8 +1,9 @@
 """APOLLO and APOLLO-Mini (Zhu et al. 2024, arXiv 2412.05270): Adam's scaling of a matrix, estimated in few dimensions.
 
-Adam divides each element of a gradient by a number of its own. APOLLO has one number for each channel of a matrix, or
-for all of it, and learns it from a random projection of the gradient to ``rank`` rows, whose moments are all that is
-kept: ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. It needs all of the matrix at once.
+Adam divides each element of a gradient by its own number. APOLLO has one factor for each channel of a matrix, or one
+for the whole matrix. It estimates the factors from a random projection of the gradient to ``rank`` rows. Only the
+moments of the projection are stored: ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. An update
+needs the whole matrix at once.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from .forms import Form, Slots
 from .projected import ProjectedOptimizer, drawn, is_projected, rows_of
 
 NORM_GROWTH = 1.01
-"""The most by which the norm of an update may grow from one step to the next; gamma of the paper."""
+"""The largest growth of an update's norm from one step to the next; gamma in the paper."""
 
 
 class Apollo(ProjectedOptimizer):
-    """APOLLO. For a matrix whose gradient ``G`` has no more rows than columns (else all of it transposed), in step t:
+    """The APOLLO optimizer.
 
-    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, new every ``update_gap``;
+    The update in step t, for a matrix with gradient ``G`` that has no more rows than columns (else transposed):
+
+    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, new every ``update_gap``
+      steps;
     * ``m = b1 m + (1 - b1) Y``, ``v = b2 v + (1 - b2) Y^2``, ``N = m / (sqrt(v) + eps)``;
     * ``s_j = |N_j| / (|Y_j| + 1e-8)`` of the norms of each column, or one of the matrices with ``channels=False``;
-    * ``U = G diag(s) sqrt(scale)``; if its norm is more than 1.01 times that of the step before, it is made that;
+    * ``U = G diag(s) sqrt(scale)``; its norm is limited to 1.01 times that of the step before;
     * ``w = w - lr sqrt(1 - b2^t) / (1 - b1^t) U - lr weight_decay w``.
 
-    Parameters that are no matrices are updated by AdamW, and so are those of groups with ``rank=None``, which the paper
-    has for embeddings. ``R`` is drawn anew in each step from a number that each parameter keeps as ``seed``, made of
-    ``seed`` and its place, so that it is the same after a resume.
+    AdamW updates parameters that are no matrices, and groups with ``rank=None``, which the paper uses for embeddings.
+    ``R`` is drawn again in each step from a number that each parameter keeps as ``seed``. That number is derived from
+    the group's ``seed`` and the parameter's position, so ``R`` is the same after a resume.
 
     >>> parameter = torch.nn.Parameter(torch.ones(4, 6))
     >>> parameter.grad = torch.ones(4, 6)
@@ -95,7 +99,7 @@ class Apollo(ProjectedOptimizer):
     def _factors(
         wide: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
     ) -> torch.Tensor:
-        """What the gradient's columns, or all of it, are multiplied by. Moves the moments on."""
+        """Update the moments and return the factors of the gradient's columns, or one factor for all of it."""
         (beta1, beta2), first, second = group["betas"], state["exp_avg"], state["exp_avg_sq"]
         period = (int(state[STEP]) - 1) // group["update_gap"]
         low = projection(len(first), len(wide), drawn(int(state["seed"]), period)).to(wide.device) @ wide
@@ -110,19 +114,21 @@ class Apollo(ProjectedOptimizer):
 def apollo_mini(
     params: Any, lr: float | torch.Tensor = 1e-3, *, rank: int = 1, scale: float = 128.0, **options: Any
 ) -> Apollo:
-    """APOLLO-Mini: one factor for each matrix, from a single row. ``options`` are those of ``Apollo``."""
+    """Return APOLLO-Mini: one factor for each matrix, from a single row. ``options`` are those of ``Apollo``."""
     return Apollo(params, lr, rank=rank, scale=scale, channels=False, **options)
 
 
 def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
-    """``rank`` rows of normal numbers of variance ``1 / rank``, drawn on the host: the same for all devices."""
+    """Return ``rank`` rows of normal numbers of variance ``1 / rank``, drawn on the host: equal on all devices."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rank, rows, generator=generator) / math.sqrt(rank)
 
 
 def _limit(update: torch.Tensor, norm: torch.Tensor) -> None:
-    """Make the norm of ``update`` at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which
-    becomes that of this one."""
+    """Limit the norm of ``update`` to ``NORM_GROWTH`` times ``norm``, that of the step before, and update ``norm``.
+
+    ``norm`` is 0 in the first step, which has no limit.
+    """
     now, before = float(update.norm()), float(norm)
     growth = max(now / (before + 1e-8) / NORM_GROWTH, 1.0) if before else 1.0
     norm.fill_(now / growth)

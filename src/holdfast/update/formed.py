@@ -1,4 +1,4 @@
-"""The optimizers of this library: ordinary ``torch.optim`` ones that say beforehand what they will keep."""
+"""Base of this library's optimizers: ordinary ``torch.optim`` optimizers that declare their state beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .forms import Slots
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What an optimizer's ``step`` returns: what ``closure`` gives, with gradients."""
+    """Return the result of ``closure``, called with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -22,18 +22,18 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 class FormedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state begins as zeros of known ``forms``, which ``update`` changes in place.
+    """An optimizer whose state starts as zeros of known ``forms``, which ``update`` changes in place.
 
-    Each parameter is updated by itself, with the bits that any other order of the parameters would give.
+    Each parameter is updated by itself, with the same bits in any order of parameters.
     """
 
     cut: ClassVar[bool]
-    """Whether an update of a slice is the slice of the update, for slices at multiples of 4096 elements."""
+    """True if an update of a slice equals the slice of the update, for slices at multiples of 4096 elements."""
 
     @staticmethod
     @abstractmethod
     def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
-        """What is kept for a parameter of ``shape`` in ``group``."""
+        """Return the state that is kept for a parameter of ``shape`` in ``group``."""
 
     @abstractmethod
     def update(
@@ -43,11 +43,11 @@ class FormedOptimizer(torch.optim.Optimizer):
         state: dict[str, torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """One step of one parameter, in place."""
+        """Do one step for one parameter, in place."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Do one step for every parameter that has a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
@@ -74,7 +74,7 @@ class FormedOptimizer(torch.optim.Optimizer):
             )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch does it, but for types: torch would make every tensor one of the parameter's type."""
+        """Load a state dict as torch does, but keep dtypes: torch would cast every tensor to the parameter's."""
         super().load_state_dict(state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]

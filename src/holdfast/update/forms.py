@@ -1,6 +1,6 @@
-"""Forms: which tensors an optimizer keeps for a parameter of some shape, and what they look like.
+"""Forms: the names, shapes and dtypes of the tensors that an optimizer keeps for a parameter of some shape.
 
-The engine lays out a block's file by them before anything is computed, and cuts them with the parameter.
+The engine uses them to lay out a block's file before anything is computed, and to slice state with its parameter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from ..state.atoms import SEED, STEP
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor of an optimizer's state. Where an update is cut, it has one entry for ``every`` so many elements of
-    the parameter, the last entry for the rest; where it is not, the shape is any."""
+    """A tensor of an optimizer's state.
+
+    Where updates are sliced, it has one entry for ``every`` so many elements of the parameter, and a last one for the
+    rest. Otherwise its shape is free.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -26,7 +29,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Slots:
-    """What an optimizer keeps for one parameter: tensors, and scalars by their dtype."""
+    """The state that an optimizer keeps for one parameter: tensors, and scalars by their dtype."""
 
     tensors: Mapping[str, Form]
     scalars: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -36,7 +39,7 @@ class Slots:
         return {*self.tensors, *self.scalars}
 
     def zeros(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """All of it as zeros; scalars in host memory."""
+        """Return the whole state as zeros; scalars are in host memory."""
         made = {
             name: torch.zeros(form.shape, dtype=form.dtype, device=device)
             for name, form in self.tensors.items()
@@ -45,5 +48,5 @@ class Slots:
 
 
 def anew(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what an optimizer ``held`` for a parameter, what stays when it begins anew: a seed, if there was one."""
+    """Return the state that remains of ``held`` when optimizer state begins anew: a seed, if there was one."""
     return {STEP: torch.tensor(0.0), SEED: held[SEED]} if SEED in held else {}

@@ -1,8 +1,9 @@
-"""Grass (Muhamed et al. 2024, arXiv 2406.17660): Adam in a few rows of a matrix, which change every so many steps.
+"""Grass (Muhamed et al. 2024, arXiv 2406.17660): Adam in a few rows of a matrix, chosen anew every ``update_gap``
+steps.
 
-A projection that picks rows of the gradient costs nothing to apply: what is kept is ``2 rank n`` numbers for a matrix
-of ``m x n`` instead of ``2 m n``, and a step changes ``rank`` rows of it. The paper also computes these rows of the
-gradient alone, in the backward pass; here the gradient is autograd's and whole.
+A projection that picks rows of the gradient costs nothing to apply. The state has ``2 rank n`` numbers for a matrix of
+``m x n`` instead of ``2 m n``, and a step changes ``rank`` rows. The paper also computes only these rows of the
+gradient in the backward pass; here autograd computes the whole gradient.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from .projected import ProjectedOptimizer, drawn, is_projected, rows_of
 
 
 class Grass(ProjectedOptimizer):
-    """Grass. For a matrix whose gradient ``G`` has no more rows than columns (else all of it transposed), in step t:
+    """The Grass optimizer.
 
-    * every ``update_gap`` steps, the first among them, ``rank`` rows ``i_1, i_2, ...`` are chosen by the norms of the
-      rows of ``G``, and ``m`` and ``v`` become 0 and the count ``k`` of steps since then 1;
+    The update in step t, for a matrix with gradient ``G`` that has no more rows than columns (else transposed):
+
+    * every ``update_gap`` steps, and in the first, ``rank`` rows ``i_1, i_2, ...`` are chosen by the norms of the rows
+      of ``G``; ``m`` and ``v`` become 0, and the count ``k`` of steps since then becomes 1;
     * ``Y_j = p_j G_(i_j)``, ``m = b1 m + (1 - b1) Y``, ``v = b2 v + (1 - b2) Y^2``;
     * ``U = (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)``;
     * ``w = w - lr weight_decay w``, and then ``w_(i_j) = w_(i_j) - lr scale p_j U_j`` for each ``j``.
 
     The rows are those of the largest norms, and ``p_j`` is 1. With ``sampled=True`` they are drawn with replacement,
-    row ``i`` with a probability ``q_i`` in proportion to its norm, and ``p_j = 1 / sqrt(rank q_(i_j))``, so that the
-    mean of the projection there and back is the identity; a row that is drawn twice is moved twice.
+    row ``i`` with a probability ``q_i`` proportional to its norm, and ``p_j = 1 / sqrt(rank q_(i_j))``. Then the mean
+    of projecting and back-projecting is the identity; a row that is drawn twice is moved twice.
 
-    Parameters that are no matrices are updated by AdamW, and so are those of groups with ``rank=None``. The chosen rows
-    are state. What is drawn depends on ``seed``, the parameter's place and the step alone.
+    AdamW updates parameters that are no matrices, and groups with ``rank=None``. The chosen rows are state. Draws
+    depend only on ``seed``, the parameter's position and the step.
 
     >>> parameter = torch.nn.Parameter(torch.zeros(3, 4))
     >>> parameter.grad = torch.tensor([[1.0], [3.0], [2.0]]).expand(3, 4).clone()
@@ -105,7 +108,7 @@ class Grass(ProjectedOptimizer):
 def _adam(
     low: torch.Tensor, first: torch.Tensor, second: torch.Tensor, step: int, group: Mapping[str, Any]
 ) -> None:
-    """Move the moments on by the gradient ``low``, which becomes what Adam makes of them in its ``step``."""
+    """Update the moments with the gradient ``low``, and replace ``low`` by Adam's update of that ``step``."""
     beta1, beta2 = group["betas"]
     first.lerp_(low, 1 - beta1)
     second.mul_(beta2).addcmul_(low, low, value=1 - beta2)
@@ -116,7 +119,7 @@ def _adam(
 
 
 def _choose(wide: torch.Tensor, state: dict[str, torch.Tensor], period: int) -> None:
-    """Choose the rows of the next ``period`` by those of a gradient, on the host: the same on all devices."""
+    """Choose the rows of the next ``period`` from a gradient, on the host: equal on all devices."""
     norms = wide.float().norm(dim=1).double().cpu()
     count = len(state["rows"])
     if "scales" in state:
@@ -130,13 +133,12 @@ def _choose(wide: torch.Tensor, state: dict[str, torch.Tensor], period: int) -> 
 
 
 def sampled_rows(norms: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count`` rows, ascending, drawn with replacement in proportion to their ``norms``; and what their gradients are
-    multiplied by, and their updates.
+    """Draw ``count`` rows with replacement in proportion to ``norms``; return them ascending, with two rows of scales.
 
-    A row that is drawn several times is moved as often by the first of its updates, and the others are multiplied by
-    nothing, so that it does not matter in which order they are added.
+    The first scales multiply gradients, the second updates. A row that is drawn several times is moved as often by the
+    first of its updates; the others are multiplied by 0, so that the order of addition does not matter.
     """
-    if not norms.sum() > 0:  # nothing to go by
+    if not norms.sum() > 0:  # all norms are zero
         norms = torch.ones_like(norms)
     chances = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     upto = norms.cumsum(0)

@@ -1,4 +1,4 @@
-"""Joined: several optimizers as one, each for its own parameters, such as Muon for matrices and AdamW for the rest."""
+"""One optimizer made of several, each for its own parameters, such as Muon for matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from .mezo import MeZO
 
 
 class Joined(torch.optim.Optimizer):
-    """``optimizers``, which share no parameter, as one: its groups are theirs, one after another, and its state is
-    theirs, so that one scheduler moves all of them.
+    """Several ``optimizers``, which share no parameter, as one.
+
+    Its groups are theirs, one after another, and its state is theirs, so one scheduler drives all of them.
 
     >>> matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
     >>> both = Joined(torch.optim.Muon([matrix], lr=0.1), torch.optim.AdamW([vector], lr=0.01))
@@ -36,19 +37,19 @@ class Joined(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """What they are, in order."""
+        """The name of the class and those of its members, in order."""
         return f"Joined({', '.join(type(optimizer).__name__ for optimizer in self.members)})"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of each."""
+        """Do one step of each member."""
         loss = loss_of(closure)
         for optimizer in self.members:
             optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As each of them does it."""
+        """Load each member's share of a state dict as the member would."""
         numbers = iter(state_dict["param_groups"])
         for optimizer in self.members:
             groups = [next(numbers) for _ in optimizer.param_groups]
@@ -79,12 +80,12 @@ class Joined(torch.optim.Optimizer):
 
 
 def kind_name(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, or those that it joins, as a run says it."""
+    """Return the name of an optimizer's class, with those that it joins, as a run records it."""
     return optimizer.kind if isinstance(optimizer, Joined) else type(optimizer).__name__
 
 
 def member_of(optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:
-    """Who updates group ``number`` of ``optimizer``: itself, or one of those that it joins."""
+    """Return the optimizer that updates group ``number``: ``optimizer`` itself, or one that it joins."""
     if not isinstance(optimizer, Joined):
         return optimizer
     return next(

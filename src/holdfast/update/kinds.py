@@ -1,8 +1,8 @@
-"""Kinds: how an optimizer of some class updates a parameter, and so how it is run out of core.
+"""Kinds: how an optimizer class updates a parameter, and so how it runs out of core.
 
-*Elementwise* ones of torch update each element by itself, and can be cut wherever torch's kernels give the same bits.
-*Whole* ones of torch need all of a tensor at once. Optimizers of this library (``FormedOptimizer``) say of themselves
-which they are. All others are refused: that the bits would be those of a plain loop is not known.
+*Elementwise* optimizers of torch update each element by itself, and can be sliced wherever torch's kernels give the
+same bits. *Whole* ones need a whole tensor at once. Optimizers of this library (``FormedOptimizer``) declare which they
+are. All others are refused, because nothing shows that their bits would be those of a plain loop.
 """
 
 from __future__ import annotations
@@ -52,28 +52,32 @@ def _adafactor(shape: tuple[int, ...]) -> Slots:
 
 
 WHOLE: dict[str, Callable[[tuple[int, ...]], Slots]] = {"Adafactor": _adafactor, "Muon": _muon}
-"""Classes of ``torch.optim`` whose update of a tensor depends on all of it and on no other, and what they keep."""
+"""Classes of ``torch.optim`` whose update needs one whole tensor and no other, with the state they keep."""
 
 REFUSED = {
     "LBFGS": "it evaluates the model several times within one step. Use AdamW or SGD.",
     "SparseAdam": "it takes sparse gradients, which are not summed. Use Adam, and embeddings with sparse=False.",
 }
-"""Of ``torch.optim``: why not, and what instead."""
+"""Classes of ``torch.optim`` that are refused, with the reason and an alternative."""
 
 FORMED = (AdamW8bit, AdamWBF16, Apollo, Grass)
-"""Of this library."""
+"""Optimizer classes of this library."""
 
 IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Of a parameter group: what is in it and how the update is computed here, which is not carried over."""
+"""Keys of a parameter group that hold its parameters or choose the implementation; they are not copied from
+a source.
+"""
 
 ELEMENTS = 10_000
-"""Of the parameter that an optimizer is tried on."""
+"""The number of elements of the parameter that optimizers are tried on."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the parameters of one group are updated. ``makes_state`` is whether the first update has to make the state
-    itself, instead of finding zeros."""
+    """The way in which the parameters of one group are updated.
+
+    ``makes_state`` is true if the first update must create the state itself instead of finding zeros.
+    """
 
     of: type[torch.optim.Optimizer]
     cut: bool
@@ -82,24 +86,26 @@ class Kind:
 
     @property
     def temporary_bytes(self) -> int:
-        """What an update takes besides, of each element of a tensor that is not cut. Measured: up to 12.7 of Muon, 5.0
-        of APOLLO, 4.0 of Adafactor, 4.0 of Grass."""
+        """Extra bytes of an update for each element of a tensor that is not sliced.
+
+        Measured: up to 12.7 for Muon, 5.0 for APOLLO, 4.0 for Adafactor, 4.0 for Grass.
+        """
         return 0 if self.cut else 13 if self.of is torch.optim.Muon else 5
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` is known to update every element by itself."""
+    """Return whether ``optimizer`` is known to update every element by itself."""
     return _of_torch(type(optimizer)) in ELEMENTWISE
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """How ``optimizer`` updates a ``group``, whose hyper-parameters are its constructor's arguments.
+    """Return the kind of ``optimizer`` for ``group``, whose hyper-parameters are arguments of its constructor.
 
     Raises ``OptimizerNotSupported`` if it cannot be run out of core, or gives other bits on slices here.
     """
     cls = type(optimizer)
     name = _of_torch(cls)
-    if isinstance(optimizer, MeZO):  # it has no update by a gradient that could be tried
+    if isinstance(optimizer, MeZO):  # no update by a gradient could be tried
         return Kind(cls, True, False, lambda shape: optimizer.forms(group, shape))
     if isinstance(optimizer, FormedOptimizer):
         kind = Kind(cls, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
@@ -114,7 +120,9 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
 
 
 def class_named(name: str) -> type[torch.optim.Optimizer] | None:
-    """The class of a full ``name``, if it is of torch or of this library and updates each parameter by itself."""
+    """Return the class with the full ``name``; None unless torch or this library has it and it updates parameters
+    singly.
+    """
     module, _, own = name.rpartition(".")
     if module.startswith("torch.optim") and (own in ELEMENTWISE or own in WHOLE):
         return getattr(torch.optim, own)
@@ -123,15 +131,18 @@ def class_named(name: str) -> type[torch.optim.Optimizer] | None:
 
 @cache
 def arguments_of(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
-    """What the constructor takes besides the parameters."""
+    """Return the names of the constructor's arguments, except for the parameters."""
     return frozenset(inspect.signature(cls.__init__).parameters) - {"self", "params"}
 
 
 def kept_slots(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int
 ) -> frozenset[str] | None:
-    """What an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``, as it says itself, or
-    seen by stepping another one of torch's. None where that is not tried, as of other classes, or does not work."""
+    """Return the state names that an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``.
+
+    This library's optimizers declare them; one of torch's is tried with a step. None for other classes, or if the trial
+    fails.
+    """
     kind = type(optimizer)
     if isinstance(optimizer, FormedOptimizer):
         return frozenset(optimizer.forms(group, (2,) * dims).names)
@@ -143,13 +154,13 @@ def kept_slots(
     try:
         private = kind([parameter], **{name: value for name, value in group.items() if name in arguments})
         private.step()
-    except Exception:  # of any kind: it says nothing of what is to be known
+    except Exception:  # any kind: a failed trial tells nothing
         return None
     return frozenset(slot for slot, value in private.state[parameter].items() if value is not None)
 
 
 def _of_torch(cls: type) -> str:
-    """The name of a class of ``torch.optim``; nothing for one that only derives from it."""
+    """Return the name of a class of ``torch.optim``; empty for others, also if they derive from one."""
     return cls.__name__ if cls.__module__.startswith("torch.optim") else ""
 
 
@@ -164,7 +175,10 @@ def _refusal(cls: type, name: str) -> str:
 
 
 def _found(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Callable[[tuple[int, ...]], Slots]:
-    """The slots of an elementwise optimizer, learnt by stepping a small parameter."""
+    """Return the state of an elementwise optimizer, found by stepping a small parameter.
+
+    Raises ``OptimizerNotSupported`` for state that is neither a scalar nor one value for each element.
+    """
     state = _trial(cls, group, [slice(0, ELEMENTS)])
     del state["param"]
     odd = [name for name, value in state.items() if value.numel() not in (1, ELEMENTS)]
@@ -178,7 +192,7 @@ def _found(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Callab
 
 
 def _check_slices(kind: Kind, group: Mapping[str, Any]) -> None:
-    """Raise ``OptimizerNotSupported`` unless slices equal the whole."""
+    """Raise ``OptimizerNotSupported`` unless updates of slices equal the update of the whole."""
     whole = _trial(kind.of, group, [slice(0, ELEMENTS)])
     sliced = _trial(kind.of, group, [slice(0, 4096), slice(4096, ELEMENTS)])
     for name, value in whole.items():
@@ -192,7 +206,7 @@ def _check_slices(kind: Kind, group: Mapping[str, Any]) -> None:
 def _trial(
     cls: type[torch.optim.Optimizer], group: Mapping[str, Any], slices: list[slice]
 ) -> dict[str, torch.Tensor]:
-    """Parameters and state after three steps from fixed values, computed slice by slice."""
+    """Return parameter and state after three steps from fixed values, computed slice by slice."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(ELEMENTS, generator=generator)
     grads = [torch.randn(ELEMENTS, generator=generator) for _ in range(3)]
@@ -212,7 +226,7 @@ def _trial(
 
 
 def _check_whole(kind: Kind, group: Mapping[str, Any]) -> None:
-    """Raise ``OptimizerNotSupported`` unless the optimizer keeps what is known of it: torch's may change."""
+    """Raise ``OptimizerNotSupported`` unless the optimizer keeps the expected state; torch's may change."""
     param = nn.Parameter(torch.ones(5, 7))
     param.grad = torch.ones(5, 7)
     private = kind.of([param], **group)

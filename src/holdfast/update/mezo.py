@@ -1,11 +1,11 @@
 """MeZO: training by forward passes alone (Malladi et al. 2023, arXiv 2305.17333).
 
 Each step draws a direction ``z`` of normal numbers, measures the loss at ``w + epsilon z`` and ``w - epsilon z``, and
-goes along ``z`` as far as their difference says. All that a step changes is thus a seed and one number (``Delta``).
+moves along ``z`` in proportion to the difference. A step is thus described by a seed and one number (``Delta``).
 
-``z`` is drawn in tiles of ``TILE`` elements, each from a key of its own: the parameter's seed, how many steps it has
-seen, and the number of the tile. So any part of it can be drawn again at any time. Displaced weights are copies, and
-``w`` itself stays: the usual way, which adds and subtracts in place, leaves a rounding error behind in every step.
+``z`` is drawn in tiles of ``TILE`` elements. The key of a tile is the parameter's seed, its number of steps, and the
+number of the tile, so any part of ``z`` can be drawn again at any time. Displaced weights are copies, and ``w`` itself
+stays: the usual method, which adds and subtracts in place, leaves a rounding error in every step.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .formed import FormedOptimizer
 from .forms import Slots
 
 TILE = 256 * 1024
-"""Elements. Part of the format: another one draws other numbers."""
+"""The elements of a tile. It is part of the format: another size draws other numbers."""
 
 
 class MeZO(FormedOptimizer):
-    """MeZO. ``step`` takes a closure that returns the loss, and calls it twice:
+    """The MeZO optimizer. ``step`` takes a closure that returns the loss, and calls it twice:
 
     * ``g = (loss(w + epsilon z) - loss(w - epsilon z)) / (2 epsilon)``
     * ``w = w - lr (g z + weight_decay w)``
 
-    Both calls see the same random numbers of torch, and no gradients are taken. ``step`` returns the mean of the two
-    losses; where one of them is not finite, nothing is updated. Parameters that do not require grad are left alone.
-    ``lr`` is usually a hundred times smaller than that of Adam.
+    Both calls see the same random numbers of torch, and no gradients are computed. ``step`` returns the mean of the two
+    losses; if one of them is not finite, nothing is updated. Parameters that do not require grad are unchanged. ``lr``
+    is usually a hundred times smaller than for Adam.
 
     >>> parameter = torch.nn.Parameter(torch.ones(4))
     >>> optimizer = MeZO([parameter], lr=0.01)
@@ -61,7 +61,7 @@ class MeZO(FormedOptimizer):
         super().__init__(params, {"lr": lr, "epsilon": epsilon, "weight_decay": weight_decay, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give each parameter of the group a seed of its own, by its place."""
+        """Add a group and give each of its parameters its own seed, derived from its position."""
         epsilon_of([*self.param_groups, {**self.defaults, **param_group}])
         place = sum(len(group["params"]) for group in self.param_groups)
         super().add_param_group(param_group)
@@ -78,7 +78,7 @@ class MeZO(FormedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
-        """One step of every parameter that requires grad. ``closure`` returns the loss of the step."""
+        """Do one step for every parameter that requires grad. ``closure`` returns the loss of the step."""
         if closure is None:
             raise ValueError(
                 "MeZO.step takes a closure: a function that returns the loss and is called twice"
@@ -124,28 +124,31 @@ class MeZO(FormedOptimizer):
 
 @dataclass(frozen=True)
 class Delta:
-    """All that one step changes. ``slope`` is the derivative of the loss along ``z``; None of a step that was skipped.
-    ``groups`` are the ``lr`` and ``weight_decay`` of each parameter group."""
+    """The change that one step makes.
+
+    ``slope`` is the derivative of the loss along ``z``; None if the step was skipped. ``groups`` hold ``lr`` and
+    ``weight_decay`` of each parameter group.
+    """
 
     slope: float | None
     groups: tuple[dict[str, float], ...]
 
     @classmethod
     def of(cls, plus: float, minus: float, groups: Sequence[Mapping[str, Any]]) -> Delta:
-        """That of the losses at the two displaced places."""
+        """Return the change that follows from the losses at the two displaced points."""
         finite = math.isfinite(plus) and math.isfinite(minus)
         slope = (plus - minus) / (2 * epsilon_of(groups)) if finite else None
         return cls(slope, tuple({name: float(g[name]) for name in ("lr", "weight_decay")} for g in groups))
 
     def apply(self, value: torch.Tensor, seed: torch.Tensor, step: torch.Tensor, group: int) -> None:
-        """Take a parameter of ``group`` and its count of steps on by this step, in place."""
+        """Apply the step to a parameter of ``group`` and to its step count, in place."""
         self.apply_part(value.view(-1), 0, value.numel(), int(seed), int(step), group)
         step.add_(1)
 
     def apply_part(
         self, values: torch.Tensor, first: int, elements: int, seed: int, step: int, group: int
     ) -> None:
-        """The same of ``values``, the elements from ``first`` on of a parameter that has ``elements``."""
+        """Apply the step to ``values``, the elements from ``first`` on of a parameter that has ``elements``."""
         if self.slope is None:
             return
         rate, decay = self.groups[group]["lr"], self.groups[group]["weight_decay"]
@@ -167,7 +170,10 @@ class Delta:
 def displace(
     value: torch.Tensor, seed: torch.Tensor, step: torch.Tensor, targets: Iterable[tuple[float, torch.Tensor]]
 ) -> None:
-    """Fill each of ``targets`` (how far, where to) with ``value`` displaced along its direction of this step."""
+    """Fill each of ``targets`` with ``value``, displaced along its direction in this step.
+
+    A target is a distance and the tensor to fill.
+    """
     flat, places = value.view(-1), [(by, target.view(-1)) for by, target in targets]
     for start, stop in _tiles(0, value.numel(), value.numel()):
         z = noise(int(seed), int(step), start, stop).to(value.device)
@@ -176,14 +182,19 @@ def displace(
 
 
 def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
-    """The direction of a parameter with this ``seed`` that has seen ``step`` steps, in the tile from ``start`` to
-    ``stop``, drawn on the host: the same for all devices."""
+    """Return the direction of a parameter in the tile from ``start`` to ``stop``, drawn on the host for all devices.
+
+    ``seed`` is the parameter's seed, ``step`` the number of steps that it has done.
+    """
     generator = torch.Generator().manual_seed(_drawn(seed, step, start // TILE))
     return torch.randn(stop - start, generator=generator)
 
 
 def epsilon_of(groups: Sequence[Mapping[str, Any]]) -> float:
-    """The one that all groups have, since one difference is taken along all of ``z``."""
+    """Return the epsilon of all groups, which must be equal because one difference is measured along all of ``z``.
+
+    Raises ``ValueError`` if epsilons differ or are not positive.
+    """
     found = {float(group["epsilon"]) for group in groups}
     if len(found) != 1 or not min(found) > 0:
         raise ValueError(f"epsilon is one for all parameter groups, and positive; these have {sorted(found)}")
@@ -191,7 +202,7 @@ def epsilon_of(groups: Sequence[Mapping[str, Any]]) -> float:
 
 
 def pending_of(progress: Mapping[str, Any]) -> tuple[Delta | None, dict[str, int]]:
-    """What the files of a commit with this ``progress`` do not have yet, and the group of each parameter."""
+    """Return the change that the files of a commit with this ``progress`` lack, and the group of each parameter."""
     if PENDING not in progress:
         return None, {}
     members = {name: g for g, names in enumerate(progress["group_parameters"]) for name in names}
@@ -199,12 +210,12 @@ def pending_of(progress: Mapping[str, Any]) -> tuple[Delta | None, dict[str, int
 
 
 def _tiles(first: int, stop: int, elements: int) -> Iterator[tuple[int, int]]:
-    """The tiles of a parameter of ``elements`` in which those from ``first`` to ``stop`` lie."""
+    """Yield the tiles of a parameter of ``elements`` that contain elements ``first`` to ``stop``."""
     for start in range(first // TILE * TILE, stop, TILE):
         yield start, min(start + TILE, elements)
 
 
 def _drawn(*numbers: int) -> int:
-    """A seed, other ones for other numbers."""
+    """Return a seed derived from ``numbers``."""
     text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

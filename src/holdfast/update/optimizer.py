@@ -1,9 +1,9 @@
-"""The host optimizer: the user's own ``torch.optim`` class, applied to tensors in host memory, or to slices of them.
+"""The host optimizer: the user's own ``torch.optim`` class, applied to tensors in host memory or to slices of them.
 
-Where an update can be cut, it is, into tiles at multiples of 4096 elements from a tensor's start, which keeps torch's
-fused kernels bit-identical to a call on the whole tensor, and a tile's gradient, state and downcast stay in cache.
-Optimizers that need a whole tensor get it. The optimizer instance of the user is never stepped: its ``param_groups``
-are read, and a private instance of the same class runs on each part with the state bound to views.
+An update that can be sliced runs in tiles at multiples of 4096 elements from a tensor's start. Torch's fused kernels
+then give the same bits as on the whole tensor, and a tile's gradient, state and downcast stay in cache. Other
+optimizers get whole tensors. The user's optimizer instance is never stepped: its ``param_groups`` are read, and a
+private instance of the same class runs on each part, with the state bound to views.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
 
 TILE_ELEMENTS = 256 * 1024
-"""Elements of one tile; a multiple of 4096."""
+"""The elements of one tile; a multiple of 4096."""
 
 GRAD_BYTES = 4
-"""Of an element of a gradient: fp32."""
+"""Bytes of one element of a gradient: fp32."""
 
 
 @dataclass
 class ParameterState:
     """One parameter in host memory during an update: views into the block's buffers, in their own shapes.
 
-    ``copy`` receives the parameter in the compute dtype. ``scalars`` always holds ``step``: updates so far. ``order``
-    is that of the dims in memory, from slow to fast, where ``copy`` is not contiguous and all else is.
+    ``copy`` receives the parameter in the compute dtype. ``scalars`` always holds ``step``, the number of updates so
+    far. ``order`` is the order of ``copy``'s dims in memory, from slow to fast, if ``copy`` is not contiguous; all else
+    is.
     """
 
     param: torch.Tensor
@@ -56,14 +57,14 @@ class HyperParameters:
 
 @dataclass
 class _Worker(threading.local):
-    """One private optimizer per group and thread."""
+    """Private optimizers, one for each group and thread."""
 
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
 
 
 @dataclass
 class _Part:
-    """What is updated at once: a tile of a parameter, flat, or all of it."""
+    """The unit of an update: a flat tile of a parameter, or all of it."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -72,10 +73,16 @@ class _Part:
 
 
 class HostOptimizer:
-    """Applies the user's optimizer. Thread-safe; callers set torch's intra-op threads to one in their own thread."""
+    """The user's optimizer, applied to host memory.
+
+    Thread-safe; callers set torch's intra-op threads of their thread to one.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core."""
+        """Find how each group is updated.
+
+        Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core.
+        """
         self._optimizer = optimizer
         self._worker = _Worker()
         groups = self.snapshot().groups
@@ -83,15 +90,15 @@ class HostOptimizer:
 
     @property
     def takes_gradients(self) -> bool:
-        """False of one that needs the losses of two forward passes instead."""
+        """False if the optimizer needs the losses of two forward passes instead."""
         return not isinstance(self._optimizer, MeZO)
 
     def slots(self, group: int, shape: tuple[int, ...]) -> Slots:
-        """What is kept for a parameter of ``shape`` in ``group``."""
+        """Return the state that is kept for a parameter of ``shape`` in ``group``."""
         return self._kinds[group].slots(shape)
 
     def cuts(self, group: int) -> bool:
-        """Whether the update of a part of a parameter in ``group`` is that part of its update."""
+        """Return whether the update of a part of a parameter in ``group`` equals that part of its update."""
         return self._kinds[group].cut
 
     def keeps_order(self, group: int, shape: tuple[int, ...]) -> bool:
@@ -100,17 +107,19 @@ class HostOptimizer:
         return self.takes_gradients and self.cuts(group) and all(form.shape == shape for form in forms)
 
     def temporary_bytes(self, group: int, elements: int, keep_grad: bool = False) -> int:
-        """What an update of a parameter takes besides its state, and a copy of its gradient with ``keep_grad``; next to
-        nothing where it is cut."""
+        """Return the temporary bytes of an update of a parameter, with a copy of its gradient if ``keep_grad``.
+
+        They are counted as 0 where the update is sliced.
+        """
         kind = self._kinds[group]
         return (kind.temporary_bytes + (0 if kind.cut or not keep_grad else GRAD_BYTES)) * elements
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What the user's optimizer holds for ``parameter`` already, by slot; empty for a fresh one."""
+        """Return the user's optimizer state of ``parameter``, by slot; empty for a fresh optimizer."""
         return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}
 
     def snapshot(self) -> HyperParameters:
-        """The hyper-parameters of every group, by value."""
+        """Return the hyper-parameters of every group, by value."""
         groups = enumerate(self._optimizer.param_groups)
         return HyperParameters(tuple(self._by_value(number, group) for number, group in groups))
 
@@ -121,8 +130,14 @@ class HostOptimizer:
         scale: torch.Tensor | None = None,
         keep_grad: bool = False,
     ) -> None:
-        """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping). An
-        optimizer may change the gradient it is given; with ``keep_grad`` it gets a copy."""
+        """Do one optimizer step for one parameter, in place.
+
+        Args:
+            state: The parameter, its gradient and its state.
+            hyper: The hyper-parameters of the step.
+            scale: Multiplies the gradient first (clipping).
+            keep_grad: Give the optimizer a copy of the gradient, which it may change.
+        """
         if state.order is not None:
             self._update_in_order(state, state.order, hyper, scale)
             return
@@ -150,8 +165,10 @@ class HostOptimizer:
         hyper: HyperParameters,
         scale: torch.Tensor | None,
     ) -> None:
-        """Update copies whose elements lie in the order that the parameter's have in memory: by that a fused kernel
-        decides which of them it computes together, and which, at the end, one by one."""
+        """Update copies whose elements are in the memory order of the compute copy.
+
+        A fused kernel decides by memory order which elements it computes together, and which at the end one by one.
+        """
 
         def arranged(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.permute(order).contiguous()
@@ -172,11 +189,11 @@ class HostOptimizer:
     def _update_part(
         self, state: ParameterState, slots: Slots, hyper: HyperParameters, part: _Part, first: bool
     ) -> dict[str, torch.Tensor]:
-        """Step one part; returns the scalars after it."""
+        """Step one part; return the scalars after it."""
         kind, group = self._kinds[state.group], hyper.groups[state.group]
         param = nn.Parameter(part.param)
         param.grad = part.grad
-        if first:  # the optimizer makes its own initial state
+        if first:  # the optimizer creates its own initial state
             private = kind.of([param], **group)
             private.step()
             made = private.state[param]
@@ -189,14 +206,14 @@ class HostOptimizer:
         private.step()
         after = private.state[param]
         for name, view in part.tensors.items():
-            if after[name] is not view:  # an optimizer that replaces its state instead of changing it
+            if after[name] is not view:  # this optimizer replaces its state instead of changing it
                 view.copy_(after[name])
         return {name: after[name] for name in slots.scalars}
 
     def _private(
         self, index: int, kind: Kind, group: dict[str, Any], param: nn.Parameter
     ) -> torch.optim.Optimizer:
-        """This thread's optimizer for a group, holding ``param`` alone with the values of ``group``."""
+        """Return this thread's optimizer for a group, holding ``param`` alone with the values of ``group``."""
         private = self._worker.optimizers.get(index)
         if private is None:
             private = self._worker.optimizers[index] = kind.of([param], **group)
@@ -204,7 +221,7 @@ class HostOptimizer:
         return private
 
     def _by_value(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
-        """A group's hyper-parameters, with torch's fused kernels chosen where the user left the choice open."""
+        """Return a group's hyper-parameters, with torch's fused kernels chosen where the user left the choice open."""
         arguments = arguments_of(type(member_of(self._optimizer, number)))
         values = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -217,7 +234,7 @@ class HostOptimizer:
 
 
 def _parts(state: ParameterState, slots: Slots, cut: bool) -> Iterator[_Part]:
-    """The parameter in tiles, if it may be ``cut``."""
+    """Yield the parameter in tiles, or as one part unless it may be ``cut``."""
     if not cut:
         yield _Part(state.param, state.grad, state.tensors, state.copy)
         return
@@ -232,6 +249,6 @@ def _parts(state: ParameterState, slots: Slots, cut: bool) -> Iterator[_Part]:
 
 
 def tiles(elements: int) -> Iterator[tuple[int, int]]:
-    """The half-open ranges into which a tensor of ``elements`` is cut; an empty one, of one without any."""
+    """Yield the half-open ranges of the tiles of a tensor; a single empty range for an empty tensor."""
     for start in range(0, max(1, elements), TILE_ELEMENTS):
         yield start, min(start + TILE_ELEMENTS, elements)

@@ -1,4 +1,4 @@
-"""What APOLLO and Grass share: moments of a matrix in few rows, made anew every so many steps, from seeds."""
+"""Common base of APOLLO and Grass: moments of a matrix in few rows, projected anew every ``update_gap`` steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .formed import FormedOptimizer
 
 
 class ProjectedOptimizer(FormedOptimizer):
-    """Groups have ``rank``, ``scale``, ``update_gap`` and ``seed``. Parameters that are no matrices are AdamW's, and so
-    are those of groups with ``rank=None``."""
+    """An optimizer whose groups have ``rank``, ``scale``, ``update_gap`` and ``seed``.
+
+    AdamW updates parameters that are no matrices, and groups with ``rank=None``.
+    """
 
     cut = False
 
@@ -27,7 +29,7 @@ class ProjectedOptimizer(FormedOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give each matrix of the group that needs one a seed of its own, made of the group's and its place."""
+        """Add a group and give each matrix that needs one its own seed, derived from the group's and its position."""
         place = sum(len(group["params"]) for group in self.param_groups)
         super().add_param_group(param_group)
         for number, param in enumerate(param_group["params"], place):
@@ -37,16 +39,16 @@ class ProjectedOptimizer(FormedOptimizer):
 
 
 def is_projected(group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of ``shape`` has moments in few rows; otherwise it is AdamW's."""
+    """Return whether a parameter of ``shape`` has moments in few rows; otherwise AdamW updates it."""
     return len(shape) == 2 and group["rank"] is not None
 
 
 def rows_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-    """How many rows the moments of a matrix have: as many as wanted, or as it has."""
+    """Return the number of rows of a matrix's moments: ``rank``, but no more than the matrix has."""
     return min(group["rank"], *shape)
 
 
 def drawn(seed: int, number: int) -> int:
-    """A seed, other ones for other pairs."""
+    """Return a seed derived from ``seed`` and ``number``."""
     made = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(made, "little") >> 1

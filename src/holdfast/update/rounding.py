@@ -1,12 +1,11 @@
-"""Rounding of optimizer state to few bits, so that the errors of many small steps add up to nothing.
+"""Stochastic rounding of optimizer state to few bits, so that the errors of many small steps cancel out.
 
-A moment with decay beta2 = 0.999 moves by a thousandth of its distance in each step. The nearest value that bf16 (steps
-of 1/128 to 1/256) or a byte has is then mostly the one that it had, and a second moment that should fall stays where it
-is. So both are rounded up or down by chance, with the mean at the value (stochastic rounding: Gupta et al. 2015, arXiv
-1502.02551).
+A moment with decay beta2 = 0.999 moves by a thousandth of its distance in each step. The nearest value of bf16 (steps
+of 1/128 to 1/256) or of a byte is then mostly the old one, and a second moment that should fall stays where it is. Both
+are therefore rounded up or down at random, with the mean at the exact value (Gupta et al. 2015, arXiv 1502.02551).
 
-The chance is a hash of the value's own bits and the number of the step: no generator whose state a commit would have
-to hold, and an element is rounded alike in whatever slice it is.
+The random number is a hash of the value's own bits and the number of the step. No generator state must be stored, and
+an element is rounded alike in any slice.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from functools import cache
 import torch
 
 BLOCK = 256
-"""Elements that share a scale. It divides 4096, at whose multiples updates are cut."""
+"""The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
 
 
 def chances(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
-    """For each element of an fp32 ``value`` one of 0 to 65535, another at each ``step`` and for each ``salt``."""
+    """Return a number of 0 to 65535 for each element of an fp32 ``value``, varying with ``step`` and ``salt``."""
     mixed = value.view(torch.int32) + _signed(step * 0x9E3779B1 + salt * 0x85EBCA77)
     mixed = mixed * _signed(0xC2B2AE3D)
     mixed = (mixed ^ (mixed >> 15)) * _signed(0x27D4EB2F)
@@ -28,16 +27,19 @@ def chances(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
 
 
 def to_bf16(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
-    """``value`` in bf16, rounded by chance."""
+    """Return ``value`` in bf16, rounded stochastically."""
     bits = value.view(torch.int32) + chances(value, step, salt)
     return (bits & _signed(0xFFFF0000)).view(torch.float32).bfloat16()
 
 
 @cache
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 values of a byte, ascending, the largest 1: of each decade from 1e-7 to 1 twice as many as of the one
-    below it, in its middle parts (dynamic quantization: Dettmers et al. 2021, arXiv 2110.02861). Without a sign 1e-7
-    is the least one, so that what is not zero does not become it."""
+    """Return the 256 values of a byte in ascending order; the largest is 1.
+
+    Each decade from 1e-7 to 1 has twice as many values as the one below it, in the middles of equal parts (dynamic
+    quantization: Dettmers et al. 2021, arXiv 2110.02861). Without a sign, 1e-7 is the least, so that no value becomes
+    zero.
+    """
     values = [0.0, 1.0] if signed else [1e-7, 1.0]
     for decade in range(7):
         count = 2**decade * (1 if signed else 2)
@@ -47,7 +49,7 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 def encode(value: torch.Tensor, signed: bool, step: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of an fp32 ``value``, flat, and the scale of each block of ``BLOCK``: its largest magnitude."""
+    """Return the bytes of an fp32 ``value``, flat, and the scale of each block of ``BLOCK``: its largest magnitude."""
     count, levels = value.numel(), dynamic_map(signed).to(value.device)
     blocks = torch.nn.functional.pad(value.reshape(-1), (0, -count % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
@@ -59,12 +61,12 @@ def encode(value: torch.Tensor, signed: bool, step: int, salt: int) -> tuple[tor
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """What ``encode`` was given, as far as bytes hold it; flat."""
+    """Return the values that ``encode`` stored, flat, to the precision of a byte."""
     values = dynamic_map(signed).to(codes.device)[codes.reshape(-1).int()]
     padded = torch.nn.functional.pad(values, (0, -codes.numel() % BLOCK)).view(-1, BLOCK)
     return (padded * scales[:, None]).view(-1)[: codes.numel()]
 
 
 def _signed(bits: int) -> int:
-    """The 32 lowest ``bits`` as a signed number."""
+    """Return the 32 lowest ``bits`` as a signed number."""
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)

@@ -1,4 +1,4 @@
-"""Threads that work beside the model's computations: each computes by itself."""
+"""Thread counts of torch for threads that work beside the model's computations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _setting = threading.Lock()
 
 
 def keep_torch_threads() -> None:
-    """Let the calling thread have what torch has now, whatever threads that it begins set for themselves: one that asks
-    for the first time, in the moment in which another sets its own, would keep 1.
+    """Keep torch's thread count for the calling thread, whatever its worker threads set for themselves.
 
-    Roots and the like go through MKL, which chooses its code at the first call: while another thread sets its number,
-    one that gives 12 bits (torch 2.13). Of that step no replay would have the bits. So they are called here before.
+    Without this call, a thread that asks torch for the first time while another sets its count would keep 1. Roots and
+    similar functions go through MKL, which chooses its code at the first call. While another thread sets its count, MKL
+    may choose code of 12 bits (torch 2.13), and no replay would reproduce the bits of that step. So this function calls
+    them beforehand.
     """
     with _setting:
         torch.get_num_threads()
@@ -24,21 +25,21 @@ def keep_torch_threads() -> None:
 
 
 def set_torch_threads(count: int) -> None:
-    """As torch.set_num_threads, at no moment in which another thread sets its own and what those to come have."""
+    """Set torch's thread count, never at the same time as ``one_torch_thread`` in another thread."""
     with _setting:
         torch.set_num_threads(count)
 
 
 def one_torch_thread() -> None:
-    """Let torch compute on this thread alone; other threads, and those to come, are as they would be without. Who
-    begins such threads calls ``keep_torch_threads`` before.
+    """Limit torch to this thread alone; other threads, and later ones, are unaffected.
 
-    libgomp keeps helpers for every thread that has computed with several. With more of them than cores it lets all
-    sleep at the end of every parallel loop, the model's among them.
+    Whoever starts such threads calls ``keep_torch_threads`` first. libgomp keeps helpers for every thread that has
+    computed with several. With more helpers than cores, it lets all of them sleep at the end of every parallel loop,
+    the model's loops included.
     """
     with _setting:
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # and so would threads begin that have not computed yet
+        torch.set_num_threads(1)  # this also changes the count of threads that have not computed yet
         other = threading.Thread(target=torch.set_num_threads, args=(before,))
         other.start()
         other.join()

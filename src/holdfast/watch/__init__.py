@@ -1,1 +1,1 @@
-"""Watching a run: what a person sees of the events."""
+"""Views of a run that are drawn from its events."""

@@ -1,7 +1,7 @@
-"""Charts: curves over steps as inline SVG, without a script. The page's classes give colours, titles the numbers.
+"""Charts: curves over steps as inline SVG, without a script. The page's classes set colours; titles show numbers.
 
-Units are pixels of a drawing ``WIDTH`` wide, which the page scales. More points than columns are drawn as the mean of
-each column and, behind it, the band from its least to its most.
+Units are pixels of a drawing that is ``WIDTH`` wide, which the page scales. With more points than columns, a curve is
+the mean of each column, and behind it the band from least to most.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Format = Callable[[float], str]
 WIDTH, HEIGHT = 1080, 250
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 12, 34
 COLUMNS = 240
-"""Points of a curve, at most."""
+"""The largest number of points of a curve."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """``kind`` is the class of its colour; ``dots`` draws points that no line joins."""
+    """A named line; ``kind`` is the class of its colour, and ``dots`` draws separate points instead."""
 
     name: str
     points: Sequence[Point]
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line: a budget, or what was predicted."""
+    """A horizontal line: a budget, or a prediction."""
 
     name: str
     value: float
@@ -41,14 +41,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Scale:
-    """Of the vertical axis: how its numbers are written, and which are round."""
+    """The vertical axis: the format of its numbers, and which numbers are round."""
 
     form: Format
     from_zero: bool = True
     binary: bool = False
-    """Bytes: powers of two apart."""
+    """True for bytes: ticks are powers of two apart."""
     whole: bool = False
-    """Counts, which have no fractions."""
+    """True for counts, which have no fractions."""
 
     def ticks(self, low: float, high: float) -> list[float]:
         if self.binary:
@@ -58,7 +58,7 @@ class Scale:
 
 
 class Frame:
-    """From values to pixels."""
+    """The mapping from values to pixels."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], scale: Scale) -> None:
         self.x_low, self.x_high = min(xs), max(xs)
@@ -78,13 +78,13 @@ class Frame:
         return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
 
 
-def chart(curves: Sequence[Curve], scale: Scale, levels: Sequence[Level] = (), x_name: str = "step") -> str:
-    """``curves`` in one frame, with a legend where there is more than one thing in it. Some curve has a point."""
+def chart(curves: Sequence[Curve], scale: Scale, levels: Sequence[Level] = ()) -> str:
+    """Draw ``curves`` in one frame, with a legend if it shows several things. At least one curve must have a point."""
     form = scale.form
     points = [point for curve in curves for point in curve.points]
     heights = [y for _, y in points] + [level.value for level in levels]
     frame = Frame([x for x, _ in points], heights, scale)
-    parts = [*_grid(frame, form, x_name), *(_level(frame, level, form) for level in levels)]
+    parts = [*_grid(frame, form), *(_level(frame, level, form) for level in levels)]
     for curve in curves:
         if curve.points:
             parts += _dots(frame, curve, form) if curve.dots else _curve(frame, curve, form)
@@ -97,13 +97,13 @@ def chart(curves: Sequence[Curve], scale: Scale, levels: Sequence[Level] = (), x
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Classes of colours and what they stand for."""
+    """Return a legend of pairs of colour class and text."""
     items = "".join(f'<li><i class="k-{kind}"></i>{escape(name)}</li>' for kind, name in entries)
     return f'<ul class="legend">{items}</ul>'
 
 
 def ticks(low: float, high: float, most: int = 5, least: float = 0.0) -> list[float]:
-    """Round numbers from ``low`` or less to ``high`` or more, but for rounding; ``least`` apart at least.
+    """Return round numbers that cover ``low`` to ``high``, up to rounding, at least ``least`` apart.
 
     >>> ticks(0.0, 1.7)
     [0.0, 0.5, 1.0, 1.5, 2.0]
@@ -116,7 +116,7 @@ def ticks(low: float, high: float, most: int = 5, least: float = 0.0) -> list[fl
 
 
 def columns_of(points: Sequence[Point], columns: int = COLUMNS) -> list[tuple[float, float, float, float]]:
-    """(x, mean, least, most) of ``columns`` groups of neighbours at most.
+    """Return (x, mean, least, most) of at most ``columns`` groups of neighbours.
 
     >>> columns_of([(1, 2.0), (2, 4.0), (3, 6.0), (4, 0.0)], columns=2)
     [(1.5, 3.0, 2.0, 4.0), (3.5, 3.0, 0.0, 6.0)]
@@ -130,7 +130,7 @@ def columns_of(points: Sequence[Point], columns: int = COLUMNS) -> list[tuple[fl
     return found
 
 
-def _grid(frame: Frame, form: Format, x_name: str) -> list[str]:
+def _grid(frame: Frame, form: Format) -> list[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for value in frame.ticks:
@@ -146,7 +146,7 @@ def _grid(frame: Frame, form: Format, x_name: str) -> list[str]:
                 f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:,.0f}</text>'
             )
     parts.append(f'<line class="axis" x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
-    parts.append(f'<text class="tick" x="{right}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_name)}</text>')
+    parts.append(f'<text class="tick" x="{right}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
     return parts
 
 
@@ -176,7 +176,7 @@ def _dots(frame: Frame, curve: Curve, form: Format) -> list[str]:
 
 
 def _dot(frame: Frame, curve: Curve, form: Format, x: float, y: float, small: bool = False) -> str:
-    """A point that says what it is when it is pointed at; one of many is not seen otherwise."""
+    """Draw a point that shows its values on hover; one of many is invisible otherwise."""
     kind = "hit" if small else f"dot f-{curve.kind}"
     at = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{4 if small else 3}"'
     return f'<circle class="{kind}" {at}><title>{escape(curve.name)}, {x:,.0f}: {form(y)}</title></circle>'

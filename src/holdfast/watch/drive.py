@@ -1,4 +1,4 @@
-"""Drives: what a run's writing means for the life of the SSD that it is on. Bytes."""
+"""Drives: what the bytes that a run writes mean for the life of its SSD."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from ..units import format_bytes
 
 RATED_BYTES = 600 * 10**12
-"""What an SSD may be written in its life: typical of consumer drives of 1 TB, and ours to assume."""
+"""The bytes that an SSD may be written in its life: an assumption, typical of consumer drives of 1 TB."""
 
 SECTOR = 512
-"""Of the system's counters, whatever the drive's own are."""
+"""The unit of the system's counters, in bytes, whatever the drive's own sector is."""
 
 
 @dataclass(frozen=True)
 class Drive:
-    """A drive of this machine, and what was moved since it was started, by everybody."""
+    """A drive of this machine, and the bytes that all processes moved since it was started."""
 
     name: str
     read_bytes: int
@@ -26,7 +26,7 @@ class Drive:
 
 
 def drive_of(path: Path, system: Path = Path("/sys")) -> Drive | None:
-    """The drive that ``path`` is on; None where the system counts none: another machine's, or no drive."""
+    """Return the drive that ``path`` is on; None if the system counts none, as on network storage."""
     try:
         device = os.stat(path).st_dev
         place = (system / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}").resolve(strict=True)
@@ -39,7 +39,7 @@ def drive_of(path: Path, system: Path = Path("/sys")) -> Drive | None:
 
 
 def wear(written_bytes: int) -> str:
-    """What writing so much in all means for the life of a drive.
+    """Describe what writing so many bytes means for the life of a drive.
 
     >>> wear(30 * 2**30)
     "30.0 GiB in all, 0.0054 % of an SSD's life if rated for 600 TB"
@@ -50,7 +50,7 @@ def wear(written_bytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    """``share`` in two digits, or in whole percent.
+    """Format ``share`` with two digits, or as whole percent.
 
     >>> percent(0.0000537), percent(0.31)
     ('0.0054 %', '31 %')

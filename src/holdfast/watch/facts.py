@@ -1,6 +1,6 @@
-"""Facts: what a run's history amounts to, as plain data for the report, its JSON and the panel. Seconds, bytes.
+"""Facts: a run's history as plain data for the report, its JSON and the panel. Units are seconds and bytes.
 
-Nothing is guessed: what was not measured is None, or not there.
+Nothing is guessed: what was not measured is None or missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .history import History, Sitting, Step, expected
 from .lanes import Timeline
 
 RECENT = 20
-"""Steps, or lines of several, over which rates of the present are taken."""
+"""The number of steps, or log lines of several steps, that current rates are taken over."""
 
 CLASSES = {
     "optimizer state": ("state", "optimizer_on_host"),
@@ -34,11 +34,11 @@ CLASSES = {
     "input gradients": ("input_grads",),
     "resident gradients": ("resident_grads",),
 }
-"""What buffers of the engine are used for, and the classes by which they were predicted."""
+"""Purposes of the engine's buffers, with the classes under which they were predicted."""
 
 
 def times(steps: Sequence[Step]) -> dict[str, Any]:
-    """How long steps took: the median and the slowest twentieth, by lines of the log; and what keeping them took."""
+    """Return how long steps took (mean, median and slowest twentieth, by lines of the log) and the stalls."""
     if not steps:
         return {}
     seconds = sorted(step.seconds for step in steps)
@@ -60,14 +60,14 @@ def times(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def rate(steps: Sequence[Step], quantity: str) -> float | None:
-    """``quantity`` of ``steps`` per second; None where none of them says."""
+    """Return ``quantity`` of ``steps`` per second; None if no step has it."""
     told = [step for step in steps if getattr(step, quantity) is not None]
     seconds = sum(step.seconds * step.steps for step in told)
     return sum(getattr(step, quantity) for step in told) / seconds if seconds else None
 
 
 def recent(history: History) -> list[Step]:
-    """The last steps of the present sitting."""
+    """Return the last steps of the current sitting."""
     return history.sittings[-1].steps[-RECENT:] if history.sittings else []
 
 
@@ -85,7 +85,7 @@ def durability(history: History) -> dict[str, Any]:
 
 
 def lanes(history: History) -> dict[str, Any] | None:
-    """The newest recorded step: how busy its lanes were, what binds, what computing waited for."""
+    """Return lane times of the newest recorded step: busy times, the bottleneck, and what compute waited for."""
     timeline = history.timeline
     return None if timeline is None else _lanes_of(timeline)
 
@@ -103,8 +103,10 @@ def _lanes_of(timeline: Timeline) -> dict[str, Any]:
 
 
 def traffic(history: History) -> dict[str, Any] | None:
-    """Bytes of a step on the average, by lane and kind: what moved, and what the schedule says. None where the log says
-    no schedule, or there is no step but the first of a sitting."""
+    """Return the mean bytes of a step by lane and kind, as moved and as scheduled.
+
+    None if the log has no schedule, or no step besides the first of a sitting.
+    """
     found = history.last_schedule
     if found is None or not sum(found[0].shapes.values()):
         return None
@@ -135,7 +137,7 @@ def traffic(history: History) -> dict[str, Any] | None:
 
 
 def memory(history: History) -> dict[str, Any] | None:
-    """Of the newest sitting that says: the most that was held, what was predicted, the budget, and the classes."""
+    """Return memory facts of the newest sitting that has some: peak, prediction, budget, and classes."""
     for sitting in reversed(history.sittings):
         if sitting.kind and sitting.steps:
             return _of_engine(sitting) if sitting.kind == "engine" else _of_checkpointer(sitting)
@@ -186,7 +188,10 @@ def _most(sitting: Sitting, quantity: str) -> int | None:
 
 
 def predictions(history: History, step_seconds: float | None) -> list[dict[str, Any]]:
-    """What was predicted and measured both; ``step_seconds`` is a prediction from elsewhere. ``unit`` is "s" or "B"."""
+    """Return all quantities that were both predicted and measured, with ``unit`` "s" or "B".
+
+    ``step_seconds`` is a prediction from outside the log.
+    """
     rows: list[dict[str, Any]] = []
 
     def add(what: str, unit: str, predicted: float | None, measured: float | None) -> None:
@@ -217,13 +222,13 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
 
 
 def planned(history: History) -> Sitting | None:
-    """The newest sitting, if its steps were planned and there are some besides the first."""
+    """Return the newest sitting, if its steps were planned and it has more than the first."""
     newest = history.sittings[-1] if history.sittings else None
     return newest if newest is not None and newest.plan and len(newest.steps) > 1 else None
 
 
 def life(history: History, drive: Drive | None) -> dict[str, Any]:
-    """What was written, and how long a drive lasts at that; and what the drive has counted."""
+    """Return the bytes written, how many steps a drive lasts at that rate, and the drive's own counters."""
     written, count = history.written_bytes, history.num_steps
     each = written / count if written and count else None
     return {
@@ -239,8 +244,10 @@ def life(history: History, drive: Drive | None) -> dict[str, Any]:
 
 
 def state_of(history: History, now: float) -> str:
-    """What the run is doing, by its log: "training", "closed", and so on; "died" where its process is of this machine
-    and gone, "silent" where it has said nothing for long."""
+    """Return the state of the run according to its log: "training", "closed", and so on.
+
+    "died" means that its process was on this machine and is gone; "silent" that it has logged nothing for long.
+    """
     if not history.sittings or history.last_time is None:
         return "nothing was logged yet"
     newest = history.sittings[-1]
@@ -253,17 +260,17 @@ def state_of(history: History, now: float) -> str:
 
 
 def _is_after(event: dict[str, Any], sitting: Sitting) -> bool:
-    """Whether ``event`` came since the sitting began."""
+    """Return whether ``event`` came after the sitting began."""
     return event.get("time", 0.0) >= sitting.about.get("time", 0.0)
 
 
 def is_gone(sitting: Sitting, processes: Path = Path("/proc")) -> bool:
-    """Whether the process of a sitting was one of this machine, and is not there any more."""
+    """Return whether the process of a sitting ran on this machine and is gone."""
     pid, host = sitting.about.get("pid"), sitting.about.get("host")
     here = host == os.uname().nodename and (processes / "self").exists()
     return here and pid is not None and not (processes / str(pid)).exists()
 
 
 def patience(sitting: Sitting) -> float:
-    """How long a run may say nothing before it is called silent: ten steps, and a minute at least."""
+    """Return the seconds without log lines after which a run counts as silent: ten steps, and at least a minute."""
     return max(60.0, 10 * (sitting.steps[-1].seconds if sitting.steps else 0.0))

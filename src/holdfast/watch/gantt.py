@@ -1,6 +1,6 @@
-"""Gantt: one step by lane, as inline SVG. A lane has a row for each operation under way at once, four at most.
+"""Gantt: one step by lane, as inline SVG. A lane has a row for each concurrent operation, at most four.
 
-What is narrower than a pixel is joined with its neighbour, so that ten thousand operations stay a small picture.
+Operations narrower than a pixel are joined with their neighbours, so ten thousand operations stay a small picture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .lanes import NAMES, Operation, Timeline, rows_of
 WIDTH, LEFT, RIGHT, ROW, GAP, FOOT = 1080, 168, 96, 14, 10, 30
 MOST_ROWS = 4
 NARROW = 0.8
-"""Pixels."""
+"""The width in pixels below which an operation is joined."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Bar:
 
 
 def gantt(timeline: Timeline) -> str:
-    """The picture of ``timeline``, from its beginning until all of the step was over."""
+    """Draw ``timeline``, from its beginning until the whole step was over."""
     busy, end = timeline.busy, max(timeline.end, 1e-9)
     scale = (WIDTH - LEFT - RIGHT) / end
     parts: list[str] = []
@@ -64,7 +64,7 @@ def gantt(timeline: Timeline) -> str:
 
 
 def _bars(row: list[Operation], scale: float, end: float) -> list[_Bar]:
-    """Operations of one row, in the order of their starts; narrow ones that touch are one bar."""
+    """Return the bars of a row in the order of their starts; narrow operations that touch become one bar."""
     bars: list[_Bar] = []
     for op in sorted(row, key=lambda op: op.start):
         x, right = LEFT + max(op.start, 0.0) * scale, LEFT + min(op.end, end) * scale
@@ -114,7 +114,7 @@ def _axis(timeline: Timeline, scale: float, end: float, y: float) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """``seconds`` in the unit that suits it.
+    """Format ``seconds`` in a suitable unit.
 
     >>> milliseconds(0.0), milliseconds(0.01234), milliseconds(12.5)
     ('0', '12.3 ms', '12.5 s')

@@ -1,8 +1,8 @@
-"""History: what the log of events says of a run, in order. Seconds, bytes; times are unix seconds.
+"""History: what the event log tells of a run, in order. Units are seconds and bytes; times are unix seconds.
 
-A run is made of *sittings*: an engine or a ``Checkpointer`` that was opened, until it was closed or died. A resume may
-make steps again: ``line`` has each step once, as the newest sitting made it, while bytes written count as often as they
-were. What the log does not say stays None. An event of another form than expected is counted, and passed over.
+A run consists of *sittings*: an engine or a ``Checkpointer`` from its opening until it was closed or died. A resume may
+repeat steps: ``line`` has each step once, as the newest sitting did it, but written bytes count every time. What the
+log does not tell stays None. An event of an unexpected form is counted and skipped.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ TOLD = (
     "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "not_taken",
     "not_persisted", "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
 )  # fmt: skip
-"""Events that are kept as they are."""
+"""Events that are kept unchanged."""
 
 BEGINNINGS = {
     "engine": ("first_step", "parameters", "blocks", "state_bytes", "device"),
     "checkpointer": ("first_step", "ranks", "codec", "replica"),
 }
-"""Events that begin a sitting, and what they have at least."""
+"""Events that begin a sitting, with the keys that they must have."""
 
 Traffic = Counter[tuple[str, str]]
-"""Bytes, by (lane, kind of operation)."""
+"""Bytes by (lane, kind of operation)."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One step; or ``steps`` of them up to ``step``, of which times are means and bytes sums."""
+    """One step; or ``steps`` of them up to ``step``, with mean times and summed bytes."""
 
     step: int
     time: float
@@ -55,7 +55,7 @@ class Step:
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> Step:
-        """Raises ``KeyError`` or ``TypeError`` where ``event`` is of no step."""
+        """Build a step from its event. Raises ``KeyError`` or ``TypeError`` if ``event`` describes no step."""
         numbers = {name: event[name] for name in cls.__slots__ if event.get(name) is not None}
         texts = {name: numbers.pop(name) for name in ("skipped",) if name in numbers}
         found = cls(**{name: value + 0 for name, value in numbers.items()}, **texts)
@@ -65,42 +65,42 @@ class Step:
 
     @property
     def lag(self) -> int:
-        """Steps that a power cut would take."""
+        """The number of steps that a power cut would lose."""
         return max(self.step - self.durable_step, 0)
 
 
 Shape = tuple[int, bool]
-"""Of a step: its micro-batches, and whether it ends in a commit."""
+"""The shape of a step: its number of micro-batches, and whether it ends in a commit."""
 
 
 @dataclass
 class Sitting:
-    """One opening of the run. ``kind`` is "engine" or "checkpointer", or nothing where the log does not say."""
+    """One opening of the run. ``kind`` is "engine" or "checkpointer", or empty if the log does not tell."""
 
     kind: str = ""
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     schedules: dict[Shape, dict[str, Any]] = field(default_factory=dict)
     shapes: Counter[Shape] = field(default_factory=Counter)
-    """Steps of each shape whose traffic is in ``moved``."""
+    """The number of steps of each shape whose traffic is in ``moved``."""
     moved: Traffic = field(default_factory=Counter)
-    """By all steps but the first, which has nothing of a step before it to finish, and those that were skipped."""
+    """Traffic of all steps except skipped ones and the first, beside which no earlier step is finished."""
     buffers: dict[str, int] = field(default_factory=dict)
-    """What was in use at once at most, by what for."""
+    """The largest number of bytes in use at once, by purpose."""
     timelines: list[Timeline] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
-    """What the planner chose and predicted, if it was asked."""
+    """The planner's choices and predictions, if it ran."""
     closed: dict[str, Any] | None = None
 
     @property
     def first_step(self) -> int | None:
-        """The steps done when it began."""
+        """The number of steps done when the sitting began."""
         told = self.about.get("first_step")
         return told if told is not None or not self.steps else self.steps[0].step - self.steps[0].steps
 
     @property
     def written_bytes(self) -> int | None:
-        """To the disk, from its opening to its end; up to its last step if it did not end."""
+        """Bytes written to the disk from opening to end; up to the last step if the sitting did not end."""
         end = self.closed or {}
         if "moved" in end:
             return sum(end["moved"].get("ssd_write", {}).values())
@@ -119,19 +119,19 @@ class Sitting:
 
 
 class History:
-    """Grows event by event."""
+    """The history of a run, which grows event by event."""
 
     def __init__(self, events: Iterable[dict[str, Any]] = ()) -> None:
         self.sittings: list[Sitting] = []
         self.config: dict[str, Any] = {}
-        """Of ``holdfast train``."""
+        """The configuration of ``holdfast train``."""
         self.told: list[dict[str, Any]] = []
-        """What happened besides steps."""
+        """Events other than steps."""
         self.validations: list[tuple[int, float]] = []
         self.last_time: float | None = None
         self.num_odd = 0
         self.newest: dict[str, Any] = {}
-        """The last event of a step, all of it."""
+        """The last step event, complete."""
         self._line: list[Step] | None = None
         for event in events:
             self.add(event)
@@ -142,7 +142,7 @@ class History:
 
     @property
     def sitting(self) -> Sitting:
-        """The present one."""
+        """The current sitting."""
         if not self.sittings:
             self.sittings.append(Sitting())
         return self.sittings[-1]
@@ -180,7 +180,7 @@ class History:
             self.told.append(event)
 
     def line(self) -> list[Step]:
-        """Every step once, oldest first."""
+        """Return every step once, oldest first."""
         if self._line is not None:
             return self._line
         steps: list[Step] = []
@@ -194,25 +194,25 @@ class History:
 
     @property
     def num_steps(self) -> int:
-        """Steps done, as often as they were."""
+        """The number of steps done, repeated ones included."""
         return sum(step.steps for sitting in self.sittings for step in sitting.steps)
 
     @property
     def written_bytes(self) -> int | None:
-        """By all sittings that say."""
+        """Bytes written by all sittings that report them."""
         told = [n for n in (sitting.written_bytes for sitting in self.sittings) if n is not None]
         return sum(told) if told else None
 
     @property
     def timeline(self) -> Timeline | None:
-        """The newest that is not of the first step of a sitting, where nothing goes on beside it yet; or that."""
+        """The newest timeline that is not of a sitting's first step, which nothing overlaps; else the newest."""
         found = [timeline for sitting in self.sittings for timeline in sitting.timelines]
         steady = [timeline for timeline in found if not timeline.is_first]
         return (steady or found or [None])[-1]
 
     @property
     def last_schedule(self) -> tuple[Sitting, dict[str, Any]] | None:
-        """The newest sitting that says what its steps should move, and what it says of its commonest shape."""
+        """The newest sitting with schedules, and the schedule of its most frequent shape."""
         for sitting in reversed(self.sittings):
             if sitting.schedules:
                 shape = max(sitting.schedules, key=lambda shape: sitting.shapes[shape])
@@ -221,12 +221,12 @@ class History:
 
 
 def traffic_of(by_lane: dict[str, dict[str, int]]) -> Traffic:
-    """Bytes by (lane, kind), of what an event has by lane."""
+    """Return bytes by (lane, kind) from an event's bytes by lane."""
     return Counter({(lane, kind): n for lane, kinds in by_lane.items() for kind, n in kinds.items()})
 
 
 def expected(sitting: Sitting) -> Traffic:
-    """What the steps that ``moved`` counts should have moved, by their schedules."""
+    """Return the traffic that the steps counted in ``moved`` should have had, by their schedules."""
     total: Traffic = Counter()
     for shape, count in sitting.shapes.items():
         for key, nbytes in traffic_of(sitting.schedules.get(shape, {}).get("moves", {})).items():

@@ -1,7 +1,7 @@
 """Lanes: when each was busy in one step, and which of them the step waited for. Seconds from the step's beginning.
 
-Lanes run side by side. What binds is the lane that is busy longest: no order of the same operations takes less. A
-transfer is counted from when it was asked for, so a lane is busy while it has anything under way.
+Lanes run side by side. The bottleneck is the lane that is busy longest: no order of the same operations is faster. A
+transfer counts from its request, so a lane is busy while any of its operations is under way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NAMES = {
     DOWNLOAD: "copies from the device", UPDATE: "the optimizer", COMMIT: "commits",
     EXCHANGE: "the exchange between ranks",
 }  # fmt: skip
-"""Of lanes, for people."""
+"""Names of the lanes in texts."""
 
 SSD = "the SSD, reads and writes together"
 
 BUSY, MOST = 0.9, 0.6
-"""Shares of a step from which on a lane is said to bind, or to be the busiest."""
+"""Shares of a step above which a lane is called the bottleneck, or the busiest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """What it is, for people."""
+        """A description of the operation for texts."""
         words = [self.kind.replace("_", " ")]
         words += [self.phase] if self.phase and self.phase != self.kind else []
         words += [f"block {self.block}"] if self.block >= 0 else []
@@ -53,15 +53,15 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What ran from the beginning of ``step`` on: its own operations, and what went on beside them."""
+    """Everything that ran from the beginning of ``step`` on: its operations, and those beside them."""
 
     step: int
     of_sitting: int
-    """Its number among the steps of its sitting, from 1."""
+    """The number of the step within its sitting, from 1."""
     began: float
-    """Unix seconds."""
+    """The beginning of the step, in unix seconds."""
     seconds: float
-    """From its beginning until ``step()`` returned."""
+    """Seconds from its beginning until ``step()`` returned."""
     operations: tuple[Operation, ...]
 
     @classmethod
@@ -79,26 +79,26 @@ class Timeline:
 
     @property
     def is_first(self) -> bool:
-        """No step before it in its sitting: what a step leaves to be done beside the next is not in its time."""
+        """True for the first step of a sitting, which has no work of an earlier step beside it."""
         return self.of_sitting == 1
 
     @cached_property
     def end(self) -> float:
-        """When all of the step was over."""
+        """The time at which the whole step was over."""
         return max([self.seconds, *(op.end for op in self.operations if op.step == self.step)])
 
     @property
     def window(self) -> float:
-        """The time that is looked at, from 0 on: of a first step until all of it was over."""
+        """The length of the time window from 0 on that is examined; for a first step, until all of it was over."""
         return self.end if self.is_first else self.seconds
 
     @cached_property
     def busy(self) -> dict[str, float]:
-        """For each lane that did anything, how long it had something under way in the window."""
+        """The seconds in the window for which each lane that did anything was busy."""
         return {lane: _covered(found, self.window) for lane, found in self.by_lane().items()}
 
     def by_lane(self) -> dict[str, list[Operation]]:
-        """Lanes in the order of ``NAMES``."""
+        """Return operations by lane, in the order of ``NAMES``."""
         found: dict[str, list[Operation]] = {}
         for lane in NAMES:
             if mine := sorted((op for op in self.operations if op.lane == lane), key=lambda op: op.start):
@@ -107,8 +107,11 @@ class Timeline:
 
     @cached_property
     def waits(self) -> dict[str, float]:
-        """How long computing stood still, by what it waited for: the lane of the operation that ended last before it
-        went on, while that ran, then of the one that ended last before that; under "" what lies between."""
+        """The seconds that compute stood still, by the lane that it waited for.
+
+        That is the lane of the operation that ended last before compute continued, for as long as it ran; then of the
+        one that ended last before that. "" holds the time in between.
+        """
         lanes = self.by_lane()
         computed = lanes.pop(COMPUTE, [])
         others = sorted((op for found in lanes.values() for op in found), key=lambda op: op.end)
@@ -117,9 +120,7 @@ class Timeline:
         idle_since = 0.0
         for op in computed:
             at, place = min(op.start, self.window), len(ends)
-            while (
-                at > idle_since
-            ):  # back from the end of the gap: what ended last, and before that what ended before it
+            while at > idle_since:  # goes back from the end of the gap, by the operations that ended last
                 place = min(bisect_right(ends, at), place) - 1
                 if place < 0 or ends[place] <= idle_since:
                     waited[""] += at - idle_since
@@ -132,7 +133,7 @@ class Timeline:
         return dict(waited)
 
     def verdict(self) -> str:
-        """What binds, in a sentence or two."""
+        """Describe the bottleneck in a sentence or two."""
         busy = self.busy
         if not busy or not self.window:
             return "Nothing was recorded of it."
@@ -161,7 +162,7 @@ class Timeline:
 
 
 def rows_of(operations: list[Operation]) -> list[list[Operation]]:
-    """Operations in rows in which none overlaps another: each in the first that is free when it starts."""
+    """Distribute operations over rows without overlaps: each goes to the first row that is free when it starts."""
     rows: list[list[Operation]] = []
     for op in sorted(operations, key=lambda op: (op.start, op.end)):
         free = next((row for row in rows if row[-1].end <= op.start), None)
@@ -173,7 +174,7 @@ def rows_of(operations: list[Operation]) -> list[list[Operation]]:
 
 
 def _covered(operations: list[Operation], until: float) -> float:
-    """How much of the time from 0 to ``until`` at least one of them was under way."""
+    """Return how much of the time from 0 to ``until`` at least one operation was under way."""
     total = reached = 0.0
     for op in sorted(operations, key=lambda op: op.start):
         start, end = max(op.start, reached), min(op.end, until)

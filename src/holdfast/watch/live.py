@@ -1,7 +1,7 @@
-"""The panel of ``holdfast watch``: a run that another process trains, by what its log says. Bytes, seconds.
+"""The panel of ``holdfast watch``: a run of another process, as its log describes it. Units are bytes and seconds.
 
-Rates are of the last lines of the log: SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The
-picture fits 80 columns. Nothing of the run is touched: no lock is taken, only the log is read.
+Rates cover the last lines of the log: SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The
+picture fits 80 columns. The run is not touched: no lock is taken, only the log is read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .lanes import NAMES
 from .panel import memory_bar, number, sparkline
 
 PIECE_BYTES = 1 << 24
-"""Of a log, read at once."""
+"""The number of bytes of a log that are read at once."""
 
 BARS, LOSSES, CLASSES = 20, 1000, 5
 
 
 class Tail:
-    """The events of a log that grows: each once, whole lines only. A log that was replaced is read from its start."""
+    """A reader of a growing log: each event once, whole lines only. A replaced log is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Tail:
         self._rest = b""
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What was written since the last call."""
+        """Yield the events that were written since the last call."""
         try:
             file = open(open_regular(self._path), "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -62,19 +62,19 @@ class Tail:
 
 
 class LivePanel:
-    """Shows ``history``, which grows."""
+    """A display of ``history``, which grows."""
 
     def __init__(self, history: History, name: str) -> None:
         self.history, self.name = history, name
 
     @property
     def steps(self) -> int | None:
-        """Where the run ends, if it is one of ``holdfast train``."""
+        """The last step of the run, if ``holdfast train`` runs it."""
         told = self.history.config.get("train.steps")
         return told if isinstance(told, int) else None
 
     def document(self, now: float) -> dict[str, Any]:
-        """What the picture shows, as plain data."""
+        """Return what the picture shows, as plain data."""
         history, recent = self.history, facts.recent(self.history)
         newest, life = history.newest, facts.life(history, None)
         return {
@@ -103,7 +103,7 @@ class LivePanel:
         }
 
     def line(self, now: float) -> str:
-        """The newest step in one line."""
+        """Describe the newest step in one line."""
         found = self.document(now)
         if found["step"] is None:
             return f"{self.name}: {found['state']}"
@@ -116,12 +116,12 @@ class LivePanel:
         return said + found["state"]
 
     def picture(self, now: float) -> RenderableType:
-        """All of it in a box."""
+        """Return the whole picture in a box."""
         found = self.document(now)
         rows = Table.grid(padding=(0, 3), expand=True)
         rows.add_column(style="dim", no_wrap=True, min_width=7)
         rows.add_column(no_wrap=True)
-        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # which gives way to numbers
+        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # this column gives way to numbers
         for row in self._rows(found):
             rows.add_row(*row)
         parts: list[RenderableType] = [*self._progress(found), rows]
@@ -222,7 +222,7 @@ class LivePanel:
 
 
 def _rate(bytes_per_second: float | None) -> str:
-    """In 10**9 or 10**6 bytes.
+    """Format a rate in 10**9 or 10**6 bytes.
 
     >>> _rate(1.25e9), _rate(32e6), _rate(None)
     ('1.25 GB/s', '32 MB/s', '-')

@@ -1,4 +1,4 @@
-"""Page: the HTML around a report. One file that needs nothing else: no script, no font, no picture from elsewhere."""
+"""Page: the HTML of a report. One self-contained file: no script, no font, no picture from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LANE_COLOURS = {
     UPLOAD: ("#4a3aa7", "#9085e9"), DOWNLOAD: ("#e87ba4", "#d55181"), UPDATE: ("#eda100", "#c98500"),
     COMMIT: ("#e34948", "#e66767"),
 }  # fmt: skip
-"""On a light and on a dark page."""
+"""Colours of lanes on a light and on a dark page."""
 
 LIGHT = {
     "page": "#f7f7f5", "card": "#fdfdfc", "ink": "#17171a", "soft": "#56565c", "line": "#e2e2de", "track": "#efefec",
@@ -52,7 +52,7 @@ td.n,th.n{text-align:right} tr:last-child td{border-bottom:0}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; ``body`` is HTML. ``wide`` things scroll on a narrow screen."""
+    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
 
     title: str
     body: str
@@ -61,7 +61,7 @@ class Section:
 def page(
     title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
 ) -> str:
-    """The whole document. All texts but the sections' bodies are escaped here."""
+    """Return the whole document. All texts except the sections' bodies are escaped here."""
     tile_items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
     )
@@ -80,12 +80,12 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def absent(text: str) -> str:
-    """What is not there, and why."""
+    """Return a paragraph that says what is missing, and why."""
     return paragraph(text, "absent")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns named with ``>`` in front are right-aligned."""
+    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
     kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
     head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
     body = "".join(
@@ -96,7 +96,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _style() -> str:
-    """The sheet, with the colours of both pages."""
+    """Return the style sheet with the colours of both pages."""
     light = LIGHT | {lane: colours[0] for lane, colours in LANE_COLOURS.items()}
     dark = DARK | {lane: colours[1] for lane, colours in LANE_COLOURS.items()}
     named = "".join(

@@ -1,8 +1,8 @@
 """The training panel: one live picture of a run in a terminal, plain lines everywhere else.
 
-It is fed the step events of ``events.jsonl`` (``Engine.last``) and nothing else, so that what a person sees is
-what the log records. Rates are per second of the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in
-powers of two. The picture fits 80 columns.
+It reads only the step events of ``events.jsonl`` (``Engine.last``), so that it shows what the log records. Rates are
+per second over the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The picture fits
+80 columns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from rich.text import Text
 from ..units import counted, format_bytes, format_seconds
 
 RECENT = 20
-"""Steps over which rates are taken."""
+"""The number of steps that rates are taken over."""
 
 SECONDS_BETWEEN_LINES = 2.0, 60.0
-"""Of plain output: at the beginning, growing with the run, and at most. The first step, the last and every skipped
-one are printed in any case."""
+"""Seconds between lines of plain output: at the beginning, growing with the run, and at most.
+
+The first step, the last and every skipped one are always printed.
+"""
 
 LOSSES = 1000
-"""Steps whose losses are drawn."""
+"""The number of steps whose losses are drawn."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -40,8 +42,8 @@ BARS = "▁▂▃▄▅▆▇█"
 class TrainingPanel:
     """A context manager around the training loop; call ``step`` after each step.
 
-    ``steps`` is where the run ends, ``host_budget`` bytes (None: no limit is known), ``commit_every`` steps
-    (0: never).
+    ``steps`` is the last step of the run. ``host_budget`` is in bytes (None: no known limit). ``commit_every`` is in
+    steps (0: never).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class TrainingPanel:
             self._live = None
 
     def step(self, event: dict[str, Any]) -> None:
-        """Show the step that ``event`` tells of."""
+        """Show the step of ``event``."""
         self._recent.append(event)
         if event["skipped"] is not None:
             self.note(f"step {event['step']} was skipped: {event['skipped']}")
@@ -97,11 +99,11 @@ class TrainingPanel:
                 os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
 
     def note(self, text: str) -> None:
-        """A line that stays: above the picture, or among the lines."""
+        """Print a line that stays: above the picture, or among the lines."""
         self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def line(self) -> str:
-        """The last step in one line."""
+        """Describe the last step in one line."""
         event = self._recent[-1]
         return (
             f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  loss {number(event['loss'])}  "
@@ -111,7 +113,7 @@ class TrainingPanel:
         )
 
     def picture(self) -> RenderableType:
-        """The last steps in a box; nothing before the first."""
+        """Return the last steps in a box; nothing before the first step."""
         if not self._recent:
             return ""
         event = self._recent[-1]
@@ -136,7 +138,7 @@ class TrainingPanel:
         )
 
     def seconds_left(self) -> float:
-        """At the pace of the recent steps."""
+        """Return the seconds left at the pace of the recent steps."""
         events = list(self._recent)
         seconds = sum(event["seconds"] for event in events) / len(events)
         return seconds * (self.steps - events[-1]["step"])
@@ -170,7 +172,7 @@ class TrainingPanel:
         return True
 
     def _per_second(self, key: str) -> float:
-        events = list(self._recent)  # at once: the picture is drawn by a thread of its own
+        events = list(self._recent)  # copied at once, because another thread draws the picture
         return sum(event[key] for event in events) / max(sum(event["seconds"] for event in events), 1e-9)
 
     def _gigabytes(self, key: str) -> str:
@@ -182,7 +184,7 @@ class TrainingPanel:
 
 
 def number(value: float | None) -> str:
-    """``value`` in four digits, or a dash.
+    """Format ``value`` with four digits, or as a dash.
 
     >>> number(2.30512), number(0.000123), number(None)
     ('2.305', '0.000123', '-')
@@ -191,7 +193,7 @@ def number(value: float | None) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """``values`` as ``width`` bars at most, each the mean of its share, scaled from least to most.
+    """Draw ``values`` as at most ``width`` bars, each the mean of its share, scaled from least to most.
 
     >>> sparkline([3.0, 2.0, 1.0, 1.0], 4)
     '█▅▁▁'
@@ -206,7 +208,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def memory_bar(used: int, budget: int | None, width: int) -> str:
-    """How much of the budget is used, as a bar; nothing where there is none.
+    """Draw how much of the budget is used as a bar; empty without a budget.
 
     >>> memory_bar(1, 4, 8)
     '██░░░░░░'

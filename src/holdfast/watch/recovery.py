@@ -1,4 +1,4 @@
-"""The bar of a recovery: what is loaded and replayed, how long it takes, on a terminal and nowhere else."""
+"""The progress bar of a recovery: what is loaded and replayed, and the time left. It is drawn on terminals only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def progress_bar(console: Console | None = None) -> Callable[[Any], None]:
-    """For ``Checkpointer.resume(show=...)``: draws how a recovery gets on, on standard error if that is a terminal."""
+    """Return a function for ``Checkpointer.resume(show=...)`` that draws the progress, if standard error is
+    a terminal.
+    """
     out = console or Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     progress = Progress(*columns, console=out, transient=True, disable=not out.is_terminal)

@@ -1,4 +1,4 @@
-"""Report: what a run did, as a page and as a document. Only what was measured is shown; what is not there is said."""
+"""Report of a run, as a page and as a document. It shows only what was measured, and says what is missing."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ COUNT = Scale("{:,.0f}".format, whole=True)
 
 @dataclass(frozen=True)
 class Look:
-    """All that a report is made of. ``commits`` are those on the disk, newest first: step, created, bytes."""
+    """The input of a report. ``commits`` are those on the disk, newest first: step, created, bytes."""
 
     name: str
     history: History
     commits: Sequence[dict[str, Any]]
     drive: Drive | None
     step_seconds: float | None
-    """Predicted, by whoever asks for the report."""
+    """The predicted seconds of a step, from the caller."""
     now: float
 
 
 def document(look: Look) -> dict[str, Any]:
-    """The same as the page, as plain data."""
+    """Return the content of the page as plain data."""
     history = look.history
     return {
         "run": look.name,
@@ -58,7 +58,7 @@ def document(look: Look) -> dict[str, Any]:
 
 
 def html(look: Look) -> str:
-    """The page."""
+    """Return the page."""
     history = look.history
     sections = [
         Section("Loss", _loss(history)),
@@ -78,7 +78,7 @@ def html(look: Look) -> str:
 
 
 def subtitle(history: History) -> str:
-    """What kind of run it is."""
+    """Describe the kind of run."""
     if not history.sittings:
         return "A run of which nothing was logged."
     newest = history.sittings[-1]

@@ -1,4 +1,4 @@
-"""Tables of a report: traffic, memory, predictions, and what happened. HTML."""
+"""Tables of a report as HTML: traffic, memory, predictions, and events."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ FORMULAS = {
         "load_state": "n W", "store_state": "n W", "store_params": "n P",
     },
 }  # fmt: skip
-"""By schedule and kind of operation, of n equal blocks, in the plain order and without delayed updates; on the SSD
-those of them that live there."""
+"""Bytes by schedule and kind of operation, for n equal blocks, in plain order without delayed updates.
+
+SSD formulas apply to the blocks that are on the SSD.
+"""
 
 SYMBOLS = (
     "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
@@ -147,7 +149,7 @@ def predictions(history: History, step_seconds: float | None) -> str:
 
 
 def _plan_said(plan: dict[str, Any]) -> str:
-    """What was chosen, and what binds."""
+    """Describe what was chosen, and the bottleneck."""
     parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
     said = f"Planned: {', '.join(parts)} in host memory, {plan.get('delayed_fraction', 0.0):.0%} of updates delayed."
     given = plan.get("stated")
@@ -168,7 +170,7 @@ def happened(history: History) -> str:
 
 
 def _told(event: dict[str, Any]) -> str:
-    """What an event says, in a line."""
+    """Describe an event in one line."""
     if event["event"] == "run":
         return f"from step {event.get('first_step', 0):,} on, process {event.get('pid')}"
     if event["event"] == "finished":

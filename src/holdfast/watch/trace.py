@@ -1,8 +1,8 @@
-"""Traces: a run for Perfetto (ui.perfetto.dev) and chrome://tracing, in the JSON of the Trace Event Format.
+"""Traces of a run for Perfetto (ui.perfetto.dev) and chrome://tracing, in the JSON of the Trace Event Format.
 
-Times are microseconds from the run's first event. The run is one process, with steps, what happened, and counters; each
-step whose operations were recorded is another, with a thread for each row of each lane: what overlaps in a lane is in
-several rows, since slices of one thread must nest.
+Times are microseconds from the run's first event. The run is one process with steps, events and counters. Each step
+whose operations were recorded is another process, with a thread for each row of each lane: operations that overlap are
+in different rows, since slices of one thread must nest.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ RUN = 1
 """The process of the run itself; those of recorded steps follow."""
 
 STEPS = 1
-"""The thread of steps in it."""
+"""The thread of steps in the run's process."""
 
 Event = dict[str, Any]
 
 
 def chrome_trace(history: History, name: str) -> dict[str, Any]:
-    """All that ``history`` has, as one document."""
+    """Return all that ``history`` has as one document."""
     origin = _origin(history)
     timelines = [timeline for sitting in history.sittings for timeline in sitting.timelines]
     events = [*_run_events(history, name, origin)]
@@ -33,7 +33,7 @@ def chrome_trace(history: History, name: str) -> dict[str, Any]:
 
 
 def _origin(history: History) -> float:
-    """The earliest time of anything."""
+    """Return the earliest time of any step or event."""
     times = [step.time - step.seconds * step.steps for sitting in history.sittings for step in sitting.steps]
     times += [event["time"] for event in history.told if "time" in event]
     times += [timeline.began for sitting in history.sittings for timeline in sitting.timelines]
@@ -60,7 +60,11 @@ def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
 
 
 def _slice_of(step: Step, origin: float, after: float) -> Event:
-    """Its end is when it was logged, a moment late; it begins ``after`` the end of the one before."""
+    """Return the slice of a step.
+
+    It ends when the step was logged, a moment late, and begins at ``after``, the end of the step before, at the
+    earliest.
+    """
     begins = max(step.time - step.seconds * step.steps, after)
     first = step.step - step.steps + 1
     name = f"step {step.step}" if step.steps == 1 else f"steps {first} to {step.step}"
@@ -72,7 +76,7 @@ def _slice_of(step: Step, origin: float, after: float) -> Event:
 
 
 def _counters(step: Step, origin: float) -> Iterator[Event]:
-    """What is drawn as a curve, at the end of ``step``."""
+    """Yield the values that are drawn as curves, at the end of ``step``."""
     seconds = step.seconds * step.steps
     values = {
         "loss": step.loss,
@@ -126,5 +130,5 @@ def _named(what: str, process: int, thread: int, name: str) -> Event:
 
 
 def _micro(seconds: float) -> float:
-    """Microseconds, to a thousandth; a time before the first event is that of the event."""
+    """Return microseconds, to a thousandth; a time before the first event counts as 0."""
     return max(round(seconds * 1e6, 3), 0.0)

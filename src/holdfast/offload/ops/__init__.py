@@ -1,4 +1,4 @@
-"""Handlers: how each kind of operation is carried out. One file per concern, one function per kind."""
+"""Handlers that carry out each kind of operation. One file per concern, one function per kind."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "update": redo.update,
     "store_state": redo.store,
 }
-"""Of an operation that is done only where a guess was wrong, as far as that goes otherwise."""
+"""Handlers of operations that run only where a guess was wrong, for kinds that need another one then."""
 
 
 def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
-    """The handler of every kind, bound to ``runtime``."""
+    """Return the handler of every kind of operation, bound to ``runtime``."""
     return {kind: partial(_handle, runtime, function) for kind, function in KINDS.items()}
 
 

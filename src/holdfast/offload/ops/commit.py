@@ -14,7 +14,7 @@ from ..runtime import Runtime, Step
 
 def commit(run: Runtime, op: Op, step: Step) -> None:
     """Publish the step, whose files are all written and synced. When this returns, it survives power loss."""
-    progress = step.progress  # taken when the step began: whether it would be skipped was not known
+    progress = step.progress  # taken when the step began, when it was not known whether it would be skipped
     progress["skipped_steps"] += step.skipped
     if step.loss_scale is not None:
         progress["loss_scale"] = step.loss_scale.after(step.skipped).progress()
@@ -24,8 +24,11 @@ def commit(run: Runtime, op: Op, step: Step) -> None:
 
 
 def publish(run: Runtime, steps_done: int, progress: dict) -> None:
-    """Make the newest file of every unit the state after ``steps_done`` steps; durable when this returns. Of several
-    ranks the first one publishes what all have, once each has its share durable."""
+    """Publish the newest file of every unit as the state after ``steps_done`` steps; durable on return.
+
+    With several ranks, the first publishes the files of all, once each has made its shard durable. Collective: every
+    rank must call this.
+    """
     files = {name: (newest.generation, newest.checksums) for name, newest in run.newest.items()}
     if run.fellows.alone:
         run.store.publish(steps_done, files, run.index, progress, again=steps_done == run.durable_step)

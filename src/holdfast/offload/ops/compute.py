@@ -1,8 +1,7 @@
 """Computations: a block's forward, its recomputation with backward, and the loss.
 
-All run on the engine's own thread. A block's parameters are installed for one pass: each place in the
-modules holds a leaf that shares the memory of the working copy, and whose gradient is added to the fp32 sum
-the moment it is there.
+All run on the engine's own thread. A block's parameters are installed for one pass: each place in the modules holds a
+leaf that shares the memory of the compute copy. The leaf's gradient is added to the fp32 sum as soon as it arrives.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from . import inputs, params
 FORWARD = "forward"
 
 Held = Callable[[], Gradients]
-"""Where gradients of a block go, once there are any."""
+"""Function that returns the place to which a block's gradients are added, once there are any."""
 
 
 def forward(run: Runtime, op: Op, step: Step) -> None:
-    """Run a block for one micro-batch, and keep for the backward pass its input, or the graph."""
+    """Run a block for one micro-batch, and keep its input, or its graph, for the backward pass."""
     block, m = op.key.block, op.key.micro_batch
     with _installed(run, op, step, (lambda: run.residency.grads[block]) if step.kept[block] else None):
         boundary = _reach(run, step, m, block)
@@ -90,8 +89,10 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
-    """Run a block again, with a graph, unless that of its forward pass is there, and its backward; for the last block,
-    epilogue and loss between."""
+    """Run a block's backward for one micro-batch; for the last block, epilogue and loss come before it.
+
+    The block is computed again, with a graph, unless the graph of its forward pass was kept.
+    """
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
@@ -103,7 +104,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
                 boundary.refuse_changes(run.blocks[block].name)
             if (
                 boundary.device is None
-            ):  # its graph was to be kept, and autocast's copies of parameters with it
+            ):  # its graph was to be kept, but autocast was on, and a graph would hold copies of parameters
                 assert boundary.host is not None
                 boundary.device = [run.device.bring(tensor) for tensor in boundary.host]
             output, graph = _with_graph(run, step, m, boundary)
@@ -111,7 +112,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
                 _deliver(run, step, m, boundary, output)
             del output
         batch.tracker.running.set()
-        with without_autocast():  # of the forward alone, as torch has it: what it cast is cast back
+        with without_autocast():  # autocast is for the forward alone, as in torch
             if is_last:
                 _loss_and_backward(run, step, m)
             batch.deliveries.pop(block).backward(graph, boundary.seeds(graph.leaves))
@@ -125,7 +126,10 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
-    """Skip the step if a loss is not finite, on any rank: no update has started yet."""
+    """Skip the step if a loss is not finite on any rank; no update has started yet.
+
+    Collective: every rank must call this.
+    """
     for batch in step.micro_batches:
         if isinstance(batch.loss, torch.Tensor):
             batch.loss = float(run.device.fetch(batch.loss))
@@ -146,7 +150,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
-    """Let the thread of micro-batch ``m`` run to its call of ``block``, and describe the call."""
+    """Run the thread of micro-batch ``m`` to its call of ``block``, and return the call's boundary."""
     batch = step.micro_batches[m]
     if step.training and block == m == 0:
         run.attributes.begin(len(step.micro_batches), not step.horizontal)
@@ -166,7 +170,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
 
 
 def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | Returned:
-    """Run the model's own code, which is to call ``block`` next."""
+    """Run the model's own code, which must call ``block`` next."""
     batch = step.micro_batches[m]
     if block == 0:
         _enter(run, step, m, rng.PROLOGUE)
@@ -176,7 +180,7 @@ def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | 
 
 
 def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[Any, Graph]:
-    """A block's output, and the graph that it was computed by."""
+    """Return a block's output, and the graph that computed it."""
     name = run.blocks[boundary.block].name
     args, kwargs, leaves = boundary.inputs()
     output = _run_block(run, step, m, boundary, args, kwargs)
@@ -187,7 +191,7 @@ def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[A
 
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
-    """The block's own forward, with its random numbers, and a check that it left all else alone."""
+    """Run the block's own forward with its random numbers, and check that it changed nothing else."""
     watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
     attending = step.training and run.attributes.attending
@@ -199,7 +203,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
 
 
 def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) -> None:
-    """Keep a block's output for the thread, which gets it when the next block's turn comes."""
+    """Keep a block's output for the model's thread, which gets it at the next block's turn."""
     batch = step.micro_batches[m]
     moves = bool(run.blocks[boundary.block].trained or boundary.moving)
     needs_grad = step.training and torch.is_grad_enabled() and moves
@@ -209,7 +213,7 @@ def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) 
 
 
 def _finish(run: Runtime, step: Step, m: int) -> Any:
-    """Let the thread run from the last block's output to the model's return; returns what it returned."""
+    """Run the thread from the last block's output to the model's return, and return the model's result."""
     batch, last = step.micro_batches[m], len(run.blocks) - 1
     _enter(run, step, m, rng.after(last))
     attending = step.training and run.attributes.attending
@@ -225,13 +229,13 @@ def _finish(run: Runtime, step: Step, m: int) -> Any:
 
 
 def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
-    """Epilogue, loss, and the backward of both down to the last block's output."""
+    """Run epilogue and loss, and the backward of both down to the last block's output."""
     batch = step.micro_batches[m]
     loss = extract_loss(_finish(run, step, m))
-    if batch.weight == 0.0:  # no target tokens: its mean loss is not a number, and it has no share
+    if batch.weight == 0.0:  # no target tokens: the mean loss is NaN, and the micro-batch has no share
         batch.loss = 0.0
         return
-    batch.loss = loss.detach().clone()  # read when all are there
+    batch.loss = loss.detach().clone()  # read when all losses are there
     count = run.fellows.world_size * len(step.micro_batches)
     scaled = loss / count if batch.weight is None else loss * batch.weight
     if step.loss_scale is not None:
@@ -241,16 +245,18 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
 
 def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
     if step.training:
-        count = step.shape.micro_batches  # a zeroth-order step has each twice, with the same random numbers
+        count = step.shape.micro_batches  # a zeroth-order step runs each twice, with the same numbers
         number = run.fellows.rank * count + m % count
         rng.seed_generators(rng.key_seed(run.seed, step.number, number, place), run.device.torch_device)
 
 
 @contextmanager
 def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[None]:
-    """The block's parameters in their places, for the duration of one computation; their gradients come to what
-    ``held`` gives then. After the pass's last computation they leave the device, unless the graph of the forward pass
-    stays, and they with it."""
+    """Install the block's parameters in the modules for one computation.
+
+    Their gradients are added to what ``held`` returns at that time. After the pass's last computation the parameters
+    leave the device, unless the graph of the forward pass is kept, which needs them.
+    """
     block, kept = op.key.block, step.training and step.kept[op.key.block]
     phase = FORWARD if kept else op.key.phase or op.key.kind
     unit = run.blocks[block]
@@ -265,14 +271,14 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
     finally:
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
-        torch.clear_autocast_cache()  # which would hold every parameter of every block
+        torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
         params.release(run, phase, block, micro_batch)
 
 
 def _leaves(run: Runtime, place: tuple, unit: Unit, held: Held | None) -> list[torch.nn.Parameter]:
-    """What a pass computes with, made at its first computation."""
+    """Return the leaves that a pass computes with, created at its first computation."""
     leaves = run.residency.leaves.get(place)
     if leaves is None:
         copy = run.residency.on_device[place]
@@ -284,7 +290,7 @@ def _leaves(run: Runtime, place: tuple, unit: Unit, held: Held | None) -> list[t
 
 @contextmanager
 def _displaced(run: Runtime, block: int, stream: int) -> Iterator[None]:
-    """A block's parameters, and those of the prologue and epilogue, displaced one way, in their places."""
+    """Install a block's parameters and those of prologue and epilogue, displaced in one direction (``stream``)."""
     unit, place = run.blocks[block], (DISPLACED, block, -1)
     if place not in run.residency.leaves:
         both = run.residency.on_device[place]
@@ -306,4 +312,4 @@ def _displaced(run: Runtime, block: int, stream: int) -> Iterator[None]:
             install(member.owned, member.owned.captured.parameter)
         for member in run.resident.trained:
             install(member.owned, run.resident_leaves[member.name])
-        torch.clear_autocast_cache()  # which would hold every parameter of every block
+        torch.clear_autocast_cache()  # the cache would hold every parameter of every block

@@ -1,5 +1,4 @@
-"""Gradients of a block's parameters: handed to the host, measured for clipping, spilled where they may not
-wait in memory."""
+"""Gradients of a block's parameters: handed to the host, measured for clipping, spilled where memory is short."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def download(run: Runtime, op: Op, step: Step) -> None:
 
 
 def _on_host(run: Runtime, op: Op, held: Gradients) -> Gradients:
-    """The gradients that a download brings: in their own buffer, or where block inputs were."""
+    """Return the gradients that a download brings: in a buffer of their own, or in the space of block inputs."""
     residency = run.residency
     if _lent(op):
         (flat,) = run.device.download([held.flat], residency.lender("kept inputs", from_top=True))
@@ -36,7 +35,7 @@ def _on_host(run: Runtime, op: Op, held: Gradients) -> Gradients:
 
 
 def _lent(op: Op) -> bool:
-    """Do the gradients that ``op`` makes lie where block inputs were?"""
+    """Return whether the gradients that ``op`` makes lie in the space of block inputs."""
     return any(hold.kind == "kept_inputs" for hold in op.takes)
 
 
@@ -51,7 +50,10 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 
 
 def reduce(run: Runtime, op: Op, step: Step) -> None:
-    """Sum a block's gradients over the ranks, and keep this rank's share, measured if it will be clipped."""
+    """Sum a block's gradients over the ranks, and keep this rank's shard, measured if it will be clipped.
+
+    Collective: every rank must call this.
+    """
     block, pool = op.key.block, run.residency.pool
     unit, summed = run.blocks[block], run.residency.grads[block]
     buffer = None
@@ -68,7 +70,7 @@ def reduce(run: Runtime, op: Op, step: Step) -> None:
 
 
 def reduce_resident(run: Runtime, op: Op, step: Step) -> None:
-    """The same of the prologue and epilogue."""
+    """Sum the gradients of prologue and epilogue over the ranks, like ``reduce``. Collective."""
     unit, summed = run.resident, step.resident_grads
     assert summed is not None
     step.resident_grads = run.fellows.reduce(
@@ -84,7 +86,7 @@ def _reduced(run: Runtime, op: Op, step: Step, unit: Unit, held: Gradients) -> N
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Spill gradients to the SSD; nothing where this rank has nothing of the block, or nothing of it is trained."""
+    """Spill gradients to the SSD; do nothing if this rank has nothing of the block that is trained."""
     block = op.key.block
     held = run.residency.grads.pop(block)
     assert held.buffer is not None
@@ -112,21 +114,23 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
 
 
 def norm_block(run: Runtime, op: Op, step: Step) -> None:
-    """The norm of each of a block's gradients, as ``clip_grad_norm_`` takes it."""
+    """Compute the norm of each of a block's gradients, as ``clip_grad_norm_`` does."""
     unit = run.blocks[op.key.block]
     _measure(run, unit, run.residency.grads[op.key.block], step)
 
 
 def norm(run: Runtime, op: Op, step: Step) -> None:
-    """The global norm, in the order of the model's parameters, and the factor that clips to it. A norm that
-    is not finite skips the step."""
+    """Compute the global norm, in the order of the model's parameters, and the factor that clips to it.
+
+    A norm that is not finite skips the step. Collective: every rank must call this.
+    """
     assert step.resident_grads is not None
     if run.fellows.alone:
         _measure(run, run.resident, step.resident_grads, step)
     step.norms = run.fellows.joined_norms(run.fellows.control, step.norms)
     total = run.device.fetch(_joined(step.norms, run.parameter_order))
     step.total_norm = float(total)
-    step.settle()  # the norms of units have come before this one
+    step.settle()  # the norms of all units have arrived before this one
     if step.shape.clipping == "per_block" or step.skipped:
         return
     if not math.isfinite(step.total_norm):
@@ -137,7 +141,10 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
 
 
 def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
-    """Norms of a unit's gradients and, where it is clipped by itself, the factor that does."""
+    """Compute the norms of a unit's gradients.
+
+    If each unit is clipped by itself, also compute the factor that clips this one.
+    """
     norms: dict[str, torch.Tensor] = {}
     for piece in unit.pieces:
         if piece.name in held.touched:
@@ -154,13 +161,13 @@ def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
     assert step.clip_norm is not None
     norms = run.fellows.joined_norms(run.fellows.exchange, norms)
     total = _joined(norms, [member.name for member in unit.trained])
-    here = run.device.leave({"": total})[""]  # there when this operation is over; nothing waits for it now
+    here = run.device.leave({"": total})[""]  # readable when this operation is over; nothing waits for it now
     bound = step.clip_norm * math.sqrt(run.share(unit))
     step.settle_later(unit, partial(_decide, step, unit.name, here, bound))
 
 
 def _decide(step: Step, name: str, total: torch.Tensor, bound: float) -> None:
-    """Leave a unit out whose norm ``total`` is not finite, or note what clips it to ``bound``."""
+    """Leave the unit ``name`` out if ``total``, its norm, is not finite, or note how to clip it to ``bound``."""
     if not math.isfinite(float(total)):
         step.left_out.add(name)
     elif (scale := _scale(total, bound)) is not None:
@@ -168,12 +175,12 @@ def _decide(step: Step, name: str, total: torch.Tensor, bound: float) -> None:
 
 
 def _joined(norms: dict[str, torch.Tensor], names: list[str]) -> torch.Tensor:
-    """The norm over the gradients of all of ``names`` that have one."""
+    """Return the norm over the gradients of all of ``names`` that have one."""
     found = [norms[name] for name in names if name in norms]
     return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
 
 
 def _scale(total: torch.Tensor, bound: float) -> torch.Tensor | None:
-    """What brings the norm ``total``, in host memory, down to ``bound``; None if it is not above it."""
+    """Return the factor that scales the norm ``total`` (host memory) down to ``bound``; None if it is not above."""
     scale = torch.clamp(bound / (total + 1e-6), max=1.0)
     return scale if float(scale) != 1.0 else None

@@ -1,7 +1,7 @@
-"""What flows between blocks: outputs that become inputs, and their gradients on the way back.
+"""Tensors that flow between blocks: outputs that become inputs, and their gradients on the way back.
 
-A block's output is a ``Delivery`` until the model's thread has received it, and the next block's input, a
-``Boundary``, from then to that block's backward. The input of block 0 comes from the prologue.
+A block's output is a ``Delivery`` until the model's thread has received it. From then until the next block's backward
+it is that block's input, a ``Boundary``. The input of block 0 comes from the prologue.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from ..units import as_tensor
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:
-    """Keep the input of a block on the host: the output of the block before, or what the block has used already,
-    of the prologue's or where the order turns."""
+    """Keep the input of a block on the host.
+
+    The input is the output of the block before, or, for block 0 and where the order turns, an input that the block has
+    used already.
+    """
     block, m, batch = op.key.block, op.key.micro_batch, step.micro_batches[op.key.micro_batch]
     used = block == 0 or input_stays(step.shape, block, m)
     held: Boundary | Delivery = batch.boundaries[block] if used else batch.deliveries[block - 1]
@@ -45,8 +48,10 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 
 
 def hand_on(run: Runtime, delivery: Delivery, boundary: Boundary) -> None:
-    """The thread has called the next block: what was kept of the delivery is now the boundary's. An input
-    that code between the blocks made is kept besides."""
+    """Move the host tensors of ``delivery`` to the boundary of the next block, which the thread has called.
+
+    An input that code between the blocks made is kept as well.
+    """
     assert boundary.device is not None
     if delivery.host is not None:
         boundary.host = []
@@ -89,7 +94,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
 
 
 def used(run: Runtime, block: int, micro_batch: int) -> None:
-    """The backward of a block is over: its input is no longer needed."""
+    """Release the input of a block whose backward is over."""
     buffer = run.residency.inputs.pop((block, micro_batch), None)
     if buffer is not None:
         run.residency.pool.give(buffer)
@@ -102,7 +107,7 @@ def download_grad(run: Runtime, op: Op, step: Step) -> None:
 
 
 def upload_grad(run: Runtime, op: Op, step: Step) -> None:
-    """Bring it to the device."""
+    """Bring the gradient of a block's input to the device."""
     _move_grads(run, op, step, run.device.upload)
 
 

@@ -1,4 +1,4 @@
-"""Parameters: the working copy of a block comes to the device for one pass, and goes back after an update."""
+"""Parameters: a block's compute copy comes to the device for one pass, and goes back after an update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..units import as_tensor
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read this process's part of a working copy from the SSD into a buffer for all of it."""
+    """Read this process's part of a compute copy from the SSD into a buffer for the whole copy."""
     block = op.key.block
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.copy_bytes, "parameters")
@@ -20,13 +20,16 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     offset, reads = run.param_offsets[block], []
     for at, start, stop in unit.copy_parts:
         if start < stop:
-            assert run.param_scratch is not None  # there is none where this rank has nothing of any block
+            assert run.param_scratch is not None  # None only if this rank has nothing of any block
             reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
     return together(reads)
 
 
 def gather(run: Runtime, op: Op, step: Step) -> None:
-    """Let all ranks have the whole working copy, of which each has read its share or keeps it on the host."""
+    """Gather a whole compute copy on all ranks, from the shards that each has read or keeps on the host.
+
+    Collective: every rank must call this.
+    """
     block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)
     unit, buffer = run.blocks[block], run.residency.loaded.get(place)
     if buffer is None:
@@ -39,13 +42,13 @@ def gather(run: Runtime, op: Op, step: Step) -> None:
 
 
 def gather_resident(run: Runtime, op: Op, step: Step) -> None:
-    """The same of the resident working copy, of which each rank has updated its share."""
+    """Gather the resident compute copy on all ranks, of which each has updated its shard. Collective."""
     run.fellows.gather_copy(run.resident, run.resident_copy)
     run.moved[op.lane, op.key.kind] += op.nbytes
 
 
 def upload(run: Runtime, op: Op, step: Step) -> None:
-    """Bring the working copy to the device, from where it stays on the host or was loaded to."""
+    """Bring the compute copy to the device, from where it stays on the host or was loaded to."""
     block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)
     residency = run.residency
     buffer = residency.loaded.get(place) or residency.copies[block]
@@ -57,7 +60,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 
 
 def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
-    """The last computation of a pass is over: its parameters leave the device."""
+    """Release the parameters of a pass from the device, after its last computation."""
     place = (phase, block, micro_batch)
     run.residency.leaves.pop(place, None)
     run.residency.on_device.pop(place)
@@ -66,7 +69,7 @@ def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Write an updated working copy (its trained part) to the SSD."""
+    """Write an updated compute copy (its trained part) to the SSD."""
     block = op.key.block
     buffer = run.residency.outgoing.pop(block, None)
     if buffer is None:  # the step was skipped

@@ -1,8 +1,8 @@
-"""Redoing: what was updated before the norm was known is updated again, where the norm is not what was guessed.
+"""Rollback of updates that were made before the gradient norm was known, where the norm is not as guessed.
 
-The commit of the step before is still whole: no file of it is written before the next one is published. So the
-state that a guess began from is read from there, whether it lives on the SSD or in host memory, and the new one goes to
-the file that the guess has written, which no commit names. A kill at any moment leaves that commit.
+The commit of the step before is still whole: none of its files is written before the next commit is published. So the
+state before the guess is read from that commit, whether it lives on the SSD or in host memory. The new state goes to
+the file that the guess has written, which no commit names. After a kill at any moment, that commit is still whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import gradients, state
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Read the state that the guess began from, every byte verified."""
+    """Read the state before the guess, and verify every byte."""
     if not step.redone:
         return None
     failpoints.reach("before_redo")
@@ -28,13 +28,15 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
 
 
 def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Read spilled gradients back."""
+    """Read spilled gradients back, if the update is made again."""
     return gradients.load(run, op, step) if step.redone else None
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
-    """Update a block with what is known now; a skipped step only gets its old working copy back. The gradients are
-    used up, whether the guess was right or not."""
+    """Update a block again with the norm known, and release its gradients, whether the guess was right or not.
+
+    In a skipped step the block only gets its old compute copy back.
+    """
     block = op.key.block
     if step.redone:
         failpoints.reach("before_redone_update")
@@ -49,7 +51,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Write the state in place of what the guess has written. That of a skipped step is written already."""
+    """Write the state in place of what the guess has written. The state of a skipped step is written already."""
     if not step.redone:
         return None
     failpoints.reach("before_redone_write")

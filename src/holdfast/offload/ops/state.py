@@ -1,4 +1,4 @@
-"""State: a unit's master parameters and optimizer state come to the host, are updated, and go to a new file."""
+"""Master parameters and optimizer state of a unit: brought to the host, updated, and written to a new file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..units import Unit, as_tensor
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read a state image from the unit's newest file, every byte verified."""
+    """Read a state image from the unit's newest file, and verify every byte."""
     block = op.key.block
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
@@ -23,7 +23,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to a block: its state image in place, and its working copy. A guess keeps the gradients."""
+    """Apply the optimizer to a block: to its state image in place, and to its compute copy.
+
+    A guess keeps the gradients.
+    """
     block, guess = op.key.block, op.key.phase == GUESS
     unit = run.blocks[block]
     if guess:
@@ -36,7 +39,10 @@ def update(run: Runtime, op: Op, step: Step) -> None:
 
 
 def copy_to_update(run: Runtime, block: int) -> torch.Tensor | None:
-    """Where a block's updated working copy goes: to where it stays, or into a buffer on its way to the SSD."""
+    """Return the memory for a block's updated compute copy; None if this rank has no trained part of it.
+
+    It is where the copy stays, or a buffer on its way to the SSD.
+    """
     unit = run.blocks[block]
     if run.placement.params[block]:
         return as_tensor(run.residency.copies[block])
@@ -57,7 +63,7 @@ def apply(
     copy: torch.Tensor | None,
     guess: bool = False,
 ) -> None:
-    """One optimizer step of every parameter that has a gradient. A guess takes the gradients as they are."""
+    """Do one optimizer step of every parameter that has a gradient. A guess uses the gradients unclipped."""
     assert step.hyper is not None
     scale = None if guess else step.factor(unit)
     for piece in unit.pieces:
@@ -73,7 +79,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     block = op.key.block
     stays = run.placement.optimizer[block]
     buffer = run.residency.images[block] if stays else run.residency.images.pop(block)
-    if step.leaves(run.blocks[block]) and not stays:  # what stays may have changed since it was last written
+    if step.leaves(run.blocks[block]) and not stays:  # one that stays may have changed since its last write
         run.residency.pool.give(buffer)
         return None
     future = write_image(run, op, run.blocks[block].file_name, buffer.view)
@@ -83,7 +89,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
 
 
 def write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
-    """Write ``image`` as the newest generation of a unit. The future is done when it is synced."""
+    """Write ``image`` as the newest generation of a unit. The returned future is done when it is synced."""
     stored = run.stored[name]
     generation = stored.acquire()
     done: Future = Future()
@@ -113,7 +119,7 @@ def download_resident_grads(run: Runtime, op: Op, step: Step) -> None:
 
 
 def upload_resident(run: Runtime, op: Op, step: Step) -> None:
-    """Refresh what a separate device computes with."""
+    """Refresh the resident parameters that a separate device computes with."""
     for member in run.resident.trained:
         source = run.resident.copy_view(run.resident_copy, member)
         run.device.refresh(run.resident_leaves[member.name].data, source)
@@ -121,7 +127,7 @@ def upload_resident(run: Runtime, op: Op, step: Step) -> None:
 
 
 def update_resident(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to the prologue and epilogue. On a unified device their leaves share the copy."""
+    """Apply the optimizer to the prologue and epilogue, whose leaves on a unified device share the copy."""
     assert step.resident_grads is not None
     if not step.leaves(run.resident):
         image = as_tensor(run.resident_buffer)

@@ -1,7 +1,8 @@
-"""The zeroth-order step: weights are moved by the step before and displaced both ways; losses say how far to move.
+"""The zeroth-order step (MeZO): losses with displaced weights tell how far to move the weights.
 
-A block's buffer holds one working copy, displaced along the direction of the step, and behind it the trained part of
-another, displaced against it. What never changes is there once.
+Weights are first moved by the step before, then displaced both ways. A block's buffer holds one compute copy, displaced
+along the direction of the step, and behind it the trained part of another, displaced against it. What never changes is
+there once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from . import compute, state
 
 
 def load_frozen(run: Runtime, op: Op, step: Step) -> Future:
-    """Read what never changes of a working copy to its place."""
+    """Read the frozen part of a compute copy to its place."""
     unit, offset = run.blocks[op.key.block], run.param_offsets[op.key.block]
     buffer, (start, stop) = _copies(run, op.key.block), (unit.trained_copy_bytes, unit.copy_bytes)
     assert run.param_scratch is not None
@@ -41,7 +42,7 @@ def displace(run: Runtime, op: Op, step: Step) -> None:
 
 
 def displace_resident(run: Runtime, op: Op, step: Step) -> None:
-    """The same of the prologue and epilogue."""
+    """Move and displace the prologue and epilogue, like ``displace``."""
     unit, size = run.resident, run.resident.trained_copy_bytes
     buffer = run.residency.pool.take(STREAMS * size, "displaced parameters")
     image, copies = as_tensor(run.resident_buffer), as_tensor(buffer)
@@ -52,7 +53,7 @@ def displace_resident(run: Runtime, op: Op, step: Step) -> None:
 
 
 def upload_displaced_resident(run: Runtime, op: Op, step: Step) -> None:
-    """Bring both copies to a separate device."""
+    """Bring both copies of the prologue and epilogue to a separate device."""
     buffer = _zeroth(run).resident
     assert buffer is not None
     (copies,) = run.device.upload([as_tensor(buffer)], partial(_give_resident, run))
@@ -61,7 +62,7 @@ def upload_displaced_resident(run: Runtime, op: Op, step: Step) -> None:
 
 
 def measure_slope(run: Runtime, op: Op, step: Step) -> None:
-    """All losses are known, and with them how far this step moves the weights. A loss that is not finite skips it."""
+    """Compute from the losses how far this step moves the weights. A loss that is not finite skips the step."""
     zeroth = _zeroth(run)
     assert step.hyper is not None
     zeroth.leaves, zeroth.copies = [], None
@@ -75,7 +76,7 @@ def measure_slope(run: Runtime, op: Op, step: Step) -> None:
 
 
 def catch_up(run: Runtime, op: Op, step: Step) -> None:
-    """Move a block by the last step, and derive its working copy."""
+    """Move a block by the last step, and derive its compute copy."""
     block = op.key.block
     unit, image = run.blocks[block], as_tensor(run.residency.images[block])
     _zeroth(run).catch_up(unit, image)
@@ -85,7 +86,7 @@ def catch_up(run: Runtime, op: Op, step: Step) -> None:
 
 
 def catch_up_resident(run: Runtime, op: Op, step: Step) -> None:
-    """The same of the prologue and epilogue. On a unified device their leaves share the copy."""
+    """Move the prologue and epilogue by the last step. On a unified device their leaves share the copy."""
     image = as_tensor(run.resident_buffer)
     _zeroth(run).catch_up(run.resident, image)
     run.resident.write_trained_copy(image, run.resident_copy)
@@ -97,7 +98,7 @@ def _zeroth(run: Runtime) -> Zeroth:
 
 
 def _copies(run: Runtime, block: int) -> Buffer:
-    """The buffer of both copies of a block, taken by whoever is the first to fill some of it."""
+    """Return the buffer of both copies of a block, allocated at the first call."""
     place, unit = (DISPLACED, block, -1), run.blocks[block]
     if place not in run.residency.loaded:
         size = unit.copy_bytes + unit.trained_copy_bytes
@@ -114,7 +115,7 @@ def _moved_and_displaced(
 
 
 def _compute_with(run: Runtime, copies: torch.Tensor) -> None:
-    """Make the leaves of the prologue and epilogue of both streams."""
+    """Create the leaves of the prologue and epilogue for both streams."""
     unit, size = run.resident, run.resident.trained_copy_bytes
     _zeroth(run).copies = copies
     _zeroth(run).leaves = [

@@ -1,12 +1,12 @@
 """Gradients of parameters: summed on the device, brought to the host, spilled where they may not wait there.
 
-On the host they are those that stay until the end of the backward pass (``kept_grads``) or those whose buffer
-goes from block to block (``grads``). Delayed ones stay where block inputs were kept that the backward pass has
-used, as far as there are enough of them (``kept_inputs``): such buffers are dead until the next forward pass, so
-that delaying takes no memory. Where the device is host memory, they are summed in that buffer.
+On the host they stay until the end of the backward pass (``kept_grads``), or their buffer goes from block to block
+(``grads``). Delayed ones stay where block inputs were kept that the backward pass has used, if there are enough of them
+(``kept_inputs``): such buffers are dead until the next forward pass, so delaying takes no memory. Where the device is
+host memory, they are summed in that buffer.
 
-Of several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then they
-sum over the ranks, and what waits to be consumed is the share that the rank updates with.
+With several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then the
+sums are added over the ranks, and only the shard that the rank updates with waits to be consumed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .schedule import DEVICE_SLOTS, GRAD_SLOTS, Schedule
 
 
 def spilled(s: Schedule, block: int) -> bool:
-    """Do the block's gradients wait for the end of the backward pass on the SSD?"""
+    """Return whether the block's gradients wait on the SSD for the end of the backward pass."""
     return s.waits(block) and not s.placement.gradients[block]
 
 
 def begin(s: Schedule, block: int) -> tuple[Hold, ...]:
-    """The buffer in which the first backward computation begins the sum."""
+    """Return the buffer in which the first backward computation begins the sum."""
     return _summing(s, block) if s.work.unified else _device(s, block)
 
 
@@ -53,13 +53,15 @@ def upload(s: Schedule, block: int, micro_batch: int) -> Key:
 
 
 def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
-    """The buffer that a first download fills."""
+    """Return the buffer that a first download fills."""
     return () if s.work.unified else _summing(s, block)
 
 
 def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
-    """All micro-batches are summed: measure the gradients where they are, if they will be clipped, and bring
-    them to where they wait to be consumed. A guess uses them before they go to the SSD."""
+    """Bring the gradients, summed over all micro-batches, to where they wait to be consumed.
+
+    If they will be clipped, they are measured before, where they are. A guess uses them before they go to the SSD.
+    """
     if s.shape.clipping != "none" and s.work.ranks == 1:
         after = s.compute(Key("norm_block", block), needs=(after,))
     done = download(s, block, s.shape.micro_batches - 1, after, into)
@@ -70,7 +72,7 @@ def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> No
 
 
 def _reduce(s: Schedule, block: int, after: Key) -> Key:
-    """Sum over the ranks: of what each has summed remains its share. It is measured then, if it will be clipped."""
+    """Sum over the ranks, so that this rank's shard of the sum remains. It is then measured, if it will be clipped."""
     return s.add(
         Key("reduce_grads", block),
         ops.EXCHANGE,
@@ -82,7 +84,7 @@ def _reduce(s: Schedule, block: int, after: Key) -> Key:
 
 
 def summed(s: Schedule, block: int) -> Key:
-    """The operation after which the block's gradients are those of the step."""
+    """Return the operation after which the block's gradients are those of the step."""
     if s.work.ranks > 1:
         return Key("reduce_grads", block)
     return Key("download_grads", block, s.shape.micro_batches - 1)
@@ -114,15 +116,17 @@ def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = Fa
 def consume(
     s: Schedule, block: int, *after: Key, redo: bool = False
 ) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
-    """What an update waits for to have the block's gradients, and the buffers that it gives back. Spilled ones are
-    read ``after`` what is given."""
+    """Return the operations that an update needs for the block's gradients, and the buffers that it gives back.
+
+    Spilled gradients are read after the operations ``after``.
+    """
     final = s.shape.micro_batches - 1
     ready = load(s, block, final, *after, redo=redo) if spilled(s, block) else summed(s, block)
     return (ready,), _names(s, block)
 
 
 def _summing(s: Schedule, block: int) -> tuple[Hold, ...]:
-    """Where the sum over the micro-batches is in host memory."""
+    """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
     return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=GRAD_SLOTS),)

@@ -1,11 +1,11 @@
-"""What flows between blocks: inputs, kept from a block's forward to its backward, and their gradients.
+"""Tensors between blocks: inputs, kept from a block's forward to its backward, and their gradients.
 
-Both are made by a computation, go to the host, and come back to the device for the next. In host memory
-an input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``), which is there
-while the forward pass has yet to use it, on its way to the SSD, and on its way back.
+A computation makes them, they go to the host, and come back to the device for the next computation. In host memory an
+input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``). The latter is in host
+memory until the forward pass has used it, on its way to the SSD, and on its way back.
 
-In the snake order the last micro-batch of a block is the first of the next: its input is on the device already
-and goes to the host only to be kept, after the block has used it, and its gradient never leaves.
+In the snake order the last micro-batch of a block is the first of the next. Its input is on the device already and goes
+to the host only to be kept, after the block has used it. Its gradient never leaves the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from .schedule import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
 
 
 def on_ssd(s: Schedule, block: int) -> bool:
-    """Does the input of ``block`` go to the SSD? The last block's never does: it is used at once. Nor does that of a
-    block whose activations stay."""
+    """Return whether the input of ``block`` goes to the SSD.
+
+    The last block's never does, because it is used at once. Neither does that of a block whose activations stay.
+    """
     return s.training and block < s.last and not (s.placement.activations[block] or s.kept[block])
 
 
 def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
-    """The buffers that a computation fills with the inputs of ``blocks``."""
+    """Return the buffers that a computation fills with the inputs of ``blocks``."""
     held: tuple[Hold, ...] = ()
     for block in blocks:
         if s.work.unified or not used_at_once(s, block, micro_batch):
@@ -34,7 +36,7 @@ def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, 
 
 
 def used_at_once(s: Schedule, block: int, micro_batch: int) -> bool:
-    """Is the input of ``block`` on the device when its only computation wants it?"""
+    """Return whether the input of ``block`` is on the device when its only computation needs it."""
     return s.training and block == s.last and input_stays(s.shape, block, micro_batch)
 
 
@@ -68,7 +70,7 @@ def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
     """Bring a kept input back to the device."""
     size = s.work.input_bytes
     needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
-    if phase == "backward" and block < s.last:  # until then it is the forward pass's to use
+    if phase == "backward" and block < s.last:  # until then the forward pass uses it
         needs += (Key("forward", block, micro_batch),)
     if phase == "backward" and on_ssd(s, block):
         read = s.add(
@@ -89,7 +91,7 @@ def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
 
 
 def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
-    """The buffers of an input that the computation which used it gives back."""
+    """Return the buffers of an input that are given back by the computation which used it."""
     if used_at_once(s, block, micro_batch) and not s.work.unified:
         return (("device_outputs", block, micro_batch),)
     given = () if phase == "forward" else (_held(s, block, micro_batch).name,)
@@ -99,8 +101,10 @@ def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, 
 
 
 def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
-    """What a forward computation leaves for the backward pass of a block that is not computed again. On a separate
-    device its input is part of that."""
+    """Return the activations that a forward computation keeps for the backward pass; empty for a recomputed block.
+
+    On a separate device they include the block's input.
+    """
     if not s.kept[block]:
         return ()
     size = s.work.blocks[block].activation_bytes + (0 if s.work.unified else s.work.input_bytes)
@@ -109,12 +113,12 @@ def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
 
 
 def used_activations(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
-    """The same, given back by the backward computation."""
+    """Return the names of these activations, given back by the backward computation."""
     return tuple(hold.name for hold in activations(s, block, micro_batch))
 
 
 def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
-    """The buffers that a backward computation fills with the gradient of its input."""
+    """Return the buffers that a backward computation fills with the gradient of its input."""
     size = s.work.input_bytes
     on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, OUTPUT_SLOTS)
     if on_device and grad_stays(s.shape, block, micro_batch):
@@ -123,7 +127,7 @@ def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
 
 
 def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
-    """Bring the gradient of a block's input to the host until the block before it wants it."""
+    """Bring the gradient of a block's input to the host until the block before it needs the gradient."""
     s.add(
         Key("download_input_grad", block, micro_batch),
         ops.DOWNLOAD,
@@ -134,7 +138,7 @@ def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
 
 
 def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
-    """Bring it to the device."""
+    """Bring the gradient of a block's input to the device."""
     size = s.work.input_bytes
     return s.add(
         Key("upload_input_grad", block, micro_batch),
@@ -146,27 +150,29 @@ def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
 
 
 def used_grad(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
-    """The buffers of an input's gradient that the computation which used it gives back."""
+    """Return the buffers of an input's gradient that are given back by the computation which used it."""
     if not s.work.unified and grad_stays(s.shape, block, micro_batch):
         return (("device_outputs", "grad", block, micro_batch),)
     return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
 
 
 def enter(s: Schedule, micro_batch: int) -> tuple[Hold, ...]:
-    """What a micro-batch that waits between two blocks keeps alive: where the device is host memory, the
-    input of the block that it waits for, from block 0 on."""
+    """Return what a micro-batch that waits between two blocks keeps alive, from block 0 on.
+
+    Where the device is host memory, it is the input of the block that the micro-batch waits for.
+    """
     if not s.work.unified or s.count == 1:
         return ()
     return (Hold(("frames", micro_batch), s.work.input_bytes, slots=s.in_flight),)
 
 
 def leave(s: Schedule, micro_batch: int) -> tuple[tuple, ...]:
-    """The same, given back by the last block's computation."""
+    """Return the names of these buffers, given back by the last block's computation."""
     return (("frames", micro_batch),) if s.work.unified and s.count > 1 else ()
 
 
 def _held(s: Schedule, block: int, micro_batch: int) -> Hold:
-    """The input of ``block`` in host memory."""
+    """Return the buffer of the input of ``block`` in host memory."""
     size = s.work.input_bytes
     if not s.training:
         return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + 1)

@@ -1,6 +1,9 @@
-"""Parameters: a block's working copy comes to the device for one pass over the block. Of several ranks each has its
-share, on its SSD or host, and all of it is gathered for the pass. Where a block's activations stay for its backward
-pass, what they were computed with stays, too: autograd looks at it again."""
+"""Parameters: a block's compute copy comes to the device for one pass over the block.
+
+With several ranks each has its shard, on its SSD or host, and the whole copy is gathered for the pass. Where a block's
+activations stay for its backward pass, the parameters that they were computed with stay too, because autograd reads
+them again.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from .schedule import PARAM_SLOTS, Schedule
 
 
 def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:
-    """Bring a working copy, as the previous step left it, to the device; returns the operation after which
-    it is there, or nothing where it is there already."""
+    """Bring a compute copy, as the previous step left it, to the device.
+
+    Returns the operation after which the copy is there; empty where it is there already.
+    """
     if phase == "backward" and s.kept[block]:
         return ()
     b, on_host = s.work.blocks[block], s.placement.params[block]
@@ -49,12 +54,12 @@ def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[Ke
 
 
 def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
-    """The buffer that the last computation of the pass gives back."""
+    """Return the buffer that the last computation of the pass gives back."""
     if s.kept[block]:
         if phase == "forward":
             return ()
         if phase == "backward":
-            phase = "forward"  # which brought it
+            phase = "forward"  # the pass that brought it
     name, device_name = _names(s, phase, block, micro_batch)
     if not s.work.unified:
         return (device_name,)
@@ -63,8 +68,10 @@ def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple
 
 
 def _names(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:
-    """Of the buffer on the host, and of that on a separate device. Those that stay for the backward pass are classes
-    of their own."""
+    """Return the names of the buffer on the host and of that on a separate device.
+
+    Buffers that stay for the backward pass have classes of their own.
+    """
     place, kept = (phase, block, micro_batch), s.kept[block] and phase == "forward"
     on_host = "kept_params" if kept and s.work.unified else "params"
     return (on_host, *place), ("kept_device_params" if kept else "device_params", *place)

@@ -1,5 +1,7 @@
-"""Updates: the optimizer's state comes to the host, is stepped with the gradients, and goes to new files,
-which the commit publishes. No update starts before all losses are known to be finite."""
+"""Updates: the optimizer's state comes to the host, is stepped with the gradients, and goes to new files.
+
+The commit publishes these files. No update starts before all losses are known to be finite.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from .schedule import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, Schedule
 
 
 def check_losses(s: Schedule) -> Key:
-    """All losses are known: a step with a NaN among them is skipped whole."""
+    """Add the computation after which all losses are known; a step with a NaN among them is skipped whole."""
     return s.compute(Key("check_losses"))
 
 
 def end_of_backward(s: Schedule) -> Key:
-    """The last computation of a step: with clipping, the norm of all gradients, which several ranks have summed."""
+    """Return the last computation of a step.
+
+    With clipping it is the norm of all gradients, which several ranks have summed before.
+    """
     reduced: tuple[Key, ...] = ()
     if s.work.ranks > 1:
         reduced = (*(Key("reduce_grads", block) for block in range(s.count)), _reduce_resident(s))
@@ -26,12 +31,12 @@ def end_of_backward(s: Schedule) -> Key:
 
 
 def update_block(s: Schedule, block: int, *after: Key) -> None:
-    """Update a block after ``after`` and once its gradients are there."""
+    """Update a block after ``after``, once its gradients are there."""
     _update(s, block, after)
 
 
 def guess_block(s: Schedule, block: int) -> None:
-    """Update a block at once, as if its gradients were not to be clipped. They are kept until the norm is known."""
+    """Update a block at once, as if its gradients were not clipped. They are kept until the norm is known."""
     assert s.shape.commit, "what a guess is undone from is the commit of the step before"
     updated = _update(s, block, phase=GUESS)
     if gradients.spilled(s, block):
@@ -39,8 +44,11 @@ def guess_block(s: Schedule, block: int) -> None:
 
 
 def redo_block(s: Schedule, block: int, end: Key) -> None:
-    """After ``end``, where the guess was wrong: read the state of the step before once more, update it with what is
-    known now, and write what the guess has written. Whoever waits for a block waits for these operations."""
+    """After ``end``, where the guess was wrong, update a block again.
+
+    The state of the step before is read once more, updated with what is known now, and written over what the guess has
+    written. Operations that need the block wait for these operations.
+    """
     b, to_ssd = s.work.blocks[block], not s.placement.params[block]
     image, updated_params = ("redone_state", block), ("updated_params", block)
     guessed = Key("update", block, phase=GUESS)
@@ -69,8 +77,10 @@ def redo_block(s: Schedule, block: int, end: Key) -> None:
 
 
 def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
-    """Bring a block's state to the host, update it after ``after``, and write it and its working copy. A guess leaves
-    the gradients where they are."""
+    """Bring a block's state to the host, update it after ``after``, and write it and its compute copy.
+
+    A guess leaves the gradients where they are.
+    """
     b, on_host = s.work.blocks[block], s.placement.optimizer[block]
     image, needs, previous = ("state", block), after, (Key("store_state", block),)
     if not on_host:
@@ -108,7 +118,7 @@ def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "
 
 
 def store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
-    """Write a block's working copy to the SSD."""
+    """Write a block's compute copy to the SSD."""
     s.add(
         Key("store_params", block, phase=phase),
         ops.SSD_WRITE,
@@ -127,8 +137,10 @@ def store_state(
     phase: str = "",
     redo: bool = False,
 ) -> None:
-    """Write a block's state to a file that no kept commit names: the last commit has freed one. With no
-    ``after``, the state is that of the last update."""
+    """Write a block's state to a file that no kept commit names: the last commit has freed one.
+
+    With no ``after``, the state is that of the last update.
+    """
     s.add(
         Key("store_state", block, phase=phase),
         ops.SSD_WRITE,
@@ -142,8 +154,10 @@ def store_state(
 
 
 def update_resident(s: Schedule, *after: Key) -> None:
-    """Update the prologue and epilogue after ``after``. On a separate device their gradients come from there,
-    and their working copy goes back."""
+    """Update the prologue and epilogue after ``after``.
+
+    On a separate device their gradients come from there, and their compute copy goes back.
+    """
     work, copy = s.work, ("resident_params",)
     if work.ranks > 1:
         after, grads = (*after, Key("reduce_resident")), (("resident_share",),)
@@ -206,12 +220,12 @@ def _reduce_resident(s: Schedule) -> Key:
 
 
 def committed(s: Schedule) -> tuple[Key, ...]:
-    """What a step's last computation waits for, so that at most one step is on its way when it is over."""
+    """Return what a step's last computation needs, so that at most one step is then on its way."""
     return (Key("commit"),) if s.shape.commit else ()
 
 
 def resident_updated(s: Schedule) -> tuple[Key, ...]:
-    """What a step's first computation waits for."""
+    """Return what a step's first computation needs."""
     if not s.work.unified:
         return (Key("upload_resident"),)
     return (Key("gather_resident" if s.work.ranks > 1 else "update_resident"),)

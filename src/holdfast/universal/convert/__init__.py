@@ -1,4 +1,4 @@
-"""The formats: one reader each, of what the format says, as a ``Source``."""
+"""The foreign formats: one reader for each, which opens a path as a ``Source``."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from .saved import Saved, is_saved
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
-    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others store beside it
     ("megatron", is_megatron, open_megatron),
     ("safetensors", is_safetensors, SafetensorsFiles),
     ("dcp", is_dcp, DCP),
     ("safetensors shards", is_sharded, ShardedSafetensors),
     ("torch.save", is_saved, Saved),
 ]
-"""Of others: the name, whether a path is of that format, and what opens it."""
+"""The foreign formats: name, a function that recognizes a path, and a function that opens it."""
 
 
 def format_of(path: Path) -> str | None:
-    """Of a path; None if it is of none that is known."""
+    """Return the format of ``path``; None if it is unknown."""
     with looking_at(path):
         return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
 
 
 def is_of_others(path: PurePath) -> bool:
-    """Whether ``path`` is of another format and has no commits, whatever else lies there."""
+    """Return whether ``path`` has a foreign format and no commits."""
     return isinstance(path, Path) and not (path / "commits").is_dir() and format_of(path) is not None
 
 
 def open_source(path: Path) -> Source:
-    """The training state at ``path``, of whatever foreign format it is.
+    """Open the training state at ``path``, of any foreign format.
 
-    Raises ``BadInput`` if it is of none that is known, ``Damaged`` if it is not whole, ``DiskFailed`` if it cannot be
-    read.
+    Raises ``BadInput`` for an unknown format, ``Damaged`` if the state is damaged, ``DiskFailed`` if it cannot be read.
     """
     with looking_at(path):
         if not path.exists():

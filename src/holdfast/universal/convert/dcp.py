@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``: ``.metadata``, a pickle, and ``*.distcp`` files, read in place."""
+"""Reader of folders of ``torch.distributed.checkpoint``: ``.metadata``, a pickle, and ``*.distcp`` files, in place."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .dcp_values import Values
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether ``path`` is such a folder, whole or not."""
+    """Return whether ``path`` is such a folder, complete or not."""
     return (path / METADATA).is_file() or any(path.glob("__*_*.distcp"))
 
 
 class DCP(Entries):
-    """The folder ``path``. ``progress["roots"]`` says which keys were taken for the model's and the optimizer's."""
+    """The folder ``path``; ``progress["roots"]`` tells which keys were read as the model's and the optimizer's."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``Damaged`` if ``.metadata`` claims what the files do not have, or does not cover a tensor once."""
+        """Read ``.metadata``.
+
+        Raises ``Damaged`` if it claims what the files lack, or does not cover a tensor exactly once.
+        """
         super().__init__(str(path), "dcp")
         claims = Claims(path)
         ranks = {file.name.split("_")[2] for file in path.glob("__*_*.distcp")}
@@ -38,7 +41,7 @@ class DCP(Entries):
             self._take(claims, rest)
 
     def _take(self, claims: Claims, rest: dict[str, Any]) -> None:
-        """``rest`` is what is no tensor."""
+        """Build tensor entries and progress; ``rest`` holds the entries that are no tensors."""
         kinds = {key: shards.kind for key, shards in claims.tensors.items()}
         named = name_all(kinds, claims.paths, rest, self.path)
         for key, shards in claims.tensors.items():

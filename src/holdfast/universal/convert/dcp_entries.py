@@ -1,8 +1,8 @@
 """Entries of ``*.distcp`` files, read in place.
 
-An entry of a file is an archive of ``torch.save`` with one tensor. Folders may have a million of them, so an entry is
-opened when it is first read; what ``.metadata`` claims of it is checked against the sizes of the files before, and
-against the archive then. The CRC-32 of an entry is checked before a byte of it is used.
+Each entry is an archive of ``torch.save`` with one tensor. Folders may have a million entries, so an entry is opened
+when it is first read. Until then the claims of ``.metadata`` are checked against the sizes of the files; on opening
+they are checked against the archive. The CRC-32 of an entry is checked before any of its bytes is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entries(WithNumbers):
         self._reordered: tuple[int, bytes] = (-1, b"")
 
     def add_shards(self, key: str, shards: Shards) -> Pieces:
-        """Where the chunks of the tensor ``key`` are, which are not opened for it."""
+        """Add the chunks of the tensor ``key`` as fragments, without opening them."""
         pieces, (shape, dtype) = [], shards.kind
         for chunk in shards.chunks:
             if chunk.entry is not None:
@@ -67,7 +67,7 @@ class Entries(WithNumbers):
 
     @contextmanager
     def _naming(self, part: int) -> Iterator[None]:
-        """What goes wrong inside says of which tensor."""
+        """Add the tensor's key and its file to errors that are raised inside."""
         key, entry, _ = self._entries[part]
         try:
             with looking_at(entry.path):
@@ -79,7 +79,7 @@ class Entries(WithNumbers):
             ) from error  # fmt: skip
 
     def _open(self, part: int) -> Part:
-        """The part as its archive has it, which has to be what was claimed."""
+        """Open an entry and return its part; the archive must agree with the claims of ``.metadata``."""
         where = self.parts[part]
         if where.crc32 is not None or part in self._tensors:
             return where
@@ -102,7 +102,7 @@ class Entries(WithNumbers):
         return self.parts[part]
 
     def _in_order(self, part: int) -> bytes:
-        """All of a part in C order, which is stored otherwise. The last one is remembered."""
+        """Return all bytes of a part in C order, where they are stored in another. The last result is cached."""
         with self._locks[part % NUM_LOCKS]:
             number, data = self._reordered
             if number != part:

@@ -1,4 +1,6 @@
-"""What ``.metadata`` of a folder of ``torch.distributed.checkpoint`` claims, checked against the sizes of its files."""
+"""Claims of the ``.metadata`` of a folder of ``torch.distributed.checkpoint``, checked against the sizes of
+its files.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TABLES = (f"{_CLASSES}Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
 _WHOLE = "whole"
-"""The place of an entry that is not a chunk."""
+"""The place of an entry that is no chunk."""
 _MOST = 1 << 62
-"""More than any size or offset is."""
+"""A limit that no size or offset reaches."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stretch of a file that is one archive."""
+    """A range of a file that is one archive."""
 
     path: Path
     offset: int
@@ -36,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A region of a tensor, and where it is; nowhere if it is empty."""
+    """A region of a tensor and its entry; None if the region is empty."""
 
     box: Box
     entry: Entry | None
@@ -51,11 +53,10 @@ class Shards:
 
 
 class Claims:
-    """``tensors`` and ``values`` (all else) by key, and the names on the way to each, in the order in which the writer
-    had them."""
+    """The tensors and other values that ``.metadata`` lists, by key, in the writer's order, with the path to each."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``Damaged`` if the file is none, or claims what the other files do not have."""
+        """Read ``.metadata``. Raises ``Damaged`` if it is malformed or claims what the files lack."""
         self._folder, self._where = folder, folder / METADATA
         self.tensors: dict[str, Shards] = {}
         self.values: dict[str, Entry] = {}
@@ -128,7 +129,7 @@ class Claims:
         return entry
 
     def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, str], Entry]:
-        """Where everything is: inside of files that are there, and nothing twice."""
+        """Return the entries by key and place. Raises ``Damaged`` if they leave existing files or overlap."""
         sizes: dict[str, int] = {}
         found: dict[tuple[str, str], Entry] = {}
         for index, info in table.items():
@@ -189,12 +190,12 @@ def _read(path: Path) -> bytes:
 
 
 def _place(start: tuple[int, ...] | None) -> str:
-    """Return where a chunk begins as a text: hashes of tuples of numbers can be chosen by who wrote the file."""
+    """Return the start of a chunk as text, because a file's writer could choose colliding hashes of number tuples."""
     return _WHOLE if start is None else str(list(start))
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """As sizes or offsets. Raises ``ValueError`` if they are none."""
+    """Return ``values`` as sizes or offsets. Raises ``ValueError`` if they are none."""
     found = tuple(values)
     if any(type(value) is not int or not 0 <= value < _MOST for value in found):
         raise ValueError(f"{found} are no sizes")
@@ -202,7 +203,7 @@ def ints(values: Any) -> tuple[int, ...]:
 
 
 def _path(path: Any, key: str) -> tuple[Any, ...]:
-    """The names on the way to ``key``; the key itself where they are not said, or are not those of the key."""
+    """Return the names on the path to ``key``; the key alone where they are missing or do not fit."""
     if isinstance(path, tuple) and ".".join(map(str, path)) == key:
         return path
     return (key,)

@@ -1,8 +1,8 @@
-"""Folders of ``HuggingFaceStorageWriter`` of ``torch.distributed.checkpoint``: a safetensors file of each rank's
-shards, which say where in their tensors they begin.
+"""Reader of folders that DCP's ``HuggingFaceStorageWriter`` wrote: each rank's shards in a safetensors file.
 
-How large a tensor is, nothing says but where its last shard ends, so a folder that lacks the files of the last ranks
-looks like one of smaller tensors: whoever knows the shapes has to compare them. Consolidated ones are ordinary files.
+Shards store where they begin in their tensor. The size of a tensor follows only from the end of its last shard. A
+folder that lacks the files of the last ranks therefore looks like one of smaller tensors: callers that know the shapes
+must compare them. Consolidated folders are ordinary safetensors files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ def is_sharded(path: Path) -> bool:
 
 
 class ShardedSafetensors(Files):
-    """The folder ``path``: parameters and buffers, with nothing else."""
+    """The folder ``path``, which holds parameters and buffers alone."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``FileMissing`` if a rank's files are, but for the last, ``Damaged`` if the shards are not whole."""
+        """Read the headers.
+
+        Raises ``FileMissing`` if a rank's files are missing (except the last), ``Damaged`` for bad shards.
+        """
         super().__init__(str(path), "safetensors shards")
         self._pieces: dict[str, list[Piece]] = {}
         self._dtypes: dict[str, str] = {}

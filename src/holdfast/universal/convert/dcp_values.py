@@ -1,4 +1,4 @@
-"""What entries and files of ``torch.save`` hold beside tensors, as JSON."""
+"""Values that entries and files of ``torch.save`` hold beside tensors, as JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..plain import Plain
 from .dcp_metadata import Entry
 
 REMEMBERED = 64 * KiB
-"""Bytes at most of an entry without tensors whose content is kept, as the same comes again and again."""
+"""The largest entry without tensors, in bytes, whose content is cached, as equal ones recur."""
 
 
 class Values:
-    """Entries that are no tensors, as JSON."""
+    """Reader of entries that are no tensors, as JSON."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
 
     def read(self, key: str, entry: Entry) -> Any:
-        """Raises ``Damaged``, naming ``key``."""
+        """Return the value of ``entry``. Raises ``Damaged``, which names ``key``."""
         with open(entry.path, "rb") as file:
             file.seek(entry.offset)
             data = file.read(entry.nbytes) if entry.nbytes <= REMEMBERED else b""

@@ -1,8 +1,8 @@
-"""Writes folders that ``torch.distributed.checkpoint.load`` reads.
+"""Writer of folders that ``torch.distributed.checkpoint.load`` reads.
 
-One file has all entries, large tensors in chunks of a few MiB, which several threads read, wrap and write, each in
-memory of its own. ``.metadata`` comes last: without it the folder is no checkpoint. It is a pickle, since their format
-is; nothing of ours is.
+One file holds all entries, large tensors in chunks of a few MiB. Several threads read, wrap and write chunks, each in
+its own memory. ``.metadata`` is written last: without it the folder is no checkpoint. It is a pickle, because the
+format demands one; no file of this library's own formats is.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .dcp_metadata import METADATA
 
 FILE = "__0_0.distcp"
 _MARK = ".holdfast-conversion"
-"""Is there until ``.metadata`` is: then an earlier try wrote ``FILE``, if there is one."""
+"""A file that exists until ``.metadata`` does; while it exists, ``FILE`` belongs to an interrupted conversion."""
 _OF_CHECKPOINT = re.compile(rf".*\.distcp|(__\d+)?{re.escape(METADATA)}", re.DOTALL)
 CHUNK = 16 * MiB
 OVERHEAD = 8 * KiB
-"""More than an archive has beside its tensor."""
+"""An upper limit for the bytes of an archive beside its tensor."""
 
 Keys = dict[str, tuple[tuple[Any, ...], Any]]
-"""By key the names on the way to it, and a ``Stored``, a tensor or any other value."""
+"""The path to each key, and its value: a ``Stored``, a tensor or any other value."""
 
 
 def write_dcp(
@@ -55,12 +55,19 @@ def write_dcp(
     optimizer: str = "optim",
     told: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """All of ``source`` as the folder ``folder``, as ``dcp.save({model: ..., optimizer: ...})`` of what
-    ``get_state_dict`` returns has it; with hyper-parameters by group and by parameter, as either is asked for. Where
-    ``model`` is "", parameters have no name before them.
+    """Write all of ``source`` into ``folder`` as ``dcp.save`` would write the result of ``get_state_dict``.
 
-    Durable when it returns. Raises ``BadInput`` if there is a checkpoint already, or a part of one but for that of an
-    earlier try, or if two things would have one key; ``RunLocked`` if another conversion writes there.
+    Hyper-parameters are written by group and by parameter, as readers ask for either. Durable on return.
+
+    Args:
+        source: The state to write.
+        folder: The folder to write to.
+        model: The key of the model; "" writes parameters at the top level.
+        optimizer: The key of the optimizer.
+        told: Called with the number of bytes read.
+
+    Raises ``BadInput`` if the folder holds a checkpoint, or part of one that an interrupted conversion did not leave,
+    or if two values would have one key; ``RunLocked`` if another conversion writes there.
     """
     keys = keys_of(source, model, optimizer)
     disk = Disk(folder)
@@ -94,7 +101,7 @@ def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) 
 
 
 def keys_of(source: Source, model: str, optimizer: str) -> Keys:
-    """What is written, by key."""
+    """Return the path and the value of every key that is written."""
     keys: Keys = {}
 
     def put(path: tuple[Any, ...], value: Any) -> None:
@@ -135,7 +142,7 @@ def keys_of(source: Source, model: str, optimizer: str) -> Keys:
 def _groups(
     groups: list[tuple[dict[str, Any], list[str]]], optimizer: str
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Hyper-parameters, as a list of groups and by parameter."""
+    """Yield hyper-parameters, both as a list of groups and by parameter."""
     for number, (group, members) in enumerate(groups):
         options = {option: decode(value) for option, value in group.items()}
         for option, value in (options | {"params": members}).items():
@@ -146,8 +153,10 @@ def _groups(
 
 
 def _flattened(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """As ``dcp.save`` takes it apart, and ``dcp.load`` asks for it: dictionaries, of whose names it makes texts, and
-    lists that have any or tensors in them."""
+    """Flatten ``value`` as ``dcp.save`` does: dictionaries, and lists that contain dictionaries or tensors.
+
+    Keys of dictionaries become texts.
+    """
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _flattened((*path, str(name)), item)
@@ -165,7 +174,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """``shape`` in boxes of at most ``most`` elements, each of which is one stretch of it in C order.
+    """Divide ``shape`` into regions of at most ``most`` elements, each contiguous in C order.
 
     >>> [box.to_json() for box in boxes_of((2, 5), 3)]
     [[[0, 0], [1, 3]], [[0, 3], [1, 5]], [[1, 0], [2, 3]], [[1, 3], [2, 5]]]
@@ -186,7 +195,10 @@ def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 @dataclass
 class _Writing:
-    """The file under way: ``end`` is where what is written ends. Entries come in the order in which they are ready."""
+    """The file that is being written; ``end`` is its current length.
+
+    Entries follow in the order in which they are ready.
+    """
 
     source: Source
     file: Any
@@ -218,7 +230,7 @@ class _Writing:
         return nbytes
 
     def metadata(self, folder: Path, keys: Keys) -> Any:
-        """The object of torch that ``.metadata`` is."""
+        """Return torch's object that ``.metadata`` holds."""
         from torch.distributed.checkpoint import metadata as theirs
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -245,7 +257,7 @@ class _Writing:
 
 
 def _saved(value: Any) -> memoryview:
-    """The archive of ``torch.save``."""
+    """Return ``value`` as an archive of ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getbuffer()

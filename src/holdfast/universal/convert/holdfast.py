@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
 
 class Commit(Source):
-    """The commit that ``manifest`` is of, of the run that ``reader`` reads.
+    """The commit of ``manifest`` in the run that ``reader`` reads.
 
     Raises ``CommitRetired`` wherever its writer has retired it meanwhile.
     """
 
     def __init__(self, reader: RunReader, manifest: Manifest) -> None:
-        """Raises ``BadInput`` if the parts of the commit are of several steps, ``Damaged`` if files of it are."""
+        """Open the commit.
+
+        Raises ``BadInput`` if its parts belong to several steps, ``Damaged`` if its files are damaged.
+        """
         super().__init__(f"{reader.root}@{manifest.step}", "holdfast")
         if manifest.oldest_step < manifest.step:
             raise BadInput(
@@ -44,7 +47,7 @@ class Commit(Source):
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self.by_key: dict[str, Stored] = {}
-        """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
+        """The tensors of a commit that ``dcp.save`` made, by their keys in the state dict."""
         self._pending: Pending | None = None
         told = joined([manifest.progress_of(stream) for stream in manifest.streams])
         with reader.listed(manifest):
@@ -83,14 +86,16 @@ class Commit(Source):
 
     @property
     def bytes_read(self) -> int:
-        """That were verified."""
+        """The number of bytes that were read and verified."""
         return self._files.bytes_read
 
     def _told_of_state_dict(
         self, atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
     ) -> dict[str, Any]:
-        """Take the tensors of a commit that ``dcp.save`` made, and return its progress. Whoever wrote it did not have
-        the ``values``, which say what an optimizer knows by number."""
+        """Add the tensors of a commit that ``dcp.save`` made, and return its progress.
+
+        The writer did not have ``values``, which name the parameters that an optimizer knows by number.
+        """
         ways = {key: tuple(path) for key, path in paths.items()}
         by_key = {atom[KEY]: atom for atom in atoms}
         kinds = {key: Kind(tuple(atom["shape"]), atom["dtype"]) for key, atom in by_key.items()}
@@ -115,7 +120,7 @@ class Commit(Source):
         return Stored(atom, Pieces.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
-        """The part that is the tensor ``key`` of a file, and the shape of that."""
+        """Return the part for the tensor ``key`` of a file, and the shape of that tensor."""
         layout = self._files.layout(ref)
         if key not in layout:
             raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)

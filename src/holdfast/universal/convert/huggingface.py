@@ -1,8 +1,8 @@
-"""Hugging Face: a state as safetensors, in one file or in a folder as ``from_pretrained`` loads it.
+"""Writer of safetensors for Hugging Face: one file, or a folder that ``from_pretrained`` loads.
 
-Files are written in place, in parallel, each under a temporary name until it is durable; a conversion that was
-interrupted goes on with the files that are not there. The header is written last, as it has checksums of the tensors,
-of every ``Wanted.stretch`` bytes of each, under ``holdfast.xxh3``, and one of itself.
+Files are written by several threads, each file under a temporary name until it is durable. An interrupted conversion
+continues with the missing files. The header is written last, because it holds checksums: under ``holdfast.xxh3`` one
+for every ``Wanted.stretch`` elements of each tensor, and one of the header itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK = 16 * MiB
 
 @dataclass(frozen=True)
 class Wanted:
-    """An atom that is written under ``key``, as ``dtype``."""
+    """A tensor entry to be written under ``key``, as ``dtype``."""
 
     key: str
     stored: Stored
@@ -44,7 +44,7 @@ class Wanted:
 
     @property
     def stretch(self) -> int:
-        """Elements that are copied at once: whole rows, where one is not too long."""
+        """The number of elements that are copied at once: whole rows, unless one row is too long."""
         atom = self.stored.atom
         row = max(1, atom.elements // atom.shape[0]) if atom.shape and atom.shape[0] else 1
         step = max(1, CHUNK // atom.itemsize)
@@ -63,12 +63,19 @@ def write_huggingface(
     file_bytes: int = 5 * GiB,
     told: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """The parameters and buffers of ``source`` as a folder that ``from_pretrained`` loads: files of ``file_bytes`` at
-    most (but for a tensor that is longer), and an index if there are several. Floating-point tensors become ``dtype``.
-    Names that are others' under another name are left out, as Hugging Face does.
+    """Write the parameters and buffers of ``source`` as a folder that ``from_pretrained`` loads. Durable on return.
 
-    Durable when it returns. Files of an earlier try of the same are kept. Raises ``BadInput`` if there are others,
-    ``RunLocked`` if another conversion writes there.
+    Several files get an index. Aliases of tied tensors are left out, as Hugging Face does. Files of an interrupted
+    conversion with the same arguments are kept.
+
+    Args:
+        source: The state to write.
+        folder: The folder to write to.
+        dtype: Floating-point tensors are converted to it; None keeps theirs.
+        file_bytes: The largest file, in bytes, except for a single larger tensor.
+        told: Called with the number of bytes read.
+
+    Raises ``BadInput`` if the folder holds other tensors, ``RunLocked`` if another conversion writes there.
     """
     wanted = [
         Wanted(stored.atom.name, stored, _cast(stored.atom.dtype, dtype))
@@ -116,13 +123,13 @@ def _write_files(
 
 
 def _what(source: Source, wanted: Sequence[Wanted]) -> list[Any]:
-    """What a conversion is of, so that files of another are not taken for its own."""
+    """Return what identifies a conversion, so that the files of another one are not kept as its own."""
     kinds = [(each.key, each.dtype) for each in wanted]
     return [source.identity(), kinds, places_of(each.stored for each in wanted)]
 
 
 def _refuse_others(folder: Path, source: Source, done: _Done) -> None:
-    """Raise ``BadInput`` if there are tensors in ``folder`` that this conversion has not written."""
+    """Raise ``BadInput`` if ``folder`` has tensors that this conversion did not write."""
     there = [path.name for path in folder.glob("*.safetensors")] if folder.is_dir() else []
     there += [INDEX] if (folder / INDEX).exists() else []
     others = sorted(set(there) - set(done.names))
@@ -138,10 +145,12 @@ def _refuse_others(folder: Path, source: Source, done: _Done) -> None:
 def write_single(
     source: Source, path: Path, *, dtype: str | None = None, told: Callable[[int], None] = lambda nbytes: None
 ) -> Path:
-    """Everything that ``source`` has as one safetensors file: parameters and buffers under their names, what belongs to
-    a parameter under ``name/slot``, which keeps its type. Its metadata has the progress, and with it the further names
-    of tied weights. Durable when it returns. Raises ``BadInput`` if there is such a file, ``RunLocked`` if another
-    conversion writes it."""
+    """Write all of ``source`` as one safetensors file. Durable on return.
+
+    Parameters and buffers keep their names; optimizer tensors are stored under ``name/slot`` and keep their dtype. The
+    metadata holds the progress and the aliases of tied weights. Raises ``BadInput`` if the file exists, ``RunLocked``
+    if another conversion writes it.
+    """
     _refuse_existing(path)
     wanted = []
     for key, stored in source.atoms.items():
@@ -168,9 +177,9 @@ def write_named(
     dtype: str | None = None,
     told: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write the atoms of ``source`` with the keys of ``names``, each under its name there, as one safetensors file.
+    """Write the tensor entries that ``names`` lists, under the names given there, as one safetensors file.
 
-    Durable when it returns. Raises ``BadInput`` if there is such a file, ``RunLocked`` if another conversion writes it.
+    Durable on return. Raises ``BadInput`` if the file exists, ``RunLocked`` if another conversion writes it.
     """
     _refuse_existing(path)
     atoms = [(name, source.atoms[key]) for key, name in names.items()]
@@ -200,7 +209,7 @@ def _write_file(
     metadata: dict[str, str],
     told: Callable[[int], None],
 ) -> None:
-    """One file, durable under its name when this returns."""
+    """Write one file, which is durable under its name on return."""
     sums: dict[str, list[str]] = {each.key: ["0" * DIGITS for _ in each.starts] for each in wanted}
     position = len(_header(wanted, metadata, sums))
     places = []
@@ -208,7 +217,7 @@ def _write_file(
         places.append(position)
         position += each.nbytes
     with written_durably(disk, name, position, why="payload") as file:
-        _refuse_existing(disk.root / name)  # another conversion may just have ended
+        _refuse_existing(disk.root / name)  # another conversion may have ended just now
         pairs = zip(wanted, places, strict=True)
         jobs = (job for each, at in pairs for job in _jobs(source, each, file, at, sums[each.key]))
         in_threads(jobs, told)
@@ -219,7 +228,7 @@ def _write_file(
 def _jobs(
     source: Source, wanted: Wanted, file: Any, offset: int, sums: list[str]
 ) -> Iterator[Callable[[], int]]:
-    """What copies a tensor, a stretch at a time, and fills in the checksums."""
+    """Yield jobs that each copy one stretch of a tensor and fill in its checksum."""
     atom, size = wanted.stored.atom, DTYPE_BYTES[wanted.dtype]
 
     def copy(number: int, start: int) -> int:
@@ -234,7 +243,7 @@ def _jobs(
 
 
 def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, list[str]]) -> bytearray:
-    """As long for any checksums."""
+    """Return the header; its length does not depend on the values of the checksums."""
     table: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for each in wanted:
@@ -255,8 +264,10 @@ def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, 
 
 
 class _Done:
-    """Which files of a conversion are its own, in a file beside them until all are finished: one of these that is there
-    is finished, as it gets its name then."""
+    """The list of files that a conversion wrote, stored beside them until all are complete.
+
+    A listed file that exists is complete, because it gets its name only then.
+    """
 
     NAME = ".holdfast-conversion.json"
 
@@ -268,7 +279,7 @@ class _Done:
             self.names = told["names"] if told["what"] == self._what else []
 
     def add(self, name: str) -> None:
-        """Before it has its name."""
+        """Add ``name`` to the stored list, before the file gets its name."""
         self.names.append(name)
         told = {"what": self._what, "names": self.names}
         write_durably(self._disk, self.NAME, json.dumps(told).encode(), why="conversion")

@@ -1,4 +1,4 @@
-"""Several files with an index that says which of them has which key, as Hugging Face's libraries write them."""
+"""Sets of files with an index from keys to files, as Hugging Face's libraries write them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from ...errors import Damaged, FileMissing
 
 INDEX_BYTES = 100_000_000
-"""More than any index has."""
+"""An upper limit for the size of an index."""
 
 
 def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]:
-    """The file ``path``, or those of the folder: ``single``, or what its ``index`` names. And the keys that the index
-    names, none where it is not what tells. As in transformers, ``single`` is taken where it is there, since it leaves
-    the index of an earlier save.
+    """Return the files of ``path`` and the keys that its index lists (none where no index applies).
+
+    A file stands for itself. In a folder, ``single`` wins over ``index``, as in transformers, which leaves the index of
+    an earlier save in place.
 
     Raises ``Damaged`` for an index that is none, ``FileMissing`` for a file that it names.
     """

@@ -1,7 +1,7 @@
-"""Pending: what the files of a commit of MeZO lack, the update of its last step, made as they are read.
+"""Pending updates: a MeZO commit lacks the update of its last step, which is computed while its files are read.
 
-The commit has it in its progress as one number for all parameters; the direction is drawn again from the seed and the
-count of steps that each parameter keeps.
+The commit stores the update in its progress as one number for all parameters. The direction is drawn again from the
+seed and the step count that each parameter keeps.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from ...update.mezo import pending_of
 from ..source import Stored
 
 ReadPart = Callable[[int, int, memoryview], None]
-"""Fills a buffer with the stored bytes of a part from an offset on."""
+"""A function that fills a buffer with the stored bytes of a part, from an offset on."""
 
 
 class Pending:
-    """Of one commit, whose parts are whole tensors."""
+    """The pending update of one commit, whose parts are whole tensors."""
 
     def __init__(
         self, progress: dict[str, Any], atoms: Mapping[str, Stored], read: ReadPart, path: str
     ) -> None:
-        """Takes it out of ``progress``: for whoever reads, there is nothing pending. Raises ``Damaged``, naming
-        ``path``, if that is not of the form that it has, or is of parameters that are not in ``atoms``."""
+        """Remove the update from ``progress``, so that readers see none.
+
+        Raises ``Damaged``, which names ``path``, if the update is malformed or names parameters that are not in
+        ``atoms``.
+        """
         self._atoms, self._read = atoms, read
         self._changed: dict[int, tuple[str, str]] = {}
-        """By part: what the last step changed."""
+        """Parameter and slot of each part that the last step changed."""
         try:
             self._delta, self._groups = pending_of(progress)
             for name, group in self._groups.items():
@@ -49,12 +52,12 @@ class Pending:
         if self._delta.slope is not None:
             numbers.append(self._delta.slope)
         for number in numbers:
-            math.isnan(number)  # raises for what is no number, or none of a float
-        self._part(name, SEED)  # is there
+            math.isnan(number)  # raises for anything that is no float
+        self._part(name, SEED)  # raises if there is no seed
         self._changed |= {self._part(name, slot): (name, slot) for slot in ("param", STEP)}
 
     def apply(self, part: int, offset: int, into: memoryview) -> None:
-        """Make of the stored bytes of a part, from ``offset`` on, those after the last step."""
+        """Update stored bytes of a part, from ``offset`` on, to their values after the last step."""
         if part not in self._changed or not into.nbytes:
             return
         assert self._delta is not None

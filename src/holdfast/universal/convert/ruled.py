@@ -1,7 +1,7 @@
-"""Folders of files that record nothing of their layout, with a file of rules beside them that says it.
+"""Reader of folders whose files do not record their layout, described by a file of rules.
 
-``rules.toml`` lies in the folder. Its ``[[files]]`` say of each file of tensors, by its name, where on the mesh the
-rank was that wrote it; its rules say what the tensors are. Numbers of a ``config.json`` beside it are their values.
+``rules.toml`` lies in the folder. Its ``[[files]]`` tell by file name where on the mesh the writing rank was; its rules
+tell what the tensors are. Rules may use the numbers of a ``config.json`` beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .safetensors import parts_of
 RULES, CONFIG = "rules.toml", "config.json"
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
-"""Of files that may hold tensors: each has to be said something of."""
+"""Suffixes of files that may hold tensors; the rules must mention each such file."""
 
 
 def is_ruled(path: Path) -> bool:
@@ -32,10 +32,10 @@ def is_ruled(path: Path) -> bool:
 
 
 class RuledFolder(Files):
-    """The folder ``path``. Names are as in the files, those of nested dictionaries joined by dots."""
+    """The folder ``path``. Names are those in the files; names of nested dictionaries are joined by dots."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``RuleError`` if the rules do not fit the files, ``Damaged`` if files are."""
+        """Apply the rules. Raises ``RuleError`` if they do not fit the files, ``Damaged`` if files are damaged."""
         super().__init__(str(path), "rules")
         config = path / CONFIG
         try:
@@ -88,7 +88,7 @@ class RuledFolder(Files):
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors of what a pickle holds, and what else there is; each with its way from the top."""
+    """Yield the tensors and other values of a pickle, each with its path from the top."""
     items: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping):
         items = value

@@ -1,7 +1,7 @@
-"""Safetensors, read: one file, or a folder of them with an index, as Hugging Face's libraries have it.
+"""Reader of safetensors: one file, or a folder with an index, as Hugging Face's libraries write them.
 
-A file that ``huggingface.py`` wrote says in its metadata what of a training state its keys are, and has checksums there
-of its tensors and of the header; in others every tensor is a parameter, and nothing tells whether a bit has changed.
+The metadata of a file that ``huggingface.py`` wrote tells the role of each key, and holds checksums of the tensors and
+of the header. In other files every tensor is a parameter, and flipped bits cannot be detected.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _UNREAD = re.compile(
 )
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 DIGITS = 16
-"""Of a checksum."""
+"""The number of hexadecimal digits of a checksum."""
 HEADER_BYTES = 100_000_000
-"""More than any header has (the limit of the safetensors library)."""
+"""The limit for the size of a header (that of the safetensors library)."""
 OTHERS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of an element of the types of the safetensors library that no tensor has here, as they are less than a byte."""
+"""Bits per element of safetensors dtypes below one byte, which are unsupported here."""
 BITS = {name: 8 * nbytes for name, nbytes in DTYPE_BYTES.items()} | OTHERS
-"""Bits of an element of each type that the safetensors library has."""
+"""Bits per element of every safetensors dtype."""
 MOST = 1 << 62
-"""More than any size or offset is."""
+"""A limit that no size or offset reaches."""
 
 
 def is_safetensors(path: Path) -> bool:
@@ -90,7 +90,7 @@ class SafetensorsFiles(Files):
 
 
 def unread_in(path: Path) -> tuple[str, ...]:
-    """What is in a folder beside its weights that a training of transformers or accelerate would go on with."""
+    """Return the names of files beside the weights from which transformers or accelerate would resume training."""
     return (
         tuple(sorted(each.name for each in path.iterdir() if _UNREAD.fullmatch(each.name)))
         if path.is_dir()
@@ -99,7 +99,7 @@ def unread_in(path: Path) -> tuple[str, ...]:
 
 
 def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
-    """The name and the slot of the tensor ``key``."""
+    """Return the name and the slot of the tensor ``key``."""
     found = slots.get(key, [key, "param"])
     if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
         raise Damaged(
@@ -110,18 +110,21 @@ def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself: where its tensors lie, in the order of their bytes."""
+    """The header of a safetensors file: its tensors in the order of their bytes."""
 
     entries: list[Entry]
     metadata: dict[str, str]
-    table: dict[str, Any]
     passed_over: dict[str, str]
-    """By name the type of each tensor whose type no tensor has here."""
+    """Tensors of unsupported dtypes: dtype by name."""
 
 
 def header_of(path: Path) -> Header:
-    """Return the header of a safetensors file. Raises ``Damaged`` for what the safetensors library would not open, but
-    for tensors of types that it does not know."""
+    """Return the header of a safetensors file.
+
+    Raises ``Damaged`` for a file that the safetensors library would refuse.
+
+    Tensors of dtypes that are unknown to it are listed in ``passed_over`` and raise nothing.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
@@ -149,7 +152,7 @@ def header_of(path: Path) -> Header:
     entries = without_pads(entries, 8 + length)
     known = [entry for entry in entries if entry.dtype in DTYPE_BYTES]
     others = {entry.key: entry.dtype for entry in entries if entry.dtype not in DTYPE_BYTES}
-    return Header(known, metadata, table, others)
+    return Header(known, metadata, others)
 
 
 def _table_of(header: bytes) -> dict[str, Any]:
@@ -160,13 +163,15 @@ def _table_of(header: bytes) -> dict[str, Any]:
     if type(table) is not dict:
         raise ValueError(f"it is a {type(table).__name__} and no object")
     for name in table:
-        name.encode()  # raises for half of a surrogate pair, which no other reader takes
+        name.encode()  # raises for half of a surrogate pair, which other readers refuse
     return table
 
 
 def _refuse_many_lists(header: bytes) -> None:
-    """Raise ``ValueError`` if ``header`` has far more lists and objects than its tensors need, which would take twenty
-    times its size in memory."""
+    """Raise ``ValueError`` if ``header`` has far more lists and objects than its tensors need.
+
+    Parsing those would take twenty times its size in memory.
+    """
 
     def has_many(text: bytes) -> bool:
         return 8 * (text.count(b"[") + text.count(b"{")) > len(header)
@@ -176,7 +181,10 @@ def _refuse_many_lists(header: bytes) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of ``pairs``. Raises ``ValueError`` if two have one key, of which readers take either."""
+    """Return an object of ``pairs``.
+
+    Raises ``ValueError`` for a repeated key, where readers differ in which value counts.
+    """
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()
@@ -200,8 +208,11 @@ def _metadata_of(table: dict[str, Any]) -> dict[str, str]:
 
 
 def _entries_of(table: dict[str, Any], start: int) -> tuple[list[Entry], int]:
-    """Return the tensors of a header in the order of their bytes, which begin at ``start``, and where the last ends.
-    Raises ``ValueError`` unless they follow one another and each has as many bytes as its shape takes."""
+    """Return the tensors of a header in the order of their bytes, and where the last one ends.
+
+    The bytes begin at ``start``. Raises ``ValueError`` unless the tensors are adjacent and each has as many bytes as
+    its shape needs.
+    """
     entries = []
     for key, about in table.items():
         if key == "__metadata__":
@@ -237,22 +248,22 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _agrees(table: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether a header is what its checksum is of."""
+    """Return whether a header matches its checksum."""
     try:
         return said.get("header") == digest_of(table, said.get("tensors"))
-    except RecursionError:  # no writer nests it
+    except RecursionError:  # no writer nests so deep
         return False
 
 
 def digest_of(table: dict[str, Any], tensors: Any) -> str:
-    """The xxh3 of what a header says, with the checksums of its ``tensors`` and without its own."""
+    """Return the xxh3 of a header with the checksums of its ``tensors``, without its own."""
     metadata = {key: value for key, value in table["__metadata__"].items() if key != XXH3}
     text = json.dumps([{**table, "__metadata__": metadata}, tensors], sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], Header]:
-    """The tensors of a safetensors file with their checksums, if it has any, and its header."""
+    """Return the tensors of a safetensors file, with their checksums if it has any, and its header."""
     header = header_of(path)
     metadata = header.metadata
     said = told(metadata.get(XXH3), XXH3, str(path)).get("tensors")
@@ -264,7 +275,7 @@ def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], Header]:
 
 
 def _sums_of(entry: Entry, said: Any, path: Path) -> Sums:
-    """The checksums of a tensor in what a file ``said`` of all."""
+    """Return the checksums of one tensor from ``said``, those of a whole file."""
     try:
         stretch, text = said[entry.key]
         if type(stretch) is not int or stretch < 1 or len(text) != DIGITS * -(-entry.nbytes // stretch):
@@ -275,7 +286,7 @@ def _sums_of(entry: Entry, said: Any, path: Path) -> Sums:
 
 
 def _library_of(folder: Path) -> str:
-    """What wrote a folder of Hugging Face, if its configuration says it."""
+    """Return the library that wrote a Hugging Face folder, if its configuration tells it, else ""."""
     try:
         version = json.loads((folder / "config.json").read_text())["transformers_version"]
         return f"transformers {version}"

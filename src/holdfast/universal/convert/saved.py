@@ -1,9 +1,9 @@
-"""State dicts of ``torch.save``: of a model, or of a model and its optimizer and whatever else, in one file; or that of
-a model in several with an index, as older folders of Hugging Face have it.
+"""Reader of state dicts of ``torch.save``: of a model, or of a model, its optimizer and more.
 
-What is what is found as in folders of DCP (``keys``). Of an optimizer that knows its parameters by number the names are
-those that it keeps beside them, or else those of the model in its order, which each group is taken to be in, if the
-shapes of both allow that in one way alone.
+The state dict is one file, or several files with an index, as in older Hugging Face folders. Roles of keys are found as
+in folders of DCP (``keys``). Where an optimizer knows its parameters by number, the names are those stored beside the
+numbers. Without them, the model's order is used, if the shapes allow one assignment only; each group is assumed to keep
+that order.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from .safetensors import unread_in
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_NUMBERED = 1 << 32
-"""More than an optimizer has parameters."""
+"""A limit that no number of parameters reaches."""
 _ZIP = b"PK\x03\x04"
 
 
 def is_saved(path: Path) -> bool:
-    """Whether ``path`` is such a file, or a folder of them; a file by its name also where torch before 1.6 wrote it."""
+    """Return whether ``path`` is such a file, or a folder of them.
+
+    The suffix alone suffices, for files of torch before 1.6.
+    """
     if path.is_dir():
         return (path / INDEX).is_file() or (path / SINGLE).is_file()
     with open(path, "rb") as file:
@@ -45,11 +48,13 @@ def is_saved(path: Path) -> bool:
 
 
 class Saved(Files):
-    """The file ``path``, or those of the folder. ``progress["roots"]`` says which keys were taken for the model's and
-    the optimizer's."""
+    """The file ``path``, or those of the folder; ``progress["roots"]`` tells the keys of model and optimizer."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``BadInput`` if there is no state dict, ``Damaged`` if it is not whole, or names what is not known."""
+        """Read the files.
+
+        Raises ``BadInput`` without a state dict, ``Damaged`` if it is damaged or names unknown classes.
+        """
         super().__init__(str(path), "torch.save")
         self.writer = "torch.save"
         self.unread = unread_in(path)
@@ -59,7 +64,10 @@ class Saved(Files):
             self._take(*self._flattened(path))
 
     def _flattened(self, path: Path) -> tuple[dict[str, Way], dict[str, Any]]:
-        """The names on the way to each entry by key, in the writer's order, and all that is no tensor, as JSON."""
+        """Return the path to each entry by key, in the writer's order, and the values that are no tensors.
+
+        The values are JSON.
+        """
         ways: dict[str, Way] = {}
         values: dict[str, Any] = {}
         left_out: list[str] = []
@@ -104,8 +112,8 @@ class Saved(Files):
         check_progress({name: value for name, value in self.progress.items() if name != "extra"})
 
     def _tied(self, named: Named) -> dict[str, str]:
-        """By key of a tensor of the model, that of the one before it which is the same memory."""
-        first: dict[str, str] = {}  # by texts: hashes of numbers can be chosen by who wrote the file
+        """Return the tied tensors of the model: by key, the key of the first tensor with the same memory."""
+        first: dict[str, str] = {}  # keys are texts: a file's writer could choose colliding hashes of numbers
         tied = {}
         for key, (archive, tensor) in self._held.items():
             of_model = key in named.tensors and named.tensors[key][1] in ("param", "buffer")
@@ -133,12 +141,14 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
 
 
 class _Place(int):
-    """In a list, and no key of a dictionary."""
+    """A position in a list, as opposed to a key of a dictionary."""
 
 
 def _unnested(key: str, way: Way, named: Named) -> str | None:
-    """The slot, if the entry is an optimizer's state whose dictionaries have other keys than names, which its own name
-    does not show any more."""
+    """Return the slot of optimizer state whose dictionaries have keys that are no names; None for other entries.
+
+    The joined name of such a slot does not tell which keys they were.
+    """
     _, slot = state_of(key, way, named.optimizers) or ("", "")
     inside = next((way[i:] for i in range(len(way)) if ".".join(map(str, way[i:])) == slot), ())
     names = [part for part in inside if not isinstance(part, _Place)]
@@ -147,7 +157,7 @@ def _unnested(key: str, way: Way, named: Named) -> str | None:
 
 
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
-    """Tensors, and what holds none or nothing, each with the names on the way to it."""
+    """Yield tensors, and values that contain none, each with the names on the path to it."""
     if isinstance(value, dict) and value and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
             yield from _leaves(inner, (*way, name))
@@ -159,8 +169,7 @@ def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
 
 
 def _by_name(state: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's state dict, where it has the names of its parameters beside their numbers, by these; any other
-    dictionary as it is."""
+    """Return an optimizer's state dict by parameter names, if it stores names; any other dictionary unchanged."""
     groups, slots = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(slots, dict):
         return state

@@ -1,10 +1,10 @@
-"""Writes a ``.pt`` as a plain training loop saves one: the way back to a script without this library.
+"""Writer of ``.pt`` files as a plain training loop saves them, for scripts without this library.
 
     checkpoint = torch.load("ckpt.pt", weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
 
-Tensors are read as they are written, one window at a time. Parameters are numbered in the order of the optimizer's
+Tensors are read while they are written, one window at a time. Parameters are numbered in the order of the optimizer's
 groups, as ``optimizer.state_dict()`` numbers them.
 """
 
@@ -30,19 +30,19 @@ from ..torchfile import Streamed, save_torch_durably, streamed
 
 SUFFIXES = (".pt", ".pth")
 MODEL, OPTIMIZER, OPTIMIZERS, STEP, RANDOM = "model", "optimizer", "optimizers", "step", "random"
-"""Keys of the file. What else a script kept has its own."""
+"""Keys of the file. Other values of a script have their own keys."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-"""Types of values that ``torch.load(weights_only=True)`` takes, beside tensors and containers of them."""
+"""Types that ``torch.load(weights_only=True)`` accepts, beside tensors and containers."""
 
 Group = tuple[dict[str, Any], list[str]]
-"""Hyper-parameters of a parameter group, and the names of its parameters."""
+"""The hyper-parameters of a parameter group, and the names of its parameters."""
 
 
 def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lambda nbytes: None) -> Path:
-    """Write all of ``source`` as the file ``path``. Durable when it returns.
+    """Write all of ``source`` as the file ``path``. Durable on return.
 
-    Raises ``BadInput`` if there is such a file, or nothing says in which group of the optimizer a parameter is, before
-    anything is written; ``RunLocked`` if another conversion writes it; ``DiskFull``.
+    Before it writes anything, it raises ``BadInput`` if the file exists or the optimizer group of a parameter is
+    unknown. Raises ``RunLocked`` if another conversion writes the file; ``DiskFull``.
     """
     if path.is_dir() or os.path.lexists(path):
         raise BadInput(f"{path} is there already. Name a file that is not there.")
@@ -52,7 +52,7 @@ def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lam
 
     def check() -> None:
         source.refuse_rewritten()
-        if os.path.lexists(path):  # another conversion may just have ended
+        if os.path.lexists(path):  # another conversion may have ended just now
             raise BadInput(f"{path} is there already. Name a file that is not there.")
 
     save_torch_durably(disk, path.name, content, check)
@@ -60,10 +60,10 @@ def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lam
 
 
 def _content(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, Any]:
-    """Return what the file holds; ``tensor`` gives what stands for an atom."""
+    """Return the content of the file; ``tensor`` returns the stand-in for a tensor entry."""
     weights = [each for each in source.atoms.values() if each.atom.slot in ("param", "buffer")]
     model = {each.atom.name: tensor(each) for each in weights}
-    model |= {alias: model[name] for alias, name in source.aliases.items()}  # one memory, as it was
+    model |= {alias: model[name] for alias, name in source.aliases.items()}  # one memory, as in the source
     content: dict[str, Any] = {MODEL: model}
     optimizers = _optimizers(source, tensor)
     if len(optimizers) == 1:
@@ -86,7 +86,7 @@ def _content(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, 
 
 
 def _beside(source: Source) -> Iterator[tuple[str, Any]]:
-    """Yield what a script kept beside model and optimizer, by its own names, as JSON."""
+    """Yield the values that a script kept beside model and optimizer, under its own names, as JSON."""
     progress = source.progress
     yield from progress.get("things", {}).items()
     for key in ("scheduler", "loader", "scaler", RANDOM):
@@ -125,7 +125,7 @@ def _groups(source: Source) -> list[list[Group]]:
     progress = source.progress
     if (
         "group_parameters" not in progress and "replay" in progress
-    ):  # of a Checkpointer, which may have several
+    ):  # written by a Checkpointer: groups by optimizer
         pairs = zip(progress["groups"], progress["replay"]["parameters"], strict=True)
         return [list(zip(*each, strict=True)) for each in pairs]
     groups = groups_of(progress)
@@ -133,7 +133,7 @@ def _groups(source: Source) -> list[list[Group]]:
 
 
 def _state(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, dict[str, Any]]:
-    """Return what optimizers hold, by parameter and slot."""
+    """Return the optimizers' state, by parameter and slot."""
     state: dict[str, dict[str, Any]] = {}
     for each in source.atoms.values():
         atom = each.atom
@@ -149,19 +149,19 @@ def _state(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, di
 
 
 def _was_flattened(source: Source) -> bool:
-    """Return whether a reader or a conversion has taken dictionaries and lists apart, into keys with dots."""
+    """Return whether a reader or a conversion has flattened dictionaries and lists into keys with dots."""
     return source.format != "holdfast" or "converted_from" in source.progress
 
 
 def _nested(name: str, held: dict[str, Any], source: Source) -> dict[str, Any]:
-    """Return state whose lists and dictionaries were taken apart, put together. Raises ``BadInput`` if it cannot be."""
+    """Return flattened state as nested dictionaries and lists. Raises ``BadInput`` if it cannot be rebuilt."""
     if lost := sorted(source.unnested & held.keys()):
         raise BadInput(f"{name} of {source.path} has nested state ({lost[0]}), by keys that are no names")
     return _put_together(held)
 
 
 def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return dictionaries and lists that were taken apart as they were: the names on the way are joined by dots."""
+    """Rebuild flattened dictionaries and lists: the names on the path are joined by dots."""
     made: dict[str, Any] = {}
     for key, value in flat.items():
         *way, last = key.split(".")
@@ -169,7 +169,7 @@ def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
         for part in way:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                return dict(flat)  # a key with a dot of its own
+                return dict(flat)  # the key has a dot of its own
         if last in table:
             return dict(flat)
         table[last] = value
@@ -177,7 +177,7 @@ def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a dictionary as a list, also inside of it, where its keys are the places in one."""
+    """Convert dictionaries whose keys are the positions of a list to lists, at every level."""
     if not isinstance(value, dict) or not value:
         return value
     made = {key: _with_lists(item) for key, item in value.items()}
@@ -186,8 +186,12 @@ def _with_lists(value: Any) -> Any:
 
 
 def _loadable(value: Any) -> Any:
-    """Return ``value`` as ``torch.load(weights_only=True)`` takes it: arrays and numbers of NumPy as those of torch and
-    Python. Raises ``BadInput`` for what it would refuse."""
+    """Return ``value`` in types that ``torch.load(weights_only=True)`` accepts.
+
+    Raises ``BadInput`` if there are none.
+
+    NumPy arrays become tensors, NumPy numbers those of Python.
+    """
     import torch
 
     if isinstance(value, np.ndarray):
@@ -204,7 +208,7 @@ def _loadable(value: Any) -> Any:
 
 
 def _counted(tensor: Streamed, told: Callable[[int], None]) -> Streamed:
-    """Return ``tensor``; ``told`` is told the bytes of each chunk that is read of it."""
+    """Return ``tensor``, calling ``told`` with the bytes of each chunk that is read."""
 
     def chunks() -> Iterator[Any]:
         for chunk in tensor.chunks():

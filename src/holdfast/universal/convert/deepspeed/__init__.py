@@ -1,4 +1,4 @@
-"""DeepSpeed: checkpoints of ZeRO-1, 2 and 3 read in place, and its universal folders read and written."""
+"""DeepSpeed: reading of ZeRO-1, 2 and 3 checkpoints in place, reading and writing of universal folders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["is_deepspeed", "open_deepspeed", "write_deepspeed"]
 
 
 def open_deepspeed(path: Path) -> Source:
-    """The checkpoint at ``path``: the folder of a tag, or the one above with ``latest`` (which is taken, if both are
-    there, before ``latest_universal``).
+    """Open the checkpoint at ``path``: the folder of a tag, or its parent with ``latest`` or ``latest_universal``.
 
-    Raises ``Damaged`` if it is not whole, or of several; ``BadInput`` for what is not read.
+    ``latest`` wins if both exist. Raises ``Damaged`` if the checkpoint is incomplete or mixes several, ``BadInput`` if
+    it is of an unsupported kind.
     """
     folder = tag_folder(path)
     try:
@@ -31,7 +31,7 @@ def open_deepspeed(path: Path) -> Source:
         LookupError,
         ValueError,
         OverflowError,
-    ) as error:  # the files are anybody's
+    ) as error:  # the files may hold anything
         raise Damaged(
             f"{folder} has what no DeepSpeed checkpoint has: {type(error).__name__}: {error}",
             path=str(folder),

@@ -1,4 +1,4 @@
-"""What ZeRO's checkpoints and universal folders have alike: names, the atoms of a parameter, and progress."""
+"""Code shared by ZeRO checkpoints and universal folders: names, tensor entries of a parameter, and progress."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .model import ModelStates
 from .parallel import Whole
 
 LARGEST_EXTRA = 1 * MiB
-"""Tensors of the client's state that are longer are not carried along, and named."""
+"""The largest tensor of the client state, in bytes, that is kept. Larger ones are dropped and listed."""
 _OWN = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "global_steps", "mp_world_size", "universal_checkpoint_info",
 })  # fmt: skip
-"""Of the model states: what is read as something else than ``extra``."""
+"""Keys of the model states that are read as something other than ``extra``."""
 
 
 class Names(Mapping[str, str]):
-    """Names without those of wrappers. Raises ``BadInput`` where two become one."""
+    """Names without those of wrappers, by original name. Raises ``BadInput`` where two names become equal."""
 
     def __init__(self, names: Iterable[str]) -> None:
         found = {name: unwrapped(name) for name in sorted(names)}
@@ -51,7 +51,7 @@ class Names(Mapping[str, str]):
 
 
 def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
-    """The atoms of a parameter."""
+    """Add the tensor entries of a parameter to ``contents``."""
     for slot, laid in whole.slots.items():
         pieces, *copies = laid.copies
         contents.add(Stored(Atom(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged))
@@ -67,7 +67,7 @@ def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
 
 
 def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer says beside its tensors."""
+    """Return what an optimizer stores beside its tensors."""
     known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
     return {key: state[key] for key in known if key in state}
 
@@ -75,8 +75,7 @@ def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def progress_of(
     model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Of the model states and what the optimizer's file says beside its tensors. What means nothing here is in
-    ``extra``."""
+    """Return the progress from the model states and the optimizer's other values; ``extra`` holds unknown ones."""
     content, plain = model.content, Plain(model.archive, LARGEST_EXTRA)
     config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
     progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}
@@ -98,6 +97,6 @@ def progress_of(
 
 
 def writer_of(model: ModelStates, ranks: int | None = None) -> str:
-    """For a person: the version that says that it wrote the checkpoint, and of how many ranks."""
+    """Return the DeepSpeed version that claims to have written the checkpoint and the number of ranks, for messages."""
     version = str(model.content.get("ds_version") or "of an unknown version")[:40]
     return f"DeepSpeed {version}" + (f", {counted(ranks, 'rank')}" if ranks else "")

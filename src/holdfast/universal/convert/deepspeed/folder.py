@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed checkpoint, by their names; missing, foreign and swapped ones are refused.
+"""Files of a DeepSpeed checkpoint, found by name; missing, foreign and swapped files are refused.
 
-``mp_rank`` counts the ranks of tensor and pipeline parallelism, ``zero_pp_rank`` those of data parallelism, whatever
-their names say. torch writes into a file what it was called then, which tells one that took another's place.
+In file names, ``mp_rank`` counts the ranks of tensor and pipeline parallelism, ``zero_pp_rank`` those of data
+parallelism. torch writes a file's original name into it, which reveals a file that took another's place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Ranks = dict[tuple[int, int], Path]
 
 @dataclass
 class Folder:
-    """``partitioned`` is that each data-parallel rank has a file of the model: ZeRO-3."""
+    """The files of a checkpoint.
+
+    ``partitioned`` is true for ZeRO-3: each data-parallel rank has a file of model states.
+    """
 
     path: Path
     partitioned: bool = False
@@ -33,7 +36,7 @@ class Folder:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether ``path`` is the folder of a tag, or one with a file that names it."""
+    """Return whether ``path`` is the folder of a tag, or has a file that names one."""
     if not path.is_dir():
         return False
     folders = [path, *(_named_by(path / name) for name in _LATEST)]
@@ -45,7 +48,7 @@ def is_universal(folder: Path) -> bool:
 
 
 def tag_folder(path: Path) -> Path:
-    """The folder of the tag that ``path`` is, or names as the newest."""
+    """Return the folder of the tag: ``path``, or the folder that ``path`` names as the newest."""
     for name in _LATEST:
         if (path / name).is_file():
             folder = _named_by(path / name)
@@ -59,7 +62,7 @@ def tag_folder(path: Path) -> Path:
 
 
 def files_of(path: Path) -> Folder:
-    """Of the tag folder ``path``. Raises ``FileMissing`` if there is none of the model or the optimizer."""
+    """Return the files of the tag folder ``path``. Raises ``FileMissing`` if there are no model states."""
     folder, whole = Folder(path), []
     for name in sorted(_names(path)):
         if match := _OPTIMIZER.fullmatch(name):
@@ -80,7 +83,10 @@ def files_of(path: Path) -> Folder:
 
 
 def opened(path: Path) -> Archive:
-    """Raises ``Damaged`` if the file is none of torch's, or was another file of a checkpoint when it was written."""
+    """Open a file.
+
+    Raises ``Damaged`` if torch did not write it, or if it was another file of a checkpoint when written.
+    """
     archive = Archive(path)
     name = f"{archive.name}.pt"
     if name != path.name and (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)):
@@ -92,7 +98,10 @@ def opened(path: Path) -> Archive:
 
 
 def check_ranks(files: Ranks, ranks: int, world: int, what: str, folder: Path) -> None:
-    """Raise unless there is one for each of ``ranks`` model-parallel and ``world`` data-parallel ones."""
+    """Raise unless there is a file for each of ``ranks`` model-parallel and ``world`` data-parallel ranks.
+
+    Raises ``FileMissing`` for a missing file, ``Damaged`` for one too many.
+    """
     for mp in range(ranks):
         for dp in range(world):
             if (mp, dp) not in files:
@@ -111,7 +120,7 @@ def check_ranks(files: Ranks, ranks: int, world: int, what: str, folder: Path) -
 
 
 def need(content: Any, key: str, path: Path) -> Any:
-    """``content[key]`` of what a file holds."""
+    """Return ``content[key]`` of the file ``path``. Raises ``Damaged`` if it is missing."""
     if not isinstance(content, dict) or key not in content:
         raise Damaged(
             f"{path} has no {key!r}: it is no file of a DeepSpeed checkpoint that is known", path=str(path)
@@ -133,7 +142,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _named_by(path: Path) -> Path | None:
-    """The folder that the text of the file ``path`` names, beside it."""
+    """Return the folder beside ``path`` that the text of the file ``path`` names; None if there is none."""
     if not path.is_file():
         return None
     if path.stat().st_size > 4096:

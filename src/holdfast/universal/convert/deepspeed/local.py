@@ -1,4 +1,4 @@
-"""What the data-parallel ranks of one model-parallel rank have of a parameter, put together from their partitions."""
+"""Parameters of one model-parallel rank, joined from the partitions of its data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Number = bool | int | float
 
 
 class Value(NamedTuple):
-    """One value for a whole parameter: ``data`` of ``dtype`` at ``offset`` of a part, or a number of Python."""
+    """One value for a whole parameter: ``data`` of ``dtype`` at ``offset`` of a part, or a Python number."""
 
     data: bytes = b""
     dtype: str = ""
@@ -36,8 +36,11 @@ class Value(NamedTuple):
 
 @dataclass
 class Local:
-    """A parameter of ``shape`` in the optimizer's ``group``: by slot the pieces of each element-wise tensor, and the
-    values that there is one of for the whole parameter."""
+    """A parameter of ``shape`` in the optimizer's ``group``.
+
+    ``pieces`` are the fragments of each elementwise tensor by slot; ``values`` are single values for the whole
+    parameter.
+    """
 
     shape: Shape
     group: int
@@ -47,14 +50,14 @@ class Local:
 
     @property
     def steps(self) -> float | None:
-        """The optimizer's count of steps, where it has one."""
+        """The optimizer's step count; None if it has none."""
         value = self.values.get("step")
         if value is None or not value.dtype:
             return None if value is None else value.number
         return values_of(np.frombuffer(value.data, np.uint8), value.dtype).item()
 
     def add(self, slot: str, dtype: str, pieces: list[Piece], path: Path) -> None:
-        """``pieces`` of a rank. Raises ``Damaged`` if the other ranks have another dtype."""
+        """Add the fragments of one rank. Raises ``Damaged`` if the other ranks have another dtype."""
         if self.dtypes.setdefault(slot, dtype) != dtype:
             raise Damaged(
                 f"{path}: {slot} is {dtype}, and in other ranks {self.dtypes[slot]}", path=str(path)
@@ -62,7 +65,7 @@ class Local:
         self.pieces.setdefault(slot, []).extend(pieces)
 
     def add_values(self, values: dict[str, Value], path: Path) -> None:
-        """Of a rank. Raises ``Damaged`` if the ranks before it have others."""
+        """Add the values of one rank. Raises ``Damaged`` if they differ from those of the ranks before."""
         for slot, value in values.items():
             if not self.values.setdefault(slot, value).same(value):
                 raise Damaged(
@@ -73,7 +76,7 @@ class Local:
 
 
 class Rank:
-    """The optimizer file of a data-parallel rank: ``state`` is what its optimizer gave."""
+    """The optimizer file of a data-parallel rank; ``state`` is its optimizer's state dict."""
 
     def __init__(self, archive: Archive, state: dict[str, Any]) -> None:
         self.archive, self.state = archive, state
@@ -84,14 +87,14 @@ class Rank:
         return self.archive.path
 
     def part(self, contents: Files, tensor: Tensor) -> int:
-        """The number of the part that the storage of ``tensor`` is."""
+        """Return the number of the part for the storage of ``tensor``."""
         key = tensor.storage.key
         if key not in self._parts:
             self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
         return self._parts[key]
 
     def value(self, contents: Files, value: Tensor | Number) -> Value:
-        """What the file has for one number, read."""
+        """Read a single number of the file."""
         if not isinstance(value, Tensor):
             return Value(number=value)
         part, size = self.part(contents, value), DTYPE_BYTES[value.storage.dtype]
@@ -104,7 +107,15 @@ class Rank:
     def stretch(
         self, contents: Files, tensor: Tensor, shape: Shape, within: tuple[int, int], at: int
     ) -> list[Piece]:
-        """The elements of a flattened parameter ``within`` two bounds, which lie at ``at`` of a flat ``tensor``."""
+        """Return a range of a flattened parameter as fragments.
+
+        Args:
+            contents: The source that gets the part.
+            tensor: The flat tensor.
+            shape: The shape of the parameter.
+            within: The first element of the parameter and the one after the last.
+            at: The offset in ``tensor``, in elements.
+        """
         start, stop = within
         if tensor.strides != (1,) or not 0 <= at <= at + stop - start <= tensor.shape[0]:
             raise Damaged(
@@ -117,7 +128,10 @@ class Rank:
 def split_state(
     rank: Rank, contents: Files, state: Mapping[str, Any], sizes: tuple[int, ...]
 ) -> tuple[dict[str, Tensor], dict[str, Value]]:
-    """Of what an optimizer holds for a flat tensor: what is as long (one of ``sizes``), and what is a number."""
+    """Divide an optimizer's state of a flat tensor into tensors of a length in ``sizes``, and numbers.
+
+    Raises ``BadInput`` for other state, which could not be moved to another partition.
+    """
     flats: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
     for slot, value in state.items():
@@ -141,7 +155,7 @@ def _kind(value: Any) -> str:
 
 
 def shapes_of(value: Any, path: Path) -> list[dict[str, Shape]]:
-    """``param_shapes``: by group the shape of each parameter."""
+    """Return ``param_shapes`` by group: the shape of each parameter. Raises ``Damaged``."""
     try:
         shapes = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in value]
     except (TypeError, AttributeError, ValueError) as error:

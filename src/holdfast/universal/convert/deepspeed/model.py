@@ -1,4 +1,4 @@
-"""The model states: what a checkpoint says of the model, its buffers, and the parameters that are not trained."""
+"""Model states of a checkpoint: facts about the model, its buffers, and parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .local import Local, Shape, shapes_of
 
 
 class ModelStates:
-    """The file of a rank's model states: its tensors are in ``module``."""
+    """The model states file of one rank; its tensors are in ``module``."""
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.content: dict[str, Any] = archive.content
         need(self.content, "global_steps", archive.path)
         self.module: dict[str, Any] = self.content.get("module") or {}
-        """Nothing of a pipeline, whose layers have files of their own."""
+        """The module's state dict; empty for a pipeline, whose layers have files of their own."""
         self.buffers = set(self.content.get("buffer_names") or ())
         self.aliases: dict[str, str] = dict(self.content.get("shared_params") or {})
         self._parts: dict[str, int] = {}
 
     def holds(self, key: str) -> bool:
-        """Whether the module has all of the parameter: ZeRO-3 leaves it empty."""
+        """Return whether the module holds the whole parameter; ZeRO-3 leaves it empty."""
         tensor = self.module.get(key)
         return isinstance(tensor, Tensor) and prod(tensor.shape) > 0
 
     @property
     def names(self) -> set[str]:
-        """Of all that is in the model, under each of its names."""
+        """All names of tensors in the model, aliases included."""
         return {*self.module, *self.aliases, *(self.content.get("frozen_param_shapes") or ())}
 
     def local(self, contents: Files, key: str, slot: str) -> Local:
-        """The tensor ``key`` of the module."""
+        """Return the tensor ``key`` of the module."""
         tensor = self.module[key]
         local = Local(tensor.shape, -1)
         local.add(
@@ -57,8 +57,10 @@ class ModelStates:
 def beside(
     contents: Files, models: list[ModelStates], trained: set[str], partitioned: bool
 ) -> dict[str, Local]:
-    """Buffers, and parameters that are not ``trained``, of which ZeRO-3 has given each data-parallel rank's file a part
-    (``partitioned``)."""
+    """Return buffers and parameters that are not ``trained``.
+
+    With ``partitioned`` (ZeRO-3), such a parameter is divided over the files of the data-parallel ranks.
+    """
     first, found = models[0], dict[str, Local]()
     frozen = shapes_of([first.content.get("frozen_param_shapes") or {}], first.archive.path)[0]
     for key, tensor in first.module.items():
@@ -76,7 +78,7 @@ def beside(
 
 
 def _frozen(contents: Files, models: list[ModelStates], key: str, shape: Shape) -> Local:
-    """A frozen parameter of ZeRO-3, cut as those that are trained."""
+    """Return a frozen parameter of ZeRO-3, which is divided as trained ones are."""
     local = Local(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
@@ -95,7 +97,7 @@ SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_v
 
 
 def check_models(models: list[ModelStates], beside: tuple[str, ...] = ()) -> None:
-    """Raise ``Damaged`` unless all say the same of ``SAME``, and of what is ``beside`` that."""
+    """Raise ``Damaged`` unless all model states agree in the keys of ``SAME`` and of ``beside``."""
     for key in (*SAME, *beside):
         for model in models[1:]:
             if model.content.get(key) != models[0].content.get(key):

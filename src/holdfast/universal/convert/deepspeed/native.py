@@ -1,7 +1,7 @@
-"""Checkpoints as ZeRO saves them, one optimizer file for each rank, read in place.
+"""Checkpoints as ZeRO saves them, with one optimizer file for each rank, read in place.
 
-``param`` is the fp32 master; of parameters that the optimizer does not have, and of buffers, what the model has.
-Buffers that every rank keeps for itself are those of rank 0.
+``param`` is the fp32 master; parameters without optimizer state, and buffers, come from the model states. Buffers that
+differ between ranks are those of rank 0.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ _SAME = (
     "zero_stage",
     "ds_version",
 )
-"""What every rank's optimizer has to say alike."""
+"""Keys in which the optimizer files of all ranks must agree."""
 SAMPLED = 64
-"""Parameters that are looked at, to tell whether the model is that of the optimizer."""
+"""The number of parameters that are compared to tell whether model and optimizer files belong together."""
 
 
 class Native(WithNumbers):
     """The checkpoint in ``path``, the folder of a tag."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``FileMissing`` and ``Damaged`` naming the file that is not as it should be, ``BadInput`` for what is
-        not read."""
+        """Read the checkpoint.
+
+        Raises ``FileMissing`` and ``Damaged``, which name the file, and ``BadInput`` for unsupported checkpoints.
+        """
         folder = files_of(path)
         models, ranks = _files(folder)
         super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
@@ -75,8 +77,10 @@ class Native(WithNumbers):
             self._check_steps(model[0], mine, names)
 
     def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
-        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once. Buffers are those
-        of the first."""
+        """Join the tensor-parallel ranks of each pipeline stage; a parameter of two stages appears once, with copies.
+
+        Buffers are those of the first tensor-parallel rank.
+        """
         found: dict[str, Whole] = {}
         for start in range(0, len(by_rank), tensor_ranks):
             stage = by_rank[start : start + tensor_ranks]
@@ -99,9 +103,10 @@ class Native(WithNumbers):
         return found
 
     def _check_steps(self, model: ModelStates, trained: dict[str, Local], names: Names) -> None:
-        """Raise ``Damaged`` if the optimizer's files are of another step than the model states.
+        """Raise ``Damaged`` if the optimizer files and the model states are of different steps.
 
-        An optimizer may have done fewer steps than the model, if it was begun anew; then the model's parameters tell.
+        An optimizer that was started anew may have done fewer steps than the model; then the model's parameters are
+        compared with the masters.
         """
         counts = [value for local in trained.values() if (value := local.steps) is not None]
         steps = model.content.get("global_steps", 0) - (model.content.get("skipped_steps") or 0)
@@ -118,7 +123,7 @@ class Native(WithNumbers):
             )
 
     def _is_copy(self, model: ModelStates, key: str, name: str) -> bool:
-        """Whether the first element of the model's parameter is that of the master."""
+        """Return whether the first element of the model's parameter equals that of the master."""
         import torch
 
         from ....state.dtypes import FROM_NAME
@@ -132,7 +137,10 @@ class Native(WithNumbers):
 
 
 def _files(folder: Folder) -> tuple[list[list[ModelStates]], list[list[Rank]]]:
-    """By model-parallel rank, and the files of each in the order of their data-parallel ranks; of one checkpoint."""
+    """Open the files of one checkpoint: by model-parallel rank, then in the order of data-parallel ranks.
+
+    Raises ``FileMissing``, ``Damaged`` or ``BadInput`` if they do not form one checkpoint.
+    """
     path = folder.models[min(folder.models)]
     first = ModelStates(opened(path))
     world, parallel = (need(first.content, key, path) for key in ("dp_world_size", "mp_world_size"))
@@ -160,7 +168,7 @@ def _rank(path: Path) -> Rank:
 
 
 def _degrees(model: ModelStates, ranks: int) -> tuple[int, int]:
-    """Of tensor and pipeline parallelism."""
+    """Return the degrees of tensor and pipeline parallelism."""
     said = model.content.get("checkpoint_parallel_dimensions") or {}
     tensor, pipeline = said.get("tp_degree") or 1, said.get("pp_degree") or 1
     if not said and ranks > 1:
@@ -194,7 +202,7 @@ def _check_same(ranks: list[Rank]) -> None:
 
 
 def _groups(rank: Rank) -> list[dict[str, Any]]:
-    """The optimizer's groups, with their hyper-parameters; none where the format does not have them."""
+    """Return the optimizer's groups with their hyper-parameters; none where the format lacks them."""
     base = rank.state.get("base_optimizer_state") or rank.state.get("optimizer_state_dict")
     return list(base.get("param_groups") or ()) if isinstance(base, dict) else []
 

@@ -1,8 +1,8 @@
-"""Parameters that tensor-parallel ranks have parts of, put together by what ``universal_checkpoint_info`` says of them.
+"""Parameters that are divided over tensor-parallel ranks, joined as ``universal_checkpoint_info`` says.
 
-It has regular expressions, which have to match from the beginning of a name: parameters that all ranks have alike, that
-are averaged, that are cut along the second axis (all others are along the first), that are several in one, whose
-rows are padded. Pipeline stages have parameters of their own; what two of them have are copies.
+It holds regular expressions that match from the start of a name. They list parameters that are replicated, averaged,
+divided along the second axis (all others: the first), fused from several, or padded. Pipeline stages have parameters of
+their own; a parameter of two stages has copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVER = ("tensor",)
 
 @dataclass
 class Whole:
-    """A parameter of the optimizer's ``group``: by slot where its elements are."""
+    """A parameter of the optimizer's ``group``, with the place of its elements by slot."""
 
     shape: Shape
     group: int
@@ -44,7 +44,7 @@ class Whole:
     values: dict[str, Value] = field(default_factory=dict)
 
     def add_copies(self, other: Whole) -> None:
-        """``other`` is equal."""
+        """Add the tensors of ``other`` as copies, which must be equal."""
         for slot, laid in other.slots.items():
             here = self.slots.get(slot)
             copies = laid.copies if here is None else (*here.copies, *laid.copies)
@@ -52,10 +52,10 @@ class Whole:
 
 
 class Info:
-    """``universal_checkpoint_info`` of the file ``path``; without any, nothing can be cut."""
+    """The ``universal_checkpoint_info`` of the file ``path``; without one, no parameter may be divided."""
 
     def __init__(self, info: dict[str, Any] | None, ranks: int, path: Path) -> None:
-        """Raises ``BadInput`` for what is not read."""
+        """Check the info. Raises ``BadInput`` for what is unsupported."""
         if info is None and ranks > 1:
             raise BadInput(
                 f"{path} is of {ranks} tensor-parallel ranks and has no universal_checkpoint_info, which says how they"
@@ -68,8 +68,7 @@ class Info:
         self._used: set[str] = set()
 
     def whole(self, name: str, parts: Sequence[Local]) -> Whole:
-        """A parameter of which each of the ranks, in their order, has one of ``parts``. Raises ``Damaged`` if they do
-        not go together."""
+        """Join a parameter from ``parts``, one for each rank in order. Raises ``Damaged`` if they do not fit."""
         first = parts[0]
         for part in parts[1:]:
             first.add_values(part.values, self._path)
@@ -83,7 +82,7 @@ class Info:
         return self._unpadded(name, Whole(shapes.pop(), first.group, wholes, first.values))
 
     def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Cut, list[list[int]]]:
-        """How ``parts`` are of one tensor, and the widths of what they are cut into, which were recorded."""
+        """Return how ``parts`` form one tensor, and the recorded widths of their sections."""
         kinds = [key for key in (REPLICATED, AVERAGED, ROWS, HALVES) if self._matches(key, name)]
         several = self._several(name)
         if len(kinds) + (several is not None) > 1:
@@ -101,7 +100,7 @@ class Info:
     def _joined(
         self, name: str, slot: str, parts: Sequence[Local], cut: Cut, widths: list[list[int]]
     ) -> Laid:
-        """The elements of one slot."""
+        """Join one slot of a parameter. Raises ``Damaged`` if the parts do not fit."""
         pieces = [Pieces.of(part.pieces[slot], len(part.shape)) for part in parts]
         laid = {rank: Laid(part.shape, part.dtypes[slot], (pieces[rank],)) for rank, part in enumerate(parts)}
         try:
@@ -114,11 +113,11 @@ class Info:
             ) from error
 
     def is_tied(self, name: str) -> bool:
-        """Whether several pipeline stages have it."""
+        """Return whether several pipeline stages have the parameter."""
         return self._matches(TIED, name)
 
     def check_used(self) -> None:
-        """Raise ``BadInput`` if an expression matched nothing: it is of another model."""
+        """Raise ``BadInput`` if an expression matched nothing, as it then belongs to another model."""
         for key in (REPLICATED, AVERAGED, ROWS, HALVES, VOCABULARY):
             for pattern in self._info.get(key) or ():
                 if pattern not in self._used:
@@ -132,7 +131,9 @@ class Info:
         return bool(found)
 
     def _several(self, name: str) -> tuple[int, list[list[int]]] | None:
-        """The axis and, of each of several parameters in one, the width in each rank."""
+        """Return the axis of a fused parameter and the width of each of its parts in each rank; None if it is not
+        fused.
+        """
         for each in self._info.get(SEVERAL) or ():
             for pattern in each["patterns"]:
                 if re.match(pattern, name):
@@ -146,7 +147,7 @@ class Info:
         return None
 
     def _unpadded(self, name: str, whole: Whole) -> Whole:
-        """Without the rows that fill the vocabulary up."""
+        """Return ``whole`` without the rows that pad the vocabulary."""
         rows = self._info.get("original_vocab_size")
         if not self._matches(VOCABULARY, name) or rows is None:
             return whole

@@ -1,7 +1,8 @@
-"""Universal folders, as DeepSpeed's converter makes them: of each parameter a folder, of each slot a file in it.
+"""Reader of universal folders, as DeepSpeed's converter makes them: a folder for each parameter, a file for each slot.
 
-Of a checkpoint of ZeRO-3 the converter writes flat tensors, and their shapes are in the model states that it copies.
-What it writes for buffers, tied weights and frozen parameters (as fp32, if at all) is left: the model states have them.
+For a ZeRO-3 checkpoint the converter writes flat tensors; their shapes are in the model states, which it copies. Files
+that it writes for buffers, tied weights and frozen parameters (as fp32, if at all) are not read: the model states hold
+those tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Universal(WithNumbers):
     """The universal folder ``path``, that of a tag."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``FileMissing`` and ``Damaged`` naming the file that is not as it should be, ``BadInput`` for what is
-        not read."""
+        """Read the folder.
+
+        Raises ``FileMissing`` and ``Damaged``, which name the file, and ``BadInput`` for unsupported folders.
+        """
         super().__init__(str(path), "deepspeed universal")
         folder = files_of(path)
         models = _models(folder)
@@ -53,7 +56,7 @@ class Universal(WithNumbers):
             add_parameter(self, names[key], info.whole(key, [local]))
 
     def _add_group(self, root: Path, named: dict[str, Shape], names: Names, common: Archive) -> None:
-        """Parameters that have been trained together, so that the same is known of each."""
+        """Add parameters of one group, which must all have the same slots."""
         slots: set[str] | None = None
         for name, shape in named.items():
             if "/" in name:
@@ -105,7 +108,7 @@ class Universal(WithNumbers):
 
 
 def _models(folder: Folder) -> list[ModelStates]:
-    """Opened, in the order of their ranks."""
+    """Open the model states, in the order of their ranks."""
     if any(mp for mp, _ in folder.models):
         raise BadInput(
             f"{folder.path} is of several tensor- or pipeline-parallel ranks, which are not read here yet"
@@ -121,7 +124,7 @@ def _models(folder: Folder) -> list[ModelStates]:
 
 
 def _archive(path: Path) -> Archive:
-    """A file of a slot. Raises ``Damaged`` if it was one of another when it was written."""
+    """Open the file of a slot. Raises ``Damaged`` if it was the file of another slot when written."""
     archive = Archive(path)
     if archive.name not in (path.stem, "archive"):
         raise Damaged(
@@ -133,13 +136,13 @@ def _archive(path: Path) -> Archive:
 
 
 def _common_step(common: Archive) -> Any:
-    """The count of steps of a checkpoint of ZeRO-3, which is not written for each parameter."""
+    """Return the step count of a ZeRO-3 checkpoint, which is not written for each parameter."""
     states = (common.content.get("optimizer_state_dict") or {}).get("state") or {}
     return next((state["step"] for state in states.values() if "step" in state), None)
 
 
 def _members(shapes: list[dict[str, Shape]], groups: list[dict[str, Any]], names: Names) -> list[list[str]]:
-    """The names of each group of the optimizer; of ZeRO-3 a group has several of ``shapes``."""
+    """Return the parameter names of each optimizer group; with ZeRO-3 a group has several of ``shapes``."""
     return [
         [names[name] for number in group.get("params", ()) if number < len(shapes) for name in shapes[number]]
         for group in groups

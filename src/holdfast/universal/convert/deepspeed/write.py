@@ -1,8 +1,9 @@
-"""Universal folders written: what DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, at any world size.
+"""Writer of universal folders, which DeepSpeed loads with ``"checkpoint": {"load_universal": true}`` at any world size.
 
-It reads those of its own family alone, so the stage is the target's. Its loader takes parameters that are trained,
-with their optimizer state, hyper-parameters, the schedule and counts; frozen parameters and buffers are in the folder,
-and it leaves them as the script made them. Files are pickles, since the format is; nothing of ours is.
+DeepSpeed accepts only folders of its own ZeRO family, so the caller names the stage. Its loader takes trained
+parameters with their optimizer state, hyper-parameters, the schedule and counts. It ignores the folder's frozen
+parameters and buffers, and keeps those of the script. Files are pickles, because the format demands it; no file of this
+library's own formats is.
 """
 
 from __future__ import annotations
@@ -29,32 +30,34 @@ from ...torchfile import CHUNK, Size, Streamed, save_torch, streamed
 
 STAGES = (1, 2, 3)
 VERSION = "0.19.8"
-"""Of DeepSpeed, whose format this is."""
+"""The version of DeepSpeed that defines the format."""
 ADAM = {"param", "exp_avg", "exp_avg_sq", "step"}
 Group = tuple[dict[str, Any], list[str]]
-"""Of the optimizer: hyper-parameters, and the names of its parameters."""
+"""The hyper-parameters of an optimizer group, and the names of its parameters."""
 Slots = dict[str, dict[str, Stored]]
-"""What there is, by name and slot."""
+"""Tensor entries by name and slot."""
 _MARK = ".holdfast-conversion-"
-"""Of the conversion to a tag, which follows."""
+"""The prefix of the mark file of a conversion; the tag follows."""
 _FILES = {"param": "fp32"}
-"""What files are called that have not the name of their slot."""
+"""Names of the files of slots, where they differ from the slot."""
 _NO_FILES = (".", "..", *_FILES.values())
 """Names that no slot may have."""
 _RESERVED = frozenset({
     "dp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "skipped_steps", "global_samples",
     "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "not_carried", "num_experts", "ds_autoep_layers",
 })  # fmt: skip
-"""Of ``extra``: what is written otherwise, or is of the checkpoint that it was in."""
+"""Keys of ``extra`` that are written elsewhere, or describe the old checkpoint alone."""
 
 
 def write_deepspeed(
     source: Source, folder: Path, stage: int, *, told: Callable[[int], None] = lambda nbytes: None
 ) -> list[Path]:
-    """All of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``. Durable when it returns.
+    """Write all of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``.
 
-    An earlier try of the same goes on. Raises ``BadInput`` for what DeepSpeed would not read, before anything is
-    written; ``RunLocked`` if another conversion writes there; ``DiskFull``.
+    Durable on return.
+
+    An interrupted conversion with the same arguments is continued. Raises ``BadInput``, before anything is written, for
+    what DeepSpeed would not read; ``RunLocked`` if another conversion writes there; ``DiskFull``.
     """
     if stage not in STAGES:
         raise BadInput(f"stage {stage} is not one of {', '.join(map(str, STAGES))}")
@@ -91,7 +94,10 @@ def _write_folder(
 def _jobs(
     source: Source, disk: Disk, folder: str, groups: list[Group], slots: Slots, told: Callable[[int], None]
 ) -> Iterator[Callable[[], int]]:
-    """To write each parameter, and ahead of it, beside the writing, to check the partitions that it is a little of."""
+    """Yield jobs that write each parameter.
+
+    Jobs before it verify the large parts that contain its fragments, while earlier parameters are written.
+    """
     begun = set[int]()
     for name in (name for _, names in groups for name in names):
         if not disk.exists(f"{folder}/{name}"):
@@ -103,7 +109,7 @@ def _jobs(
 
 
 def _is_read_in_pieces(part: Part) -> bool:
-    """Whether all of a part has to be read before the first of its pieces can be given."""
+    """Return whether a whole part must be read before its first fragment can be returned."""
     return part.crc32 is not None and part.nbytes > CHUNK
 
 
@@ -121,7 +127,10 @@ def _slots(source: Source) -> Slots:
 
 
 def _groups(source: Source, slots: Slots) -> list[Group]:
-    """With the names that are trained: those without state are frozen where others have it."""
+    """Return the groups with their trained names; parameters without state are frozen where others have state.
+
+    Raises ``BadInput`` if the source does not list the parameters of groups.
+    """
     groups = [
         ({k: decode(v) for k, v in group.items()}, names) for group, names in groups_of(source.progress)
     ]
@@ -138,7 +147,7 @@ def _groups(source: Source, slots: Slots) -> list[Group]:
 
 
 def _refuse(source: Source, groups: list[Group], slots: Slots, stage: int) -> None:
-    """Raise ``BadInput`` for what DeepSpeed's loader would not take."""
+    """Raise ``BadInput`` for what DeepSpeed's loader would refuse."""
     trained = {name for _, names in groups for name in names}
     for name, held in slots.items():
         if "/" in name or name in (".", ".."):
@@ -176,13 +185,16 @@ def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
 
 
 def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
-    """Make the folders, or find those of an earlier try of the same. The mark that says so is there before them, and
-    goes when the checkpoint is whole."""
+    """Create the folders, or find those of an interrupted conversion with the same arguments.
+
+    A mark file is written before the folders and removed when the checkpoint is complete. Raises ``BadInput`` if the
+    folder holds another checkpoint.
+    """
     mark = xxhash.xxh3_128_hexdigest(json.dumps(what).encode()).encode()
     made = disk.exists(_MARK + tag) and disk.read_bytes(_MARK + tag) == mark
     names = {*disk.listdir(tag)} if disk.exists(tag) else set()
     if model in names and disk.exists(f"{tag}/zero/optimizer_state.pt"):
-        names.remove(model)  # it is written behind that
+        names.remove(model)  # it is written after that file
     if disk.exists("latest_universal") or (disk.exists(tag) and not (made and names <= {"zero"})):
         raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
     write_durably(disk, _MARK + tag, mark, why="universal")
@@ -192,7 +204,7 @@ def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
 def _write_parameter(
     source: Source, disk: Disk, folder: str, held: dict[str, Stored], told: Callable[[int], None]
 ) -> int:
-    """The folder of one parameter; it has its name when it is whole."""
+    """Write the folder of one parameter, which gets its name when it is complete."""
     if not disk.exists(folder):
         disk.mkdir(f"{folder}.part")
         paths = {slot: f"{folder}.part/{_FILES.get(slot, slot)}.pt" for slot in held}
@@ -200,7 +212,7 @@ def _write_parameter(
             tensor = streamed(source, stored, "F32" if slot == "param" else None)
             content = tensor if slot == "step" else {"param": tensor, "cat_dim": 0}
             save_torch(disk, paths[slot], content)
-        for path in paths.values():  # together, since they share what a sync costs
+        for path in paths.values():  # together: files share the cost of a sync
             disk.sync(path, why="universal")
         disk.sync_dir(f"{folder}.part", why="universal")
         disk.rename(f"{folder}.part", folder)
@@ -215,7 +227,7 @@ def _write(disk: Disk, path: str, content: Any) -> None:
 
 
 def _common(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
-    """``optimizer_state.pt``: what is not of one parameter."""
+    """Return the content of ``optimizer_state.pt``, which does not depend on one parameter."""
     params = [{**group, "params": [number]} for number, (group, _) in enumerate(groups)]
     common: dict[str, Any] = {
         "zero_stage": stage, "ds_version": VERSION, "overflow": False, "param_groups": params,
@@ -231,7 +243,7 @@ def _common(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
 
 
 def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
-    """What a checkpoint of one rank says of the model."""
+    """Return the model states of a checkpoint with one rank."""
     trained = {name for _, names in groups for name in names}
     extra = source.progress.get("extra") or {}
     model = {key: stored for key, stored in source.atoms.items() if stored.atom.slot in ("param", "buffer")}
@@ -244,7 +256,7 @@ def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, 
     flat = {name: Streamed(each.dtype, (_elements(each),), each.chunks) for name, each in frozen.items()}
     shapes = [{name: source.atoms[f"{name}/param"].atom.shape for name in names} for _, names in groups]
     states = {key: decode(value) for key, value in extra.items() if key not in _RESERVED}
-    things = source.progress.get("things", source.progress)  # of a Checkpointer, or of any other
+    things = source.progress.get("things", source.progress)  # written by a Checkpointer, or by others
     scheduler = things.get("scheduler")
     states |= {
         "module": OrderedDict(buffers if stage == 3 else buffers | frozen),

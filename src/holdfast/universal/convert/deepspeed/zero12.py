@@ -1,8 +1,8 @@
-"""ZeRO-1 and 2: each group of parameters is one flat tensor, cut into as many partitions as there are ranks.
+"""ZeRO-1 and 2: each parameter group is one flat tensor, divided into one partition for each rank.
 
-Parameter ``i`` begins at ``sum(n[j] + a[j] for j < i)`` of it, with ``n`` elements and ``a`` of padding behind it
-(``param_alignment_paddings``, 0.19.8). Files have the partition of their rank without the padding at its end, or with
-it, and where the fragments of parameters lie in it: what is computed and what is written have to agree.
+Parameter ``i`` begins at ``sum(n[j] + a[j] for j < i)``, with ``n`` elements and ``a`` elements of padding after it
+(``param_alignment_paddings``, 0.19.8). A file has its rank's partition, with or without the padding at the end, and the
+recorded places of parameter fragments; recorded and computed places must agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .local import Local, Rank, Shape, Value, split_state
 
 
 def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
-    """Of all groups. ``ranks`` are in their order. Raises ``Damaged`` if one of them is not what it should be."""
+    """Return the parameters of all groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""
     found: dict[str, Local] = {}
     for rank in ranks:
         groups = need(rank.state, "single_partition_of_fp32_groups", rank.path)
@@ -51,12 +51,12 @@ def _group(contents: Files, group: int, named: dict[str, Shape], ranks: list[Ran
 
 
 def _common(start: int, count: int, begin: int, end: int) -> tuple[int, int]:
-    """The part of ``count`` elements from ``start`` on that lies in a partition."""
+    """Return the intersection of ``count`` elements from ``start`` on with a partition."""
     return max(start, begin), min(start + count, end)
 
 
 def _starts(group: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str, int]:
-    """Where each parameter begins in the flat tensor."""
+    """Return the first element of each parameter in the flat tensor. Raises ``Damaged`` if ranks disagree."""
     paddings = [_of_group(rank, "param_alignment_paddings", group, [0] * len(named)) for rank in ranks]
     if len(paddings[0]) != len(named) or any(other != paddings[0] for other in paddings):
         other = next((r for r, p in zip(ranks, paddings, strict=True) if p != paddings[0]), ranks[0])
@@ -73,7 +73,7 @@ def _starts(group: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str,
 
 
 def _partition(group: int, ranks: list[Rank]) -> int:
-    """The elements of each rank's partition, padding included."""
+    """Return the elements of each rank's partition, padding included. Raises ``Damaged`` if ranks disagree."""
     stored = [_flat(rank, group).shape[0] for rank in ranks]
     padded = [n + _of_group(rank, "group_paddings", group, 0) for n, rank in zip(stored, ranks, strict=True)]
     for rank in ranks:
@@ -96,7 +96,7 @@ def _partition(group: int, ranks: list[Rank]) -> int:
 def _tensors(
     rank: Rank, contents: Files, group: int, size: int
 ) -> tuple[dict[str, Tensor], dict[str, Value]]:
-    """What the rank holds for each element of its partition, and for all of it."""
+    """Return the tensors that a rank holds for its partition, and the values for all of it."""
     base = need(rank.state, "base_optimizer_state", rank.path)
     states = base.get("state", {}) if isinstance(base, dict) else dict(enumerate(base))
     master = _flat(rank, group)
@@ -113,7 +113,7 @@ def _flat(rank: Rank, group: int) -> Tensor:
 
 
 def _of_group(rank: Rank, key: str, group: int, default: Any) -> Any:
-    """What ``key`` has for a group; older versions do not have all of them."""
+    """Return the entry of ``key`` for a group; older versions lack some of them."""
     value = rank.state.get(key)
     return value[group] if isinstance(value, list) and group < len(value) else default
 
@@ -126,10 +126,11 @@ def _check_recorded(
     partition: tuple[int, int],
     world: int,
 ) -> None:
-    """Raise ``Damaged`` unless the fragments are where the file says that they are.
+    """Raise ``Damaged`` unless fragments lie where the file says.
 
-    Where parameters are dealt to the ranks in turn (``round_robin_gradients``), 0.19.8 writes, and itself believes in
-    its ``safe_get_full_fp32_param`` and its converter, the places that they would have in their own order.
+    With ``round_robin_gradients``, parameters are dealt to the ranks in turn. Then 0.19.8 records the places that they
+    would have in their own order, and relies on these in ``safe_get_full_fp32_param`` and its converter; both are
+    accepted.
     """
     mapping = _of_group(rank, "param_slice_mappings", group, None)
     if mapping is None:
@@ -160,7 +161,7 @@ def _addresses(
 
 
 def _undealt(named: dict[str, Shape], world: int) -> dict[str, int]:
-    """Where parameters would begin in their own order, given the one in which they were dealt to ``world`` ranks."""
+    """Return where parameters would begin in their own order, if ``named`` is the order dealt to ``world`` ranks."""
     own = dealt(len(named), world)
     names = [name for _, name in sorted(zip(own, named, strict=True))]
     starts, _ = starts_of([prod(named[name]) for name in names], 1)

@@ -1,7 +1,7 @@
-"""ZeRO-3: each parameter is cut by itself: of ``n`` elements and ``ranks`` ranks, rank ``d`` has ``k = ceil(n /
-ranks)`` from ``d * k`` on, as far as there are any, and padding behind them.
+"""ZeRO-3: each parameter is divided by itself.
 
-In a file they lie one behind the other, by sub-groups of parameters. Nothing of this is recorded but the shapes.
+Of ``n`` elements on ``ranks`` ranks, rank ``d`` has ``k = ceil(n / ranks)`` from ``d * k`` on, as far as they exist,
+followed by padding. In a file the parts of a sub-group of parameters are adjacent. Only the shapes are recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .local import Local, Rank, Shape, split_state
 
 
 def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
-    """Of all sub-groups. ``ranks`` are in their order. Raises ``Damaged`` if one of them is not what it should be."""
+    """Return the parameters of all sub-groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""
     found: dict[str, Local] = {}
     for rank in ranks:
         if rank.state.get("ds_zero_partition_groups"):
@@ -39,7 +39,7 @@ def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]
 
 
 def group_of(rank: Rank, sub_group: int) -> int:
-    """The optimizer's group that a sub-group belongs to."""
+    """Return the optimizer's group of a sub-group. Raises ``Damaged`` if there is none."""
     groups = need(need(rank.state, "optimizer_state_dict", rank.path), "param_groups", rank.path)
     for number, group in enumerate(groups):
         if sub_group in group.get("params", ()):

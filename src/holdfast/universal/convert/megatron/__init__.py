@@ -1,4 +1,4 @@
-"""Megatron: its distributed checkpoints (``torch_dist``), read in place."""
+"""Megatron: reading of its distributed checkpoints (``torch_dist``) in place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["is_megatron", "open_megatron"]
 
 
 def open_megatron(path: Path) -> Source:
-    """The checkpoint at ``path``: the folder of an iteration, or the one above that names the newest.
+    """Open the checkpoint at ``path``: the folder of an iteration, or its parent, which names the newest one.
 
-    Raises ``Damaged`` if it is not whole, ``BadInput`` for what is not read.
+    Raises ``Damaged`` if it is incomplete or damaged, ``BadInput`` for unsupported checkpoints.
     """
     folder = folder_of(path)
     try:

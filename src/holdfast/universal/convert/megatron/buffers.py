@@ -1,8 +1,9 @@
-"""The state of Megatron's distributed optimizer where it is stored as buffers: ``dp_zero_gather_scatter``, one object
-of each model-parallel rank, and ``fully_sharded_bucket_space`` (today ``dp_reshardable``), a tensor of each bucket.
+"""State of Megatron's distributed optimizer that is stored as flat buffers.
 
-Where parameters are in them is worked out (``layout``) and then proven: every fp32 master, rounded, has to be the
-parameter of the model that is stored beside it, bit for bit.
+There are two such formats: ``dp_zero_gather_scatter``, one object for each model-parallel rank, and
+``fully_sharded_bucket_space`` (now ``dp_reshardable``), one tensor for each bucket. The places of parameters in buffers
+are computed (``layout``) and then proven: every rounded fp32 master must equal the model's stored parameter bit for
+bit.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _SIZES = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.per_bucket_numel_unpadded/shard_0_1"
 )
 CHUNK = 1 << 22
-"""Elements compared at once."""
+"""The number of elements that are compared at once."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model in its own shape, and where it lies; ``copies`` have to be equal."""
+    """A tensor of the model in its own shape, and its place; ``copies`` must be equal."""
 
     kind: Kind
     pieces: Pieces
@@ -53,20 +54,23 @@ class Whole:
 
 @dataclass
 class Buffers:
-    """Of all model-parallel ranks: by rank and slot the buckets, or one that all buckets were ``joined`` to; ``held``
-    has every tensor by a name of its own."""
+    """The buffers of all model-parallel ranks.
+
+    ``buckets`` is by rank, slot and number; if ``joined``, each rank has one bucket that all its buckets were joined
+    to. ``held`` has every tensor under a unique name.
+    """
 
     held: dict[str, Whole] = field(default_factory=dict)
     buckets: dict[int, dict[str, dict[int, Whole]]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     unpadded: dict[int, list[int]] = field(default_factory=dict)
-    """By rank the sizes of its buckets without the padding at their ends, which older versions store too."""
+    """Bucket sizes by rank without the padding at their ends, which older versions store too."""
     joined: bool = False
     odd: str = ""
-    """The first tensor that is not known here: of a second buffer, or of one of several optimizers."""
+    """The first tensor that is unsupported: of a second buffer, or of one of several optimizers."""
 
     def add_tensor(self, key: str, flat: Whole) -> None:
-        """A bucket of ``fully_sharded_bucket_space``."""
+        """Add a bucket of ``fully_sharded_bucket_space``."""
         self.held[key] = flat
         match = _BUCKET.fullmatch(key)
         if match is None:
@@ -76,13 +80,13 @@ class Buffers:
         self._slots(int(match["rank"])).setdefault(match["slot"], {})[int(match["bucket"])] = flat
 
     def add_sizes(self, key: str, value: Any) -> None:
-        """Those that a rank stored beside its buckets: by buffer and type."""
+        """Add the bucket sizes that a rank stored, given by buffer and dtype."""
         if (match := _SIZES.fullmatch(key)) is not None:
             by_type = decode(value)[0].values()
             self.unpadded[int(match["rank"])] = [size for sizes in by_type for size in sizes]
 
     def add_object(self, key: str, archive: Archive, source: Source) -> bool:
-        """What a rank gathered, of ``dp_zero_gather_scatter``; False if it is no such object."""
+        """Add a rank's gathered object of ``dp_zero_gather_scatter``; return False if ``key`` is no such object."""
         match = _STATE.fullmatch(key)
         if match is None:
             return False
@@ -120,8 +124,10 @@ class Buffers:
     def states(
         self, source: Source, weights: Mapping[str, Whole], arguments: Mapping[str, Any]
     ) -> dict[str, dict[str, Whole]]:
-        """What they hold of each of ``weights``, by name and slot. Raises ``BadInput`` if that is not known,
-        ``Damaged`` if the masters are not those of the model."""
+        """Return the optimizer state of ``weights``, by name and slot.
+
+        Raises ``BadInput`` if the places are unknown, ``Damaged`` if the masters are not those of the model.
+        """
         if self.odd or len(self.dtypes) != 1:
             raise BadInput(
                 f"{self.odd or sorted(self.dtypes)}: of several buffers it is not known what is in them"
@@ -141,7 +147,7 @@ class Buffers:
     def _found(
         self, mesh: Mesh, weights: Mapping[str, Whole]
     ) -> dict[tuple[str, str, str], dict[Box, list[Pieces]]]:
-        """By name, slot and type, and by box of the parameter, where those who have it hold it."""
+        """Return the places of all copies: by name, slot and dtype, then by region of the parameter."""
         if sorted(self.buckets) != list(range(mesh.tensor * mesh.pipeline)):
             raise BadInput(
                 f"there are buffers of the ranks {sorted(self.buckets)}, and {mesh.tensor} x {mesh.pipeline} ranks"
@@ -159,7 +165,7 @@ class Buffers:
     def _placed(
         self, parameters: list[Local], buckets: Mapping[int, Whole], unpadded: list[int] | None
     ) -> Iterator[tuple[Local, Box, Pieces]]:
-        """The pieces of each box, in the coordinates of its parameter."""
+        """Yield the fragments of each region, in the coordinates of its parameter."""
         if sorted(buckets) != list(range(len(buckets))) or any(b.pieces.rank != 1 for b in buckets.values()):
             raise BadInput(f"there are buckets {sorted(buckets)}, and not one after the other")
         sizes = [buckets[number].kind.shape[0] for number in range(len(buckets))]
@@ -182,7 +188,7 @@ class Buffers:
 
 
 def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole) -> None:
-    """Raise ``Damaged`` unless the master, rounded, is the parameter."""
+    """Raise ``Damaged`` unless the rounded master equals the parameter."""
     if "param" not in slots:
         raise BadInput(f"there is no fp32 master of {name}")
     one, other = (Stored(Atom(name, "param", *each.kind), each.pieces) for each in (slots["param"], weight))

@@ -1,4 +1,4 @@
-"""``common.pt`` and the objects that ranks stored: the progress of a checkpoint of Megatron."""
+"""Progress of a Megatron checkpoint, from ``common.pt`` and the objects that ranks stored."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOP = {"iteration", "opt_param_scheduler", "args"}
 
 
 class Common:
-    """What ``common.pt`` holds, as JSON."""
+    """The content of ``common.pt`` as JSON."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``Damaged`` if it is no file of torch, or names what could be executed."""
+        """Read the file. Raises ``Damaged`` if torch did not write it, or if it names code."""
         archive = Archive(path)
         if not isinstance(archive.content, dict):
             raise Damaged(
@@ -31,12 +31,12 @@ class Common:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The command line that the checkpoint was made with, by name."""
+        """The command line arguments that the checkpoint was made with, by name."""
         given = self.content.get("args")
         return dict(given.get("fields", {})) if isinstance(given, dict) else {}
 
     def progress(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """As ``Source`` has it, but for what is said of parameters; ``objects`` are those of the ranks, by key."""
+        """Return the progress (as in ``Source``) except for parameters; ``objects`` are the ranks' objects by key."""
         step = self.content.get("iteration")
         if step is not None and (type(step) is not int or step < 0):
             raise Damaged(f"{self._path} says that the iteration is {step!r}", path=str(self._path))
@@ -50,8 +50,10 @@ class Common:
 
 
 class Groups:
-    """The parameter groups of an optimizer, wherever the checkpoint has them: of several optimizers in a row, of each
-    model-parallel rank again."""
+    """The parameter groups of an optimizer, from every place of a checkpoint that has them.
+
+    Several optimizers follow one another, and each model-parallel rank repeats its groups.
+    """
 
     def __init__(self, held: list[Any]) -> None:
         self.groups: list[dict[str, Any]] = []
@@ -60,7 +62,7 @@ class Groups:
             self._take(decode(value))
 
     def _take(self, value: Any) -> None:
-        """All that is in ``value``, however deep."""
+        """Collect groups and steps at any depth of ``value``."""
         if isinstance(value, dict):
             for key, inner in value.items():
                 if key == "param_groups" and isinstance(inner, list):
@@ -86,7 +88,7 @@ class Groups:
             self.steps.add(float(number))
 
     def common(self) -> dict[str, Any]:
-        """The hyper-parameters that all groups have alike."""
+        """Return the hyper-parameters that are equal in all groups."""
         first, *others = self.groups or [{}]
         return {
             key: value
@@ -104,7 +106,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def check_objects(keys: list[str], where: str) -> None:
-    """Raise ``Damaged`` unless each object that ranks stored in parts has all of these."""
+    """Raise ``Damaged`` unless each object that ranks stored in parts has all its parts."""
     found: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
     for shard in filter(None, map(shard_of, keys)):
         inside = len(shard.place) == len(shard.shape) and all(
@@ -125,8 +127,10 @@ def check_objects(keys: list[str], where: str) -> None:
 
 
 def numbers_of(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """What rules may name, called as in config.json, of what the command line said. Without a size of the vocabulary it
-    is that with its padding."""
+    """Return the numbers of the command line that rules may name, called as in config.json.
+
+    Without a vocabulary size, the padded one is used.
+    """
     given = dict(arguments)
     if not given.get("group_query_attention"):
         given["num_query_groups"] = given.get("num_attention_heads")

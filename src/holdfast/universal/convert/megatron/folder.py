@@ -1,8 +1,8 @@
-"""The files of a distributed checkpoint of Megatron beside those of its tensors.
+"""Files of a Megatron distributed checkpoint beside those of its tensors.
 
-``metadata.json`` is written last and says of what format the others are; ``common.pt`` has what all ranks have alike;
-``integrity.json``, which a user of Megatron may ask for, has the SHA-256 of every file: with it a file of another save
-is told apart, which the checksums inside of the files cannot do.
+``metadata.json`` is written last and names the format. ``common.pt`` holds what all ranks have in common.
+``integrity.json``, which is optional in Megatron, holds the SHA-256 of every file; it reveals a file of another save,
+which checksums inside the files cannot.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ TRACKER, CONFIG, COMMON, SUMS = (
     "integrity.json",
 )
 LARGEST = 64 * MiB
-"""More than any of these JSON files has."""
+"""A limit for the size of these JSON files."""
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether ``path`` is the folder of an iteration, whole or not, or one with a file that names the newest."""
+    """Return whether ``path`` is the folder of an iteration, or has a file that names the newest one.
+
+    An incomplete folder counts as well.
+    """
     if (path / TRACKER).is_file():
         return True
     if (path / COMMON).is_file():
@@ -40,8 +43,10 @@ def is_megatron(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """That of the iteration that ``path`` is, or names as the newest. Raises ``BadInput`` if it is of another format,
-    ``Damaged`` if files are missing."""
+    """Return the folder of the iteration: ``path``, or the folder that ``path`` names as the newest.
+
+    Raises ``BadInput`` for another format, ``FileMissing`` and ``Damaged`` for an incomplete checkpoint.
+    """
     folder = _newest(path) if (path / TRACKER).is_file() else path
     if not (folder / CONFIG).is_file():
         if any(folder.glob("mp_rank_*")):
@@ -78,7 +83,7 @@ def _newest(path: Path) -> Path:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The JSON in a file. Raises ``Damaged`` if there is no table in it."""
+    """Return the JSON object in a file. Raises ``Damaged`` if there is none."""
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -91,10 +96,10 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 class Sums:
-    """What ``integrity.json`` says of the files of ``folder``; without it, of none."""
+    """The checksums of ``integrity.json`` for the files of ``folder``; none without that file."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``FileMissing`` if a file is missing that it names."""
+        """Read the checksums. Raises ``FileMissing`` if a listed file is missing."""
         self._where = folder / SUMS
         self._sums: dict[str, str] = {}
         self._verified: set[str] = set()
@@ -116,7 +121,7 @@ class Sums:
             self._sums[str(path)] = str(text)
 
     def check(self, path: str) -> None:
-        """Raise ``ChunkCorrupt`` unless a file is as it was written. It is read once."""
+        """Verify a file, reading it once. Raises ``ChunkCorrupt`` if its checksum differs."""
         with self._lock:
             if not self._sums or path in self._verified:
                 return

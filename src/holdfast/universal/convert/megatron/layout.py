@@ -1,8 +1,8 @@
-"""The buffers of Megatron's distributed optimizer: which parameter lies where in them.
+"""Places of parameters in the buffers of Megatron's distributed optimizer.
 
-Two of its formats store the optimizer's state as the flat buffers that a model-parallel rank had, and nothing of what
-is in them. It follows from how Megatron fills them: with the rank's parameters from the last to the first, each from a
-multiple of ``ALIGNMENT`` elements on, cut into buckets. Whoever uses it has to compare what it gives.
+Two formats store the optimizer state as flat buffers of a model-parallel rank, without a table of contents. The places
+follow from how Megatron fills a buffer: with the rank's parameters from the last to the first, each at a multiple of
+``ALIGNMENT`` elements, divided into buckets. Callers must verify the result against the model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _IN_LAYER = (
     "self_attention.linear_qkv.", "self_attention.q_layernorm.", "self_attention.k_layernorm.",
     "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2.",
 )  # fmt: skip
-"""Of a layer's parameters, in the order of its modules."""
+"""Prefixes of a layer's parameters, in the order of its modules."""
 _NORM = "self_attention.linear_qkv.layer_norm_"
-"""What is a part of the projection with Transformer Engine, and without it the first module of the layer."""
+"""The prefix of a norm that belongs to the projection with Transformer Engine, and is the first module without it."""
 
 
 _UNKNOWN = (
     "virtual_pipeline_model_parallel_size", "num_experts", "mtp_num_layers", "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
-"""Of the command line: what divides layers otherwise, or makes more buffers."""
+"""Arguments that divide layers in another way or add buffers, which is unsupported."""
 
 
 class Local(NamedTuple):
-    """What a model-parallel rank has of a parameter: boxes of it, one after the other along its first axis."""
+    """The part of a parameter that a model-parallel rank has: regions that follow one another along the first axis."""
 
     name: str
     boxes: tuple[Box, ...]
@@ -49,7 +49,7 @@ class Local(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A local parameter from the element ``start`` of a bucket on."""
+    """The position of a local parameter: it begins at element ``start`` of a bucket."""
 
     local: Local
     bucket: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The model-parallel ranks that wrote a checkpoint, as its command line says."""
+    """The model-parallel ranks that wrote a checkpoint, according to its command line."""
 
     tensor: int
     pipeline: int
@@ -68,7 +68,7 @@ class Mesh:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Mesh:
-        """Raises ``BadInput`` for what is not known here."""
+        """Build the mesh from command line arguments. Raises ``BadInput`` for unsupported ones."""
         odd = [name for name in _UNKNOWN if arguments.get(name)]
         if odd:
             raise BadInput(f"it was made with --{odd[0].replace('_', '-')}, whose buffers are not known here")
@@ -85,7 +85,7 @@ class Mesh:
         return cls(tensor, pipeline, layers, tied, arguments.get("transformer_impl") == "local")
 
     def parameters(self, rank: int, cuts: Mapping[str, Pieces]) -> list[Local]:
-        """Those of the model-parallel rank ``rank``, in the order of its modules; ``cuts`` has the chunks of all."""
+        """Return the parameters of a model-parallel rank in module order; ``cuts`` has the chunks of all."""
         stage, at = divmod(rank, self.tensor)
         first = [n for n in cuts if _index(n, _FIRST) is not None]
         last = [n for n in cuts if _index(n, _LAST) is not None]
@@ -117,7 +117,7 @@ class Mesh:
         return index, match[2].endswith("bias")
 
     def _boxes(self, name: str, pieces: Pieces, at: int) -> tuple[Box, ...]:
-        """What the tensor-parallel rank ``at`` has: all of it, one chunk, or one of gate and one of up."""
+        """Return the regions of tensor-parallel rank ``at``: the whole, one chunk, or one chunk each of gate and up."""
         boxes = sorted({piece.box for piece in pieces})
         if len(boxes) == 1:
             return (boxes[0],)
@@ -129,7 +129,7 @@ class Mesh:
 
 
 def _index(name: str, among: tuple[str, ...]) -> int | None:
-    """The longest of those that a name begins with."""
+    """Return the index of the longest prefix of ``name``; None if none matches."""
     fit = [number for number, start in enumerate(among) if name.startswith(start)]
     return max(fit, key=lambda number: len(among[number]), default=None)
 
@@ -139,7 +139,9 @@ def _place_in(among: tuple[str, ...]) -> Any:
 
 
 def places(parameters: Sequence[Local], buckets: Sequence[int]) -> Iterator[Place]:
-    """Where the parameters of a rank are in buckets of so many elements. Raises ``BadInput`` if they do not fill them.
+    """Yield the places of a rank's parameters in buckets of the given sizes, in elements.
+
+    Raises ``BadInput`` if they do not fill the buckets.
 
     >>> two = [Local(name, (Box((0,), (n,)),)) for name, n in (("a", 3), ("b", 5))]
     >>> [(place.local.name, place.start) for place in places(two, [67])]
@@ -159,7 +161,7 @@ def places(parameters: Sequence[Local], buckets: Sequence[int]) -> Iterator[Plac
 
 
 def one_bucket(parameters: Sequence[Local]) -> int:
-    """The elements of a buffer that was not cut."""
+    """Return the elements of a buffer that was not divided into buckets."""
     end = 0
     for local in reversed(parameters):
         end = _aligned(end) + local.elements

@@ -1,8 +1,7 @@
-"""Keys of Megatron's distributed checkpoints: which tensor of a model a stored one is.
+"""Keys of Megatron's distributed checkpoints, and the tensors of the model that they stand for.
 
-A key is the name of a parameter in the whole model, or that below ``optimizer.state`` and a slot. Layers, and experts
-inside of them, are stacked in one tensor, or have keys of their own with a number in them; here every one of them has a
-name of its own.
+A key is a parameter's name in the whole model, or that name after ``optimizer.state`` and a slot. Layers, and experts
+inside them, are stacked in one tensor or have numbered keys; here each has its own name.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import NamedTuple
 from ...keys import canonical
 
 MASTERS = ("fp32_param", "master_param")
-"""What else the slot of the fp32 master, ``param``, is called."""
+"""Further names of the slot ``param``, the fp32 master."""
 MOST = 1 << 20
-"""Tensors in a stack: more than any model has of layers and experts."""
+"""A limit for the tensors in a stack, which no number of layers and experts reaches."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _OBJECT = re.compile(r"(?P<name>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
 
 
 class Named(NamedTuple):
-    """A tensor of the model, or with a ``slot`` one that its optimizer holds."""
+    """A tensor of the model, or, with a ``slot``, of its optimizer."""
 
     name: str
     slot: str | None
 
 
 class Shard(NamedTuple):
-    """One object of ``count`` that have a name together."""
+    """One part of an object that ranks stored in parts: its name, its place, and the shape of the grid of parts."""
 
     name: str
     place: tuple[int, ...]
@@ -40,7 +39,7 @@ class Shard(NamedTuple):
 
 
 def named(key: str) -> Named:
-    """What the tensor ``key`` is.
+    """Return the name and slot of the tensor ``key``.
 
     >>> named("chained_0.optimizer.state.fp32_param.module.decoder.layers.mlp.linear_fc2.weight")
     Named(name='decoder.layers.mlp.linear_fc2.weight', slot='param')
@@ -53,12 +52,12 @@ def named(key: str) -> Named:
 
 
 def is_flat(key: str) -> bool:
-    """Whether it is a buffer of the distributed optimizer, with several parameters in it."""
+    """Return whether ``key`` is a buffer of the distributed optimizer, which holds several parameters."""
     return _FLAT.match(key) is not None
 
 
 def shard_of(key: str) -> Shard | None:
-    """Of an object that ranks stored in parts.
+    """Return the part of an object that ``key`` stands for; None if ranks did not store it in parts.
 
     >>> shard_of("rng_state/shard_0.1_1.2")
     Shard(name='rng_state', place=(0, 1), shape=(1, 2))
@@ -71,7 +70,7 @@ def shard_of(key: str) -> Shard | None:
 
 
 def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors that the one of ``name`` and ``shape`` is a stack of, each with where it is along the first axes.
+    """Yield the tensors that are stacked in the one of ``name`` and ``shape``, with their indices along the first axes.
 
     >>> list(unstacked("decoder.layers.mlp.experts.experts.linear_fc2.bias", (1, 2, 8)))[-1]
     ('decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.bias', (0, 1))
@@ -86,7 +85,7 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[in
 
 
 def _template(name: str) -> tuple[str, int]:
-    """A name with a place for each number that is missing in it, and how many those are."""
+    """Return ``name`` as a template with a placeholder for each missing number, and the count of placeholders."""
     parts, found, axes = name.replace("{", "{{").replace("}", "}}").split("."), list[str](), 0
     for part, after, before in zip(parts, [*parts[1:], ""], ["", *parts], strict=False):
         of_experts = part == before == "experts"

@@ -1,8 +1,8 @@
-"""The distributed checkpoint of an iteration, as Megatron's core writes it (``torch_dist``).
+"""Reader of the distributed checkpoint of an iteration, as Megatron's core writes it (``torch_dist``).
 
-Its tensors are entries of a folder of ``torch.distributed.checkpoint``, each whole in the coordinates of the model
-without any parallelism: what tensor, pipeline and expert parallel ranks had are chunks of them. ``param`` is the fp32
-master where there is one; the 16-bit parameter that is made of it is checked and not taken.
+Its tensors are entries of a folder of ``torch.distributed.checkpoint``, in the global coordinates of the model; the
+shards of tensor, pipeline and expert parallel ranks are chunks. ``param`` is the fp32 master where there is one; the
+16-bit parameter made from it is checked and not used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .folder import COMMON, CONFIG, Sums
 from .names import is_flat, named, unstacked
 
 States = dict[str, dict[str, Whole]]
-"""Of an optimizer by name and slot."""
+"""Optimizer state by name and slot."""
 
 
 class TorchDist(Entries):
-    """The folder ``path``, that of an iteration."""
+    """The folder ``path`` of an iteration."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``Damaged`` if it is not whole."""
+        """Read the checkpoint. Raises ``Damaged`` if it is incomplete or damaged."""
         super().__init__(str(path), "megatron")
         self._sums, self._buffers = Sums(path), Buffers()
         for name in (CONFIG, METADATA, COMMON):
@@ -69,7 +69,7 @@ class TorchDist(Entries):
             self._sums.check(path)
 
     def _objects(self, claims: Claims) -> dict[str, Any]:
-        """What ranks stored that is no tensor, by key; without what an optimizer gathered, which is taken."""
+        """Return the objects of ranks that are no tensors, by key; gathered optimizer state goes to the buffers."""
         values, found = Values(), dict[str, Any]()
         for key, entry in claims.values.items():
             self._sums.check(str(entry.path))
@@ -86,7 +86,7 @@ class TorchDist(Entries):
         return self._buffers.add_object(key, Archive(entry.path, entry.offset, entry.nbytes), self)
 
     def _tensors_of(self, claims: Claims) -> tuple[dict[str, Whole], States]:
-        """Of the model by name, and of its optimizer."""
+        """Return the tensors of the model by name, and those of its optimizer."""
         found: dict[tuple[str, str | None], Whole] = {}
         for key, shards in claims.tensors.items():
             whole = Whole(shards.kind, self.add_shards(key, shards))
@@ -111,7 +111,10 @@ class TorchDist(Entries):
         return {name: whole for (name, slot), whole in found.items() if slot is None}, states
 
     def _from_buffers(self, weights: Mapping[str, Whole], arguments: Mapping[str, Any]) -> States:
-        """What buffers hold of each parameter; if that is not known, they are left as they are, and it is said."""
+        """Return the optimizer state in the buffers.
+
+        If their content is unknown, the buffers are kept as extra tensors and the progress says why.
+        """
         try:
             return self._buffers.states(self, weights, arguments)
         except BadInput as error:
@@ -130,7 +133,10 @@ class TorchDist(Entries):
                 self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces))
 
     def _say_of_groups(self, groups: Groups, trained: list[str]) -> None:
-        """Steps are counted in parameter groups there, and with each parameter here."""
+        """Add hyper-parameters and step counts; Megatron counts steps by parameter group, this library by parameter.
+
+        Raises ``Damaged`` if groups differ in their step.
+        """
         if len(groups.steps) > 1:
             raise Damaged(
                 f"{self.path}: its parameter groups are {' and '.join(map(str, sorted(groups.steps)))} steps old, and"
@@ -148,8 +154,10 @@ class TorchDist(Entries):
 
 
 def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Pieces:
-    """The chunks of a tensor of ``shape`` that was cut into a grid, and each cell of it flattened: its stored axes
-    count the cells, the last one the elements in each."""
+    """Return the fragments of a tensor of ``shape`` that was divided into a grid whose cells were flattened.
+
+    Its stored axes count the cells; the last axis counts the elements of a cell.
+    """
     stored = whole.kind.shape
     fits = len(stored) == len(shape) + 1 and all(
         n and size % n == 0 for n, size in zip(stored, shape, strict=False)
@@ -169,7 +177,7 @@ def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Pieces:
 
 
 def _sliced(whole: Whole, place: tuple[int, ...]) -> Whole:
-    """That at ``place`` along the first axes."""
+    """Return the slice of ``whole`` at ``place`` along the first axes."""
     pieces = whole.pieces
     for index in place:
         pieces = pieces.sliced(index)
@@ -177,7 +185,7 @@ def _sliced(whole: Whole, place: tuple[int, ...]) -> Whole:
 
 
 def _join_halves(found: dict[tuple[str, str | None], Whole]) -> None:
-    """Gates and what they let through (``weight_w`` and ``weight_v``), which some keep apart, become one again."""
+    """Join gate and up projections (``weight_w`` and ``weight_v``), which some checkpoints store apart."""
     for name, slot in list(found):
         plain, other = name.removesuffix("_w"), (name.removesuffix("_w") + "_v", slot)
         if plain == name or other not in found:

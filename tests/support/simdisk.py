@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DiskFailed, RunLocked, StaleCommit
-from holdfast.io.powerloss import ABOVE, Account, Operation, State
+from support.powerloss import ABOVE, Account, Operation, State
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from holdfast.errors import DiskFailed, RunLocked, StaleCommit
-from holdfast.io.powerloss import SECTOR
-from holdfast.io.simdisk import SimDisk
+from support.powerloss import SECTOR
+from support.simdisk import SimDisk
 
 
 def images_at_the_end(disk, **options):

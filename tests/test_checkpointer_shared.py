@@ -12,7 +12,7 @@ import holdfast
 from delta.loops import cut_small, manifests
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, RunMismatch
-from holdfast.state.overlaps import overlaps
+from holdfast.state.overlaps import Memory, overlaps, placed
 
 STEPS = 40
 
@@ -250,6 +250,30 @@ def test_overlap_is_found_by_bytes():
         ["left", "right", "middle"], ["long", "end"], ["next", "bytes"], ["expanded", "inside"],
     ]  # fmt: skip
     assert overlaps({(name,): held[name] for name in ("left", "right", "next")}) == []
+    within = {("all",): flat[:10], ("first",): flat[2:4], ("second",): flat[5:8], ("after",): flat[10:12]}
+    assert overlaps(within) == [[("all",), ("first",), ("second",)]]
+
+
+def test_a_view_is_made_where_it_fits():
+    flat = torch.arange(8.0)
+    memory, pair = Memory.around(flat[2:], 8), torch.tensor([10.0, 11.0])
+    made = memory.view(16, [1], pair)
+    assert made is memory.view(16, [1], pair) and flat.tolist() == [0, 1, 2, 3, 10, 11, 6, 7]
+    assert memory.view(0, [0], torch.full((3,), 5.0)).tolist() == [5, 5, 5] and flat[0] == 5
+    for offset, strides in (
+        (-4, [1]),
+        (28, [1]),
+        (2, [1]),
+        (16, [1, 1]),
+    ):  # before, behind, askew, of another shape
+        assert memory.view(offset, strides, pair) is None
+
+
+def test_places_are_those_among_parameters():
+    """State that lies before them changes nothing."""
+    beside = [[["one", "param"], 16, [1]], [["two", "param"], 20, [1]], [["one", "mean"], 0, [1]]]
+    alone = [[["one", "param"], 0, [1]], [["two", "param"], 4, [1]]]
+    assert placed([beside]) == placed([alone]) != placed([[alone[0], [["two", "param"], 8, [1]]]])
 
 
 class Parting(nn.Module):

@@ -48,7 +48,7 @@ def test_records_are_read_in_any_form(tmp_path, name, content):
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_text_is_read_in_any_form(tmp_path, size):
-    text = "één\r\ntwo\n\n\N{PILE OF POO}"
+    text = "één\r\n\ufefftwo\n\n\N{PILE OF POO}"  # a mark that is not at the beginning stays
     for name, content in {
         "a.TXT": codecs.BOM_UTF8 + text.encode(),
         "a.txt.gz": packed(text.encode()),
@@ -57,6 +57,11 @@ def test_text_is_read_in_any_form(tmp_path, size):
     }.items():
         (tmp_path / name).write_bytes(content)
         assert "".join(chunks(tmp_path / name, size)) == (text if content else "")
+
+
+def test_chunks_end_with_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    assert list(chunks(tmp_path / "a.txt", 5)) == ["one\ntwo\n", "three\n"]
 
 
 def test_zstd_is_read_where_it_is_installed(tmp_path):
@@ -90,19 +95,22 @@ GOOD = ONE.encode() + b"\n"
         ("a.txt", b"abc\n" * 9 + b"\xc3", r"a\.txt:10 .*\(byte 36 of the file, 0xc3\)"),
         ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', r"a\.jsonl:2 .*\(byte 26 of the file, 0xe9\)"),
         ("a.txt", b"a\nb\0c", r"a\.txt:2 has a NUL \(byte 3 of the file\)"),
+        ("a.txt", "abcdefé\0".encode(), r"a\.txt:1 has a NUL \(byte 8 of the file\)"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt is UTF-16, by its byte order mark.* iconv"),
         ("a.jsonl", codecs.BOM_UTF32_LE + ONE.encode("utf-32-le"), r"a\.jsonl is UTF-32"),
         ("a.jsonl", GOOD + b'{"text": "a \\ud83d b"}\n', r'a\.jsonl:2 has \\ud83d in "text" \(character 2\)'),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"\n", r"a\.jsonl:1 is no JSON: it is nested too deeply"),
         ("a.jsonl", GOOD + b'{"text": "a", "text": "b"}', r'a\.jsonl:2 has "text" twice'),
         ("a.jsonl", GOOD + b'{"text": "a"} {"text": "b"}', r"a\.jsonl:2 is no JSON: something follows"),
-        ("a.jsonl", GOOD + b'{"text": "a"', r"a\.jsonl:2 is no JSON: .*\(column"),
+        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:1 is no JSON: Exceeds the limit"),
+        ("a.jsonl", GOOD + b'{"text": "a"\n', r"a\.jsonl:2 is no JSON: .*\(column"),
         ("a.json", b"[\n" + GOOD + GOOD + b"]", r"a\.json:3 is no JSON: a comma is missing"),
         ("a.json", b"[\n" + GOOD, r"a\.json:3 is no JSON: its array has no end"),
         ("a.json", b"[\n" + GOOD + b",\n{,}]", r"a\.json:4 is no JSON"),
         ("a.json", b"[" + GOOD + b"]\n1", r"a\.json:3 is no JSON: something follows its array"),
         ("a.json", b'{\n "messages": []}', r'a\.json:1 has neither .* it has messages'),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is no whole gzip file"),
+        ("a.txt.gz", packed(b"text")[:10] + b"\xff" * 20, r"a\.txt\.gz is no whole gzip file: .* block type"),
         ("a.txt.gz", packed(b"text" * 99)[:-9], r"a\.txt\.gz is no whole gzip file"),
     ],
 )  # fmt: skip

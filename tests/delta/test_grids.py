@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.delta import lossy
 from holdfast.delta.codecs import ArrayReader, array_key, expand
+from holdfast.delta.grids import alike
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.slots import Slot
 from holdfast.state.live import LiveState
@@ -101,6 +102,24 @@ def test_together_has_bits_of_each_alone(monkeypatch, codec, dtype):
                 assert len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
 
 
+@pytest.mark.parametrize("codec", [TopK(0.2), Int8()], ids=str)
+def test_dtypes_are_compressed_apart(monkeypatch, codec):
+    found = []
+    for together in (False, True):
+        monkeypatch.setattr(lossy, "is_accelerator", lambda device, together=together: together)
+        torch.manual_seed(0)
+        trained = [
+            nn.Parameter(torch.randn(1500, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2
+        ]
+        for parameter in trained:
+            parameter.grad = torch.randn_like(parameter)
+        codec.consume(
+            [(f"{number}", parameter) for number, parameter in enumerate(trained)], {}, skipped=False
+        )
+        found.append([parameter.grad for parameter in trained])
+    assert all(map(same_bits, *found))
+
+
 @pytest.mark.parametrize("codec", [TopK(0.2), TopK(1.0), Int8()], ids=str)
 def test_operations_do_not_grow_with_parameters(monkeypatch, codec):
     """From gradients to the slot; nothing that the host waits for."""
@@ -123,6 +142,11 @@ def test_operations_do_not_grow_with_parameters(monkeypatch, codec):
 
 def test_too_many_elements_are_compressed_in_parts(monkeypatch):
     monkeypatch.setattr("holdfast.delta.grids.ELEMENTS_AT_ONCE", 3000)
+    trained = [(str(number), parameter) for number, parameter in enumerate(parameters(torch.float32))]
+    for _, parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    sizes = [[parameter.numel() for _, parameter in group] for group in alike(trained)]
+    assert len(sizes) > 3 and all(sum(each) <= 3000 or len(each) == 1 for each in sizes)
     whole = consumed(TopK(0.2), torch.float32, False, monkeypatch)
     parts = consumed(TopK(0.2), torch.float32, True, monkeypatch)
     assert all(

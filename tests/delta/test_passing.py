@@ -160,3 +160,78 @@ def test_carried_buffer_that_is_not_there_yet_is_refused(tmp_path):
         train_cached(tmp_path, torch.zeros(4), 4)
     with pytest.raises(holdfast.HoldfastError, match=r"cache/buffer.*run a forward pass before"):
         train_cached(tmp_path, None, 8)
+
+
+class Changing(nn.Module):
+    """Adds the sum of a small buffer, with a second name, that ``change`` changes."""
+
+    def __init__(self, change, rate):
+        super().__init__()
+        self.layer, self.change, self.rate = nn.Linear(4, 2), change, rate
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.again = self.mean
+
+    def forward(self, i):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i))
+        self.change(self, x, i)
+        return self.layer(x + self.mean.sum()).square().mean()
+
+
+def average(model, x, i):
+    model.mean.lerp_(x.mean(0), model.rate)
+
+
+def train_changing(root, change, until, rate=0.5):
+    torch.manual_seed(0)
+    model = Changing(change, rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with holdfast.Checkpointer(root, model=model, optimizer=optimizer) as ckpt:
+        done = ckpt.resume()
+        for i in range(done, until):
+            model(i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step()
+    return done, model
+
+
+def test_small_buffer_keeps_its_second_name(tmp_path):
+    with pytest.warns(UserWarning, match="buffer mean"):
+        _, before = train_changing(tmp_path, average, 5)
+    done, model = train_changing(tmp_path, average, 5)
+    assert done == 5 and model.again is model.mean and torch.equal(model.mean, before.mean)
+
+
+def test_constants_beside_buffers_are_the_scripts(tmp_path):
+    with pytest.warns(UserWarning, match="buffer mean"):
+        train_changing(tmp_path, average, 5)
+    assert train_changing(tmp_path, average, 5, rate=0.25)[1].rate == 0.25
+
+
+def grow_late(model, x, i):
+    if i < BEGINS_AT:
+        model.mean.lerp_(x.mean(0), model.rate)
+    else:
+        model.mean = torch.cat([model.mean, x.mean(0)])
+
+
+def become_sparse(model, x, i):
+    model.mean = x.mean(0).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("change", "most_bytes", "why"),
+    [
+        (grow_late, 1 << 20, "its shape or type changes"),
+        (become_sparse, 1 << 20, "it is of a kind that commits do not hold"),
+        (average, 15, "such buffers have more than"),
+    ],
+    ids=["shape", "kind", "bytes"],
+)
+def test_buffer_that_cannot_be_carried_is_told(tmp_path, monkeypatch, change, most_bytes, why):
+    monkeypatch.setattr("holdfast.delta.passing.MOST_BYTES", most_bytes)
+    with pytest.warns(UserWarning, match="buffer mean") as told:
+        train_changing(tmp_path, change, 6)
+    assert f"not in the run, since {why}" in str(told[-1].message)
+    done, model = train_changing(tmp_path, change, 6)
+    assert done == 6 and torch.equal(model.mean, torch.zeros(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -33,6 +34,10 @@ class Text(str):
 
 class Number(int):
     """A number with a type of its own."""
+
+
+class Marked(torch.Tensor):
+    """A tensor with a type of its own."""
 
 
 class Things(list):
@@ -104,6 +109,9 @@ VALUES = [
     torch.ones(3, dtype=torch.complex64).conj(),
     torch.ones(2, 1).expand(2, 4),
     torch.ones(4, 4)[:, :2],
+    torch.arange(6.0).unfold(0, 3, 1),
+    torch.arange(9.0).as_strided((2, 2, 2), (4, 2, 2)),
+    torch.ones(2, 1).expand(2, 3).unfold(0, 2, 1),
     torch.empty_strided((1, 3), (7, 1)).fill_(1),
     torch.nn.Parameter(torch.ones(2), requires_grad=False),
     torch.ones(2, requires_grad=True),
@@ -138,6 +146,9 @@ def test_nan_and_shape_of_containers_stay():
     found = decode(json.loads(json.dumps(encode([math.nan, np.float32("nan"), defaultdict(int)]))))
     assert math.isnan(found[0]) and type(found[1]) is np.float32 and found[2].default_factory is int
     assert decode(encode(deque(maxlen=4))).maxlen == 4
+    file = io.BytesIO(b"abc")
+    file.seek(2)
+    assert decode(encode(file)).read() == b"c"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +157,7 @@ def test_nan_and_shape_of_containers_stay():
         Text("a"),
         Number(1),
         Things([1]),
+        {Text("a"): 1},
         namedtuple("Pair", "a b")(1, 2),
         defaultdict(lambda: 0),
         np.array(["a"]),
@@ -155,6 +167,7 @@ def test_nan_and_shape_of_containers_stay():
         torch.ones(2).to_sparse(),
         torch.ones(1, dtype=torch.complex128),
         torch.empty(2, device="meta"),
+        torch.ones(2).as_subclass(Marked),
         object(),
         len,
         enum.Enum("Local", "A").A,
@@ -164,6 +177,28 @@ def test_nan_and_shape_of_containers_stay():
 def test_other_types_are_refused_by_name(value):
     with pytest.raises(BadInput, match=r"scheduler\['x'\]\[0\] holds a .*cannot be stored by value"):
         encode({"x": [value]}, "scheduler")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "CEST")),
+            "time zone",
+        ),
+        (slice(True), "bool"),
+        (slice(0, 2**63), "int"),
+    ],
+    ids=["zone", "flag", "large"],
+)
+def test_parts_of_values_are_refused(value, said):
+    with pytest.raises(BadInput, match=rf"a (time|slice) holds a .*{said}"):
+        encode(value)
+
+
+def test_constants_of_other_kinds_are_refused():
+    with pytest.raises(ValueError, match=r"torch\.load is no dtype"):
+        decode({"__torch__": ["dtype", "load"]})
 
 
 def test_value_that_holds_itself_is_refused():

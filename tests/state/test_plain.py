@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.state.capture import capture
 from holdfast.state.encoding import decode, encode
-from holdfast.state.plain import flat_bytes, host_bytes, repeats_itself, tensor_of
+from holdfast.state.plain import flat_bytes, host_bytes, odd_kind, repeats_itself, tensor_of
 
 EYE = torch.eye(4)
 
@@ -94,6 +94,14 @@ def test_odd_tensors_are_refused_by_name(kind, how):
     capture(Holding(ODD[kind](), "not persistent"))
     with pytest.raises(BadInput, match=r"state\['a'\] holds a tensor that is"):
         encode({"a": ODD[kind]()}, "state")
+
+
+def test_a_shard_is_odd_as_its_part():
+    shard = TwoTensor(EYE, EYE.clone())
+    shard.to_local = shard.clone
+    for part, kind in ((EYE, None), (EYE.to_sparse(), "sparse (torch.sparse_coo)")):
+        shard._local_tensor = part
+        assert odd_kind(shard) == kind
 
 
 def test_a_parameter_that_overlaps_itself_is_refused():

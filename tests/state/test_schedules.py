@@ -10,10 +10,31 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, Se
 
 from holdfast import Checkpointer
 from holdfast.state.schedules import MOST_LOOKED_AT, needs_arguments
+from holdfast.update.joined import Joined
 
 
 def rising(optimizer):
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+
+def resting(optimizer):
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+class Held:
+    """A scheduler of a script's own, with others in a dictionary and in a list."""
+
+    def __init__(self, optimizer):
+        self.parts = {"all": [rising(optimizer)]}
+
+    def step(self):
+        self.parts["all"][0].step()
+
+    def state_dict(self):
+        return self.parts["all"][0].state_dict()
+
+    def load_state_dict(self, state):
+        self.parts["all"][0].load_state_dict(state)
 
 
 def plateau(optimizer):
@@ -35,7 +56,7 @@ def train(run, make, after_update=None, **options):
             checkpointer.step()
 
 
-@pytest.mark.parametrize("make", [rising, plateau])
+@pytest.mark.parametrize("make", [rising, resting, plateau])
 def test_a_forgotten_scheduler_is_told_once(tmp_path, make):
     with pytest.warns(UserWarning, match="moves learning rates and was not given") as told:
         train(tmp_path / "run", make)
@@ -52,7 +73,8 @@ def test_schedulers_in_a_given_one_are_known(tmp_path):
     def several(optimizer):
         return SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
 
-    train(tmp_path / "run", several, scheduler=True)
+    train(tmp_path / "several", several, scheduler=True)
+    train(tmp_path / "held", Held, scheduler=True)
 
 
 class Loader:
@@ -81,6 +103,19 @@ def test_a_scheduler_beside_large_data_is_known(tmp_path):
         optimizer.step()
         scheduler.step()
         checkpointer.step()
+
+
+def test_a_scheduler_of_a_joined_optimizer_is_told(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    members = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    joined, scheduler = Joined(*members), resting(members[1])
+    with Checkpointer(tmp_path / "run", model=model, optimizer=joined) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(3)).sum().backward()
+        joined.step()
+        scheduler.step()
+        with pytest.warns(UserWarning, match="LambdaLR moves learning rates and was not given"):
+            checkpointer.step()
 
 
 def test_rates_that_a_script_sets_are_no_scheduler(tmp_path):

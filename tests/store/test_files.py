@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked
+from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked, StaleCommit
 from holdfast.store.files import Disk, write_durably
 
 
@@ -179,6 +179,29 @@ def test_a_file_system_without_locks_is_refused(disk, number, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", broken(number))
     with pytest.raises(BadInput, match=r"locks no files .*-o flock"):
         disk.lock("lock", {})
+
+
+def test_another_failure_of_a_lock_is_the_disks(disk, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", broken(errno.EIO))
+    with pytest.raises(DiskFailed, match="lock"):
+        disk.lock("lock", {})
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_that_is_removed_meanwhile_is_let_go(disk, monkeypatch, replaced):
+    """Another writer may have made a new one, and locked that."""
+    before, take = len(os.listdir("/proc/self/fd")), fcntl.flock
+
+    def removed(fd, how):
+        take(fd, how)
+        (disk.root / "lock").unlink()
+        if replaced:
+            (disk.root / "lock").touch()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with pytest.raises(StaleCommit):
+        disk.lock("lock", {})
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_too_many_open_files_have_their_own_advice(disk, monkeypatch):

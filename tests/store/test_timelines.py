@@ -12,6 +12,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import RunMismatch
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Timeline
+from holdfast.store.reader import with_run
 from holdfast.store.retention import ANCESTORS_KEPT
 from tiny_run import TinyRun, flip
 
@@ -59,7 +60,24 @@ def test_a_copy_of_the_run_has_its_key(tmp_path):
     record = Timeline(3, 2, 7, "own", "parents", run="first", begun=12.5)
     again = Timeline.decode(record.encode(), record.path)
     assert (again.run, again.begun) == ("first", 12.5)
-    assert b'"run"' not in Timeline(3, 2, 7, "own", "parents").encode()  # as an earlier version wrote it
+    earlier = Timeline(3, 2, 7, "own", "parents")
+    assert b'"run"' not in earlier.encode()  # as an earlier version wrote it
+    assert Timeline.decode(earlier.encode(), earlier.path).run == ""
+    alone = Timeline(3, 2, 7, "own", "parents", created=12.5, run="own", begun=12.5)  # nothing told its run
+    assert Timeline.decode(alone.encode(), alone.path) == alone
+
+
+def test_stand_ins_get_the_run_that_they_belong_to():
+    """By keys of records that were read; without such a link only where the own file is there."""
+    records = {
+        1: Timeline(1, None, None, "a", run="a", begun=5.0),
+        2: Timeline(2, 1, 3, "b", "a"),
+        3: Timeline(3, 2, 4, "c", "b"),
+        4: Timeline(4, None, None, "d"),
+        5: Timeline(5, 1, 3, "e", "other"),
+    }
+    found = with_run(records, {1}, {records[4].path})
+    assert [(each.run, each.begun) for each in found.values()] == [("a", 5.0)] * 4 + [("", 0.0)]
 
 
 def test_two_runs_are_told_apart_without_their_beginnings(tmp_path):

@@ -67,7 +67,7 @@ def _clusters(held: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and not tensor.is_meta and tensor.data_ptr() != 0
+    return tensor.data_ptr() != 0  # 0 also of tensors without elements, or on meta
 
 
 def _span(number: int, tensor: torch.Tensor) -> _Span:
@@ -157,10 +157,12 @@ class Memory:
 
         Equal tensors at one place are returned as one object.
         """
+        if len(strides) != like.dim():
+            return None
         start, key = self._start + offset, (offset, tuple(strides), like.shape, like.dtype)
         end = start + _extent(like.shape, strides, like.itemsize)
         fits = start >= 0 and end <= self._storage.nbytes() and start % like.itemsize == 0
-        if not fits or len(strides) != like.dim():
+        if not fits:
             return None
         if key not in self._made:
             made = torch.empty(0, dtype=like.dtype, device=like.device)

@@ -1,0 +1,45 @@
+"""Whose a replica's memory is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.delta import tier
+
+
+def owned(path, memory, key, number=0):
+    """A tier in ``memory`` of the run with ``key`` at ``path``."""
+    place = tier.place_of(path, memory, number=number)
+    tier.make(place)
+    tier.say_owner(place, path, key)
+    return place
+
+
+def test_tiers_of_other_runs_are_no_strays(tmp_path):
+    memory, here = tmp_path / "memory", tmp_path / "here"
+    places = {}
+    for key in ("", "one", "two"):
+        run = tmp_path / f"run{key}"
+        run.mkdir(parents=True)
+        memory.mkdir(exist_ok=True)
+        places[key] = owned(run, memory, key)
+        run.rename(tmp_path / f"away{key}")
+    here.mkdir()
+    assert tier.strays_of(here, memory, "one") == [places["one"]]
+    assert tier.strays_of(here, memory, "") == []
+
+
+def test_the_tier_that_holds_something_is_taken(tmp_path):
+    """Though an older name, or one without anything in it, is there as well."""
+    first, second = (owned(tmp_path, tmp_path, "key", number) for number in (0, 1))
+    for place in (first, second):
+        (place / "state").mkdir()
+        assert tier.place_for(tmp_path, tmp_path, "key") == place
+        (place / "state").rmdir()
+
+
+def test_an_inode_counts_with_its_device(tmp_path):
+    owner = tier.owner_of(owned(tmp_path, tmp_path, "key"))
+    assert owner.is_run(tmp_path, "key") and not owner.is_run(tmp_path, "other")
+    assert not replace(owner, device=owner.device + 1).is_at(tmp_path)
+    assert replace(owner, key="").is_run(tmp_path, "key")

@@ -33,7 +33,7 @@ from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload import planning
-from holdfast.offload.correcting import LAST
+from holdfast.offload.calibration import LAST
 from holdfast.units import format_bytes
 
 STEPS, GRID_STEPS = 3, 2

@@ -41,8 +41,8 @@ from zero import compare
 import holdfast
 from holdfast.opening import source_of
 from holdfast.state.atoms import Atom
-from holdfast.state.boxes import Box
-from holdfast.state.pieces import Pieces, flat
+from holdfast.state.fragments import Pieces, flat
+from holdfast.state.regions import Box
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
 from holdfast.universal.load import Target, plan, read_all

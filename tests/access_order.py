@@ -28,7 +28,7 @@ from holdfast.io.buffers import BufferPool
 from holdfast.offload import device as device_module
 from holdfast.offload import engine, executor, microbatches
 from holdfast.offload.device import SeparateDevice
-from holdfast.offload.lending import Lending
+from holdfast.offload.transfer_pool import Lending
 from holdfast.plan.ops import COMPUTE
 from holdfast.store.generations import Generations
 from holdfast.store.scratch import Scratch

@@ -25,7 +25,7 @@ from holdfast.offload.runtime import Runtime
 from holdfast.optim import MeZO
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Manifest
-from holdfast.store.ranges import VerifiedFiles
+from holdfast.store.payload_ranges import VerifiedFiles
 from holdfast.store.reader import RunReader
 from holdfast.update.mezo import PENDING, pending_of
 from training import adamw, warm_up

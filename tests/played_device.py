@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import holdfast.offload.entry  # noqa: F401 - loaded before any of it is patched
-from holdfast.delta import hidden
-from holdfast.state import encoding, live, prepared
-from holdfast.state import plain as plain_tensors
+from holdfast.delta import optimizer_attributes
+from holdfast.state import encoding, live_state, prepared_models
+from holdfast.state import plain_tensors as plain_tensors
 
 KIND = "played"
 aten = torch.ops.aten
@@ -326,7 +326,12 @@ def played(monkeypatch):
     """The device is available, and as new."""
     PLAYED.reset()
     monkeypatch.setattr(PLAYED, "on", True)
-    for module in (encoding, hidden, live, plain_tensors):  # which refuse classes that compute otherwise
+    for module in (
+        encoding,
+        optimizer_attributes,
+        live_state,
+        plain_tensors,
+    ):  # which refuse classes that compute otherwise
         monkeypatch.setattr(module, "type", TypeOf, raising=False)
     monkeypatch.setattr(
         torch.Tensor, "pin_memory", lambda tensor: tensor.clone()
@@ -338,8 +343,10 @@ def played(monkeypatch):
 
 def _taken_for_plain(monkeypatch):
     """Classes of tensors of their own are refused. A wrapper is the only one that Python can play a device with."""
-    ours = prepared._computes_otherwise
-    monkeypatch.setattr(prepared, "PARAMETERS", tuple(p for p in prepared.PARAMETERS if p.found is not ours))
+    ours = prepared_models._computes_otherwise
+    monkeypatch.setattr(
+        prepared_models, "PARAMETERS", tuple(p for p in prepared_models.PARAMETERS if p.found is not ours)
+    )
     modules = [module for name, module in sys.modules.items() if name.startswith("holdfast.")]
     for name in ("odd_kind", "is_plain"):
         for module in modules:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from delta.loops import make
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import host, kept
+from holdfast.delta import replica_server, retained_state
 from holdfast.errors import DiskFull
 from holdfast.io.queue import Throttle
 from holdfast.store.local import LocalStore
@@ -81,7 +81,7 @@ class Forked:
                 late = threading.Timer(20, lambda: faulthandler.dump_traceback(stacks))
                 late.daemon = True
                 late.start()
-            host.main(3)
+            replica_server.main(3)
             os._exit(0)
         except BaseException:
             os._exit(70)
@@ -124,7 +124,9 @@ def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
     real(*args)
 
 
-def kept_beside_a_slow_disk(self: host.Host, real: Callable[..., None], rate: int, copies: bool) -> None:
+def kept_beside_a_slow_disk(
+    self: replica_server.Host, real: Callable[..., None], rate: int, copies: bool
+) -> None:
     """Keep the state; from then on so many bytes a second get to the disk, from copies or from the state itself."""
     real(self)
     self._store.queue._throttles[True] = Throttle(rate, burst_bytes=1)
@@ -166,18 +168,20 @@ def train(
     has all that it had open. With ``no_memory`` nothing can be kept there, with ``no_disk`` no base is written there
     after the first."""
     from holdfast import checkpointer as module
-    from holdfast.delta import division, helper, replica
+    from holdfast.delta import replica, replica_process, snapshot_chunks
 
-    division.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
     if slow_seconds:
-        host.apply = partial(slowly, host.apply, slow_seconds)
+        replica_server.apply = partial(slowly, replica_server.apply, slow_seconds)
     if drifts_at is not None:
-        host.apply = partial(drifting, host.apply, drifts_at)
+        replica_server.apply = partial(drifting, replica_server.apply, drifts_at)
     if slow_when_kept is not None:
-        host.Host._keep = partialmethod(kept_beside_a_slow_disk, host.Host._keep, slow_when_kept, copies)
+        replica_server.Host._keep = partialmethod(
+            kept_beside_a_slow_disk, replica_server.Host._keep, slow_when_kept, copies
+        )
     if no_disk:
         LocalStore.publish = partialmethod(without_a_disk, LocalStore.publish)
-    replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
+    replica.LINGER_SECONDS, replica_process.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
         root,
@@ -192,7 +196,7 @@ def train(
         pid = checkpointer._survival.replica._helper._process.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         if no_memory:
-            (checkpointer._survival.replica._place / kept.KEPT).write_bytes(b"in the way")
+            (checkpointer._survival.replica._place / retained_state.KEPT).write_bytes(b"in the way")
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)
             said(durable_step=checkpointer.durable_step)

@@ -89,10 +89,10 @@ def train(
     """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and
     the digest at the end."""
     from holdfast import checkpointer as module
-    from holdfast.delta import division
+    from holdfast.delta import snapshot_chunks
     from holdfast.store import journal
 
-    division.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
+    snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
         unit_bytes,
         1,
         groups_per_segment,

@@ -19,8 +19,8 @@ from torch import nn
 import holdfast
 from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.loop import Loop
 from holdfast.delta.recorder import BOUND
+from holdfast.delta.training_state import Loop
 from holdfast.errors import (
     BadInput,
     DiskFailed,

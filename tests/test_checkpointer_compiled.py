@@ -10,7 +10,7 @@ from torch import nn
 
 from delta.loops import same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper
+from holdfast.delta import replica_process
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
 from holdfast.events import read_events
@@ -42,7 +42,7 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch):
-    monkeypatch.setattr(helper, "start_process", Forked)
+    monkeypatch.setattr(replica_process, "start_process", Forked)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

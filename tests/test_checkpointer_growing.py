@@ -13,9 +13,9 @@ from torch import nn
 from delta.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.compact import compact
-from holdfast.delta.line import Line
+from holdfast.delta.lineage import Line
 from holdfast.errors import NoCommit
-from holdfast.state.growing import ADDED, lengthen, shorten
+from holdfast.state.text_delta import ADDED, lengthen, shorten
 from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import prune

@@ -505,7 +505,7 @@ def test_a_module_in_also_that_would_be_text_in_every_record_is_refused_by_name(
 
 
 def test_tensors_in_also_that_every_record_has_are_told_once_and_counted_as_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.delta.script.LOOK_EVERY", 1)
+    monkeypatch.setattr("holdfast.delta.user_state.LOOK_EVERY", 1)
     model, large = nn.Linear(3, 3), Holding([{"ema": torch.randn(600_000)}])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"also=\{'large': ...\} has 2\.3 MiB of tensors.*averages=") as told:

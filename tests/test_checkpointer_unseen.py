@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.delta import unseen
+from holdfast.delta import mutation_check
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.state.encoding import decode, encode
 
@@ -253,7 +253,7 @@ def test_an_embedding_that_bounds_its_rows_in_the_forward_pass_is_refused(tmp_pa
 
 
 def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(unseen, "PATIENCE", 20)
+    monkeypatch.setattr(mutation_check, "PATIENCE", 20)
     loop = Loop()
     checkpointer, _ = loop.checkpointer(tmp_path)
     loop.go(checkpointer, 3)
@@ -399,8 +399,8 @@ def test_what_was_changed_and_saved_where_there_is_a_base_of_the_step_is_in_anot
 
 def test_iterations_in_which_nobody_steps_are_told_and_then_refused(tmp_path, monkeypatch):
     """Descent by hand, through ``.data``."""
-    monkeypatch.setattr(unseen, "HINT", 5)
-    monkeypatch.setattr(unseen, "PATIENCE", 20)
+    monkeypatch.setattr(mutation_check, "HINT", 5)
+    monkeypatch.setattr(mutation_check, "PATIENCE", 20)
     loop = Loop()
     checkpointer, _ = loop.checkpointer(tmp_path)
     loop.go(checkpointer, 2)
@@ -438,8 +438,8 @@ class Falling:
 def test_accumulation_and_steps_that_a_scaler_skips_are_no_iterations_without_a_step(
     tmp_path, monkeypatch, recwarn
 ):
-    monkeypatch.setattr(unseen, "HINT", 5)
-    monkeypatch.setattr(unseen, "PATIENCE", 20)
+    monkeypatch.setattr(mutation_check, "HINT", 5)
+    monkeypatch.setattr(mutation_check, "PATIENCE", 20)
     loop, scaler = Loop(), Falling()
     checkpointer, _ = loop.checkpointer(tmp_path, scaler=scaler)
     with checkpointer:

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from .accelerators import devices_of, refuse_unrecorded
-from .delta import tier
+from .delta import shared_memory
 from .delta.codecs import Codec, Exact
-from .delta.loop import Loop, is_no_place
+from .delta.durability import Asked, Survival
+from .delta.optimizer_hooks import Update
 from .delta.options import (
     Options,
     refuse_bad_resume,
@@ -37,15 +38,14 @@ from .delta.options import (
     refuse_waiting,
     refuse_with_a_replica,
 )
-from .delta.pulse import Pulse
 from .delta.recording import Recording
 from .delta.recovery import Recovered
+from .delta.recovery_progress import Recovery
 from .delta.remote import Remote
 from .delta.replicating import Replicating
 from .delta.sigterm import SigTerm
-from .delta.survival import Asked, Survival
-from .delta.tap import Update
-from .delta.watching import Recovery
+from .delta.step_log import Pulse
+from .delta.training_state import Loop, is_no_place
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, said_lost, tell
 from .io.queue import IOQueue
@@ -54,7 +54,7 @@ from .ranks import Ranks
 from .regular import home_path
 from .sources import From, begin_from
 from .store.local import LocalStore
-from .store.places import check_place
+from .store.path_checks import check_place
 from .store.retention import Keep
 from .units import GiB
 
@@ -160,7 +160,7 @@ class Checkpointer:
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
             else:
-                place = tier.MEMORY if replica is True else home_path(replica)
+                place = shared_memory.MEMORY if replica is True else home_path(replica)
                 self._survival = Replicating(self._loop, self._options, self._events, run=run, memory=place)
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)

@@ -44,8 +44,8 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
-    from .delta.holder import replay_info
-    from .delta.standing import state_at
+    from .delta.snapshot_state import replay_info
+    from .delta.state_at_step import state_at
     from .universal.memory import InMemory
 
     state, progress = state_at(reader.root, step, tip)

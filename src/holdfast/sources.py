@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from .delta.loop import Loop
 from .delta.recovery import recover, refuse_unless_one_is_whole
+from .delta.training_state import Loop
 from .errors import BadInput
 from .opening import source_of
 from .ranks import Ranks
 from .regular import home_path
-from .state.boxes import Box
 from .state.capture import Captured, buffer_at
 from .state.dtypes import TO_NAME
 from .state.encoding import decode
+from .state.regions import Box
 from .store.local import LocalStore
 from .store.target import Target, Url
 from .universal import packs
 from .universal.checking import refuse_unequal
-from .universal.dividing import Need, divided
 from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.load import check_all
 from .universal.matching import Allowed, Form, Match, match
 from .universal.restore import needs_of, read_tensors, restore
-from .universal.ruled import UnderRules
+from .universal.rules_source import UnderRules
 from .universal.source import Source, Stored
+from .universal.split_verification import Need, divided
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
 NO_RANDOM = "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"

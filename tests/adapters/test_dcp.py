@@ -26,7 +26,7 @@ from holdfast.adapters.dcp import StorageReader, StorageWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.store.pruning import prune
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep

@@ -17,7 +17,7 @@ from torch import nn
 import holdfast as library
 from holdfast.errors import BadInput, Damaged, RunLocked
 from holdfast.opening import source_of
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.store.files import Disk, alone_in
 from holdfast.universal.convert import dcp_writer, huggingface
 from holdfast.universal.convert.dcp_writer import write_dcp

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.cli import foreign
+from holdfast.cli import foreign_states
 from holdfast.cli.inspect import _facts
 from holdfast.cli.runs import Target
 from holdfast.store.reader import RunReader
@@ -272,8 +272,8 @@ def test_who_prints_leaves_quietly_when_nobody_reads(run, holdfast_process, word
 def test_show_tells_how_states_of_others_are_cut_and_who_wrote_them(tmp_path, holdfast, monkeypatch):
     state = random_state([{"w": (6, 2), "one": (1,)}], slots=("exp_avg",))
     write(tmp_path / "zero", state, 1, 2)
-    asked, cuts_of = [], foreign._cuts_of  # of millions of pieces, which only JSON has
-    monkeypatch.setattr(foreign, "_cuts_of", lambda stored: asked.append(stored) or cuts_of(stored))
+    asked, cuts_of = [], foreign_states._cuts_of  # of millions of pieces, which only JSON has
+    monkeypatch.setattr(foreign_states, "_cuts_of", lambda stored: asked.append(stored) or cuts_of(stored))
     shown = holdfast("show", tmp_path / "zero").out
     assert "written by   DeepSpeed 0.19.8, 2 ranks" in shown
     header, *rows = shown.splitlines()[-3:]

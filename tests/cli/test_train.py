@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from holdfast import __version__ as holdfast_version
-from holdfast.cli import announce, stop
+from holdfast.cli import announce, orderly_stop
 from holdfast.cli.build import learning_rate_factor
 from holdfast.cli.train import Job
 from holdfast.config import load_config
@@ -518,10 +518,10 @@ def terminal():
 
 
 def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(terminal, monkeypatch):
-    monkeypatch.setattr(stop, "TERMINAL", terminal)
+    monkeypatch.setattr(orderly_stop, "TERMINAL", terminal)
     before = termios.tcgetattr(terminal)
     assert before[3] & termios.ECHO
-    with stop.StopRequest(lambda _: None, str):
+    with orderly_stop.StopRequest(lambda _: None, str):
         assert not termios.tcgetattr(terminal)[3] & termios.ECHO
         assert termios.tcgetattr(terminal)[3] & termios.NOFLSH
     assert termios.tcgetattr(terminal) == before
@@ -530,7 +530,7 @@ def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(termin
 BACKGROUND = """
 import fcntl, subprocess, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-code = "from holdfast.cli.stop import quiet_keys; print(quiet_keys())"
+code = "from holdfast.cli.orderly_stop import quiet_keys; print(quiet_keys())"
 print(subprocess.run([sys.executable, "-c", code], process_group=0, capture_output=True, timeout=20).stdout)
 """
 
@@ -549,10 +549,10 @@ def test_a_run_in_the_background_leaves_the_terminal_alone(terminal):
 
 
 def test_a_stop_request_gives_the_signals_back():
-    before = [signal.getsignal(number) for number in stop.SIGNALS]
+    before = [signal.getsignal(number) for number in orderly_stop.SIGNALS]
     said = []
-    with stop.StopRequest(said.append, str) as request:
+    with orderly_stop.StopRequest(said.append, str) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested == "SIGTERM"
     assert said == ["SIGTERM: committing this step; again to leave at once"]
-    assert [signal.getsignal(number) for number in stop.SIGNALS] == before
+    assert [signal.getsignal(number) for number in orderly_stop.SIGNALS] == before

@@ -18,7 +18,7 @@ from holdfast.errors import ChunkCorrupt, FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import timeline_path
-from holdfast.store.ranges import VerifiedFiles
+from holdfast.store.payload_ranges import VerifiedFiles
 from tiny_run import flip
 
 NEWEST = 6

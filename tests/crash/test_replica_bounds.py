@@ -10,7 +10,7 @@ import pytest
 
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, tier
+from holdfast.delta import replica_process, shared_memory
 from holdfast.offload.process import process_bytes
 from replica_run import Forked
 from survive_run import FEATURE, OPTIMIZER
@@ -31,8 +31,8 @@ def shared_bytes(place):
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 def test_nothing_grows_in_ten_thousand_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(helper, "start_process", Forked)
-    place, loop, seen = tier.place_of(tmp_path, tier.MEMORY), make(OPTIMIZER, FEATURE), []
+    monkeypatch.setattr(replica_process, "start_process", Forked)
+    place, loop, seen = shared_memory.place_of(tmp_path, shared_memory.MEMORY), make(OPTIMIZER, FEATURE), []
     with Checkpointer(
         tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=50, replica=True
     ) as checkpointer:

@@ -15,7 +15,7 @@ import pytest
 from combined import some_of
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.delta import kept, tier
+from holdfast.delta import retained_state, shared_memory
 from holdfast.delta.channel import Channel
 from holdfast.events import read_events
 from survive_run import kill_in_turn
@@ -42,7 +42,7 @@ def undisturbed(server, tmp_path_factory):
 def nothing_is_left_in_memory(tmp_path):
     yield
     for root in (tmp_path, *tmp_path.iterdir()):
-        assert not tier.place_of(root, tier.MEMORY).exists()
+        assert not shared_memory.place_of(root, shared_memory.MEMORY).exists()
 
 
 def run(server, root, **options):
@@ -163,7 +163,9 @@ def test_a_kept_state_that_is_damaged_is_not_used(server, undisturbed, tmp_path)
     outcome = run(server, tmp_path, base_every=1000, dies_at=11)
     assert outcome.killed and outcome.durable == 11, outcome
     wait_for_event(tmp_path, "base", 11)
-    for file in (tier.place_of(tmp_path, tier.MEMORY) / kept.KEPT / "data").iterdir():
+    for file in (
+        shared_memory.place_of(tmp_path, shared_memory.MEMORY) / retained_state.KEPT / "data"
+    ).iterdir():
         data = bytearray(file.read_bytes())
         if any(data):
             data[-100] ^= 1
@@ -179,7 +181,7 @@ def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
     outcome = run(server, tmp_path, base_every=1000, dies_at=11, drifts_at=11)
     assert outcome.killed and outcome.durable in (10, 11), outcome  # it may know that step 11 has drifted
     wait_for_end(outcome.replica)
-    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    assert not shared_memory.place_of(tmp_path, shared_memory.MEMORY).exists()
     last = go_on_to_the_end(server, undisturbed, tmp_path, 0)
     assert last.resumed == 0 and resumed_from_memory(tmp_path) == []
 
@@ -189,7 +191,7 @@ def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(ser
     outcome = run(server, tmp_path, base_every=1000, dies_at=11, linger_seconds=0.3)
     assert outcome.killed and outcome.durable == 11, outcome
     wait_for_end(outcome.replica)
-    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    assert not shared_memory.place_of(tmp_path, shared_memory.MEMORY).exists()
     last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
     assert last.resumed == 11 and resumed_from_memory(tmp_path) == []
 
@@ -245,7 +247,7 @@ def test_one_that_said_it_takes_what_was_kept_and_was_killed_has_not_taken_it(se
     outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_seconds=0.05)
     assert outcome.killed and outcome.durable == 25, outcome
     with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect(str(tier.place_of(tmp_path, tier.MEMORY) / kept.SOCKET))
+        asking.connect(str(shared_memory.place_of(tmp_path, shared_memory.MEMORY) / retained_state.SOCKET))
         Channel(asking).send({"takes": True})
     wait_for_event(tmp_path, "base", 25)
     go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)

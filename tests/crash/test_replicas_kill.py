@@ -11,7 +11,7 @@ import pytest
 from combined import some_of
 from dist.world import World
 from holdfast import failpoints
-from holdfast.delta import tier
+from holdfast.delta import shared_memory
 from holdfast.events import read_events
 
 STEPS = 40
@@ -51,7 +51,9 @@ def undisturbed(world, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory(tmp_path):
     yield
-    assert not list(tier.MEMORY.glob(tier.place_of(tmp_path, tier.MEMORY).name + "*"))
+    assert not list(
+        shared_memory.MEMORY.glob(shared_memory.place_of(tmp_path, shared_memory.MEMORY).name + "*")
+    )
 
 
 def run(world, root, kind, **order):
@@ -133,7 +135,7 @@ def test_what_one_replica_kept_is_damaged_or_gone(world, undisturbed, tmp_path, 
     assert [each["code"] for each in said] == [-9, -9]
     while [event["event"] for event in read_events(tmp_path / "events.jsonl")].count("kept") < 2:
         time.sleep(0.01)
-    place = tier.place_of(tmp_path, tier.MEMORY, f".rank-{rank:05d}") / "state"
+    place = shared_memory.place_of(tmp_path, shared_memory.MEMORY, f".rank-{rank:05d}") / "state"
     if what == "removed":
         shutil.rmtree(place)
     else:

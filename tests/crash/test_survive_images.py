@@ -13,13 +13,13 @@ import pytest
 
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import division
+from holdfast.delta import snapshot_chunks
 from holdfast.delta.recovery import recover
-from holdfast.delta.script import Script
+from holdfast.delta.user_state import Script
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
 from holdfast.ranks import Ranks
-from holdfast.state.live import LiveState
+from holdfast.state.live_state import LiveState
 from holdfast.store import journal
 from holdfast.store.local import LocalStore
 from support.simdisk import SimDisk
@@ -30,7 +30,7 @@ ROOT, STEPS = "/sim", 9
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(division, "UNIT_BYTES", 2500)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 2500)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
 

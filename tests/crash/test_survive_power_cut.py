@@ -14,7 +14,7 @@ from crash.test_replica_kill import wait_for_end
 from crash.test_survive_kill import COMPACTED, PRUNED, finished, recoverable
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.delta import tier
+from holdfast.delta import shared_memory
 from holdfast.store.local import LocalStore
 from powercut import power_cut_disk
 
@@ -153,10 +153,10 @@ def test_power_cut_beside_a_replica(server, undisturbed, disk, root, failpoint):
     if failpoint.startswith(OF_TRAINERS):  # which the replica outlives, but not the machine
         os.kill(outcome.replica, signal.SIGKILL)
     wait_for_end(outcome.replica)
-    tier.remove(tier.place_of(root, tier.MEMORY))
+    shared_memory.remove(shared_memory.place_of(root, shared_memory.MEMORY))
     disk.reboot()
     last = server.run(root=root, steps=STEPS, **order)
     assert last.finished, last.error
     assert last.resumed >= outcome.durable_step >= 0
     assert last.losses == undisturbed.losses[last.resumed :] and last.digest == undisturbed.digest
-    assert not tier.place_of(root, tier.MEMORY).exists()
+    assert not shared_memory.place_of(root, shared_memory.MEMORY).exists()

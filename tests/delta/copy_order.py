@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 import played_device
 from holdfast.delta.bases import Landing
+from holdfast.delta.record_builder import Sealer
 from holdfast.delta.recorder import Recorder
-from holdfast.delta.sealer import Sealer
-from holdfast.delta.slots import SlotPool
+from holdfast.delta.staging_buffers import SlotPool
 from holdfast.io.buffers import Buffer
 from holdfast.store.generations import Generations
 from holdfast.store.journal import JournalWriter

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast.delta import division
+from holdfast.delta import snapshot_chunks
 from holdfast.store import journal
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Manifest
@@ -169,7 +169,7 @@ def same(a: Any, b: Any) -> bool:
 
 def cut_small(monkeypatch: Any, groups: int = 64) -> None:
     """A base is of several units, one of them copied in each step; a segment holds so many ``groups`` of records."""
-    monkeypatch.setattr(division, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 1000)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", groups)
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.delta.agreement import HEARD_SECONDS, Agreement
-from holdfast.delta.together import Together
+from holdfast.delta.collective_snapshot import Together
+from holdfast.delta.coordinator import HEARD_SECONDS, Agreement
 from holdfast.ranks import Ranks
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.delta import alike
-from holdfast.delta.alike import Alike
-from holdfast.state.cuts import copies, owners
-from holdfast.state.live import LiveState
+from holdfast.delta import rank_consistency
+from holdfast.delta.rank_consistency import Alike
+from holdfast.state.live_state import LiveState
+from holdfast.state.ownership import copies, owners
 
 
 class Board(dict):
@@ -47,7 +47,7 @@ class Rank:
 @pytest.fixture
 def two(monkeypatch):
     """Two ranks that have heard that a comparison begins at some step, and what that is."""
-    monkeypatch.setattr(alike, "BYTES_PER_STEP", 40)
+    monkeypatch.setattr(rank_consistency, "BYTES_PER_STEP", 40)
     board = Board(Alike.common)
     ranks = [Rank(rank, board) for rank in range(2)]
     ranks[0].alike.begin(ranks[0].state, 10)
@@ -58,7 +58,7 @@ def test_so_many_bytes_are_digested_at_the_end_of_each_step_and_a_difference_is_
     ranks, board, at = two
     with torch.no_grad():
         ranks[1].model[1].bias[0] += 1
-    count = len(list(alike._batches(ranks[0].state.copies)))
+    count = len(list(rank_consistency._batches(ranks[0].state.copies)))
     assert at > 10 and count == 3
     for step in range(at - 2, at + count):
         for rank in ranks:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.delta import awake
-from holdfast.delta.helper import Helper
+from holdfast.delta import running_clock
+from holdfast.delta.replica_process import Helper
 from holdfast.errors import WriterHung
 
 
@@ -21,18 +21,18 @@ class Hands:
 
 def test_a_clock_stands_still_while_suspended():
     hands = Hands()
-    clock = awake.AwakeClock(hands)
+    clock = running_clock.AwakeClock(hands)
     found = []
     for seconds in (0.5, 0.5, 3600.0, 0.5):
         hands.seconds += seconds
         found.append(clock.now())
-    assert found == [0.5, 1.0, 1.0 + awake.MOST_SECONDS, 1.5 + awake.MOST_SECONDS]
+    assert found == [0.5, 1.0, 1.0 + running_clock.MOST_SECONDS, 1.5 + running_clock.MOST_SECONDS]
 
 
 def test_a_replica_is_not_hung_after_suspension(monkeypatch):
     hands = Hands()
-    monkeypatch.setattr(awake, "now", awake.AwakeClock(hands).now)
-    helper, since = Helper(lambda about: None, 60.0), awake.now()
+    monkeypatch.setattr(running_clock, "now", running_clock.AwakeClock(hands).now)
+    helper, since = Helper(lambda about: None, 60.0), running_clock.now()
     hands.seconds += 3600
     helper.check(since)
     with pytest.raises(WriterHung, match="said nothing for 6"):

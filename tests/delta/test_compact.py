@@ -12,7 +12,7 @@ from torch import nn
 from delta.loops import cut_small, make, same
 from delta.test_replay import OPTIMIZERS
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import holder
+from holdfast.delta import snapshot_state
 from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, Damaged, NoCommit, RunLocked
@@ -189,7 +189,7 @@ class Mine(torch.optim.AdamW):
 
 
 def other_torch(monkeypatch):
-    monkeypatch.setattr(holder.torch, "__version__", "1.0")
+    monkeypatch.setattr(snapshot_state.torch, "__version__", "1.0")
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from holdfast.delta.division import divided, owned_by
-from holdfast.state.boxes import Box
+from holdfast.delta.snapshot_chunks import divided, owned_by
 from holdfast.state.capture import Captured, CapturedParameter
-from holdfast.state.live import LiveState
-from holdfast.state.stretches import Stretch
+from holdfast.state.flat_ranges import Stretch
+from holdfast.state.live_state import LiveState
+from holdfast.state.regions import Box
 
 WHOLE = torch.arange(12.0).reshape(3, 4)
 

@@ -8,8 +8,8 @@ from threading import Barrier
 import torch
 from torch import nn
 
-from holdfast.delta.entering import seen_together
-from holdfast.state.live import LiveState
+from holdfast.delta.joint_scan import seen_together
+from holdfast.state.live_state import LiveState
 
 
 class Played:

@@ -12,8 +12,8 @@ from holdfast.delta import lossy
 from holdfast.delta.codecs import ArrayReader, array_key, expand
 from holdfast.delta.grids import alike
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.slots import Slot
-from holdfast.state.live import LiveState
+from holdfast.delta.staging_buffers import Slot
+from holdfast.state.live_state import LiveState
 from training import same_bits
 
 SHAPES = [(), (0,), (3, 0), (1,), (2,), (1023,), (1024,), (1025,), (3, 700), (5000,), (40, 1024)]

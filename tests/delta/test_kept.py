@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from delta.loops import make, same
-from holdfast.delta import division, kept
+from holdfast.delta import retained_state, snapshot_chunks
 from holdfast.delta.recovery import recover
-from holdfast.delta.script import NoScript
+from holdfast.delta.user_state import NoScript
 from holdfast.errors import ChunkCorrupt
 from holdfast.ranks import Ranks
-from holdfast.state.live import LiveState
+from holdfast.state.live_state import LiveState
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 
@@ -23,7 +23,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 @pytest.fixture
 def left(tmp_path, monkeypatch):
     """A run with nothing on the disk, the place where step 5 of it is kept, and the loop that was there."""
-    monkeypatch.setattr(division, "UNIT_BYTES", 100)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 100)
     loop = make(ADAMW, "batchnorm")
     for i in range(5):
         loop.iteration(i, lambda: None)
@@ -31,12 +31,12 @@ def left(tmp_path, monkeypatch):
         store.begin(None)
         state, place = LiveState(loop.model, loop.optimizers), tmp_path / "kept"
         run = [store.opened.id, store.opened.key]
-        kept.keep(place, state, 5, {"values": state.values(), "groups": []}, run)
+        retained_state.keep(place, state, 5, {"values": state.values(), "groups": []}, run)
         yield store, place, loop
 
 
 def persist(store, place, stop=lambda: False):
-    return kept.persist(place, store, lambda: None, stop)
+    return retained_state.persist(place, store, lambda: None, stop)
 
 
 def test_what_was_kept_is_a_base_of_the_same_bits_and_goes(left):
@@ -47,7 +47,7 @@ def test_what_was_kept_is_a_base_of_the_same_bits_and_goes(left):
     assert found.point.step == 5 and not found.odd
     assert same(other.state()["model"], loop.state()["model"])
     assert same(other.state()["slots"], loop.state()["slots"])
-    assert kept.look(place, store) == []
+    assert retained_state.look(place, store) == []
     assert "run" not in store.load(store.line()[0]).progress
 
 
@@ -56,14 +56,14 @@ def test_what_somebody_comes_for_meanwhile_stays_kept(left):
     answers = iter([False, False, True])
     assert persist(store, place, lambda: next(answers)) is None
     assert store.commits() == []
-    assert [each.last for each in kept.look(place, store)] == [5]
+    assert [each.last for each in retained_state.look(place, store)] == [5]
 
 
 def test_what_the_disk_has_is_not_written_again(left):
     store, place, loop = left
     persist(store, place)
     state = LiveState(loop.model, loop.optimizers)
-    kept.keep(place, state, 5, {"values": state.values()}, [store.opened.id, store.opened.key])
+    retained_state.keep(place, state, 5, {"values": state.values()}, [store.opened.id, store.opened.key])
     before = store.timeline
     assert persist(store, place) is None
     assert store.timeline == before
@@ -71,7 +71,7 @@ def test_what_the_disk_has_is_not_written_again(left):
 
 def test_what_is_damaged_becomes_no_base(left):
     store, place, _ = left
-    for file in (place / kept.KEPT / "data").iterdir():
+    for file in (place / retained_state.KEPT / "data").iterdir():
         data = bytearray(file.read_bytes())
         if any(data):
             data[-100] ^= 1

@@ -13,7 +13,16 @@ import torch
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import leaving, post, recorder, recording, replica, replicating, sealer, slots
+from holdfast.delta import (
+    async_copy,
+    record_builder,
+    record_sender,
+    recorder,
+    recording,
+    replica,
+    replicating,
+    staging_buffers,
+)
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import TopK
 from holdfast.store.retention import Keep
@@ -29,23 +38,23 @@ class Device:
     slots are on another stream than the others, as where a script steps its optimizer on one."""
 
     def __init__(self, monkeypatch):
-        self.under_way, self.waiters, self.pinned = {leaving: [], slots: []}, set(), []
+        self.under_way, self.waiters, self.pinned = {async_copy: [], staging_buffers: []}, set(), []
         self.reached = lambda: None
         """Called when somebody waits for a mark."""
 
         def copied(tensor):
             made = torch.empty_like(tensor)
-            self.begin(leaving, made, tensor.detach())
+            self.begin(async_copy, made, tensor.detach())
             return made
 
-        monkeypatch.setattr(leaving, "copied", copied)
-        for module in (leaving, sealer, recording, replica, replicating):
+        monkeypatch.setattr(async_copy, "copied", copied)
+        for module in (async_copy, record_builder, recording, replica, replicating):
             monkeypatch.setattr(module, "devices_of", lambda tensors: [HERE])
-        for module in (recorder, post):
+        for module in (recorder, record_sender):
             monkeypatch.setattr(module, "use_device", lambda device: None)
-        monkeypatch.setattr(leaving, "marks", lambda devices: [Mark(self, leaving)])
-        monkeypatch.setattr(slots, "Departures", lambda devices: self)
-        monkeypatch.setattr(slots, "pinned", self.pin)
+        monkeypatch.setattr(async_copy, "marks", lambda devices: [Mark(self, async_copy)])
+        monkeypatch.setattr(staging_buffers, "Departures", lambda devices: self)
+        monkeypatch.setattr(staging_buffers, "pinned", self.pin)
 
     def pin(self, view, *_):
         self.pinned.append(id(view))
@@ -55,8 +64,8 @@ class Device:
 
     def send(self, targets, sources, lasting):
         for target, source in zip(targets, sources, strict=True):
-            self.begin(slots, target, source)
-        return [Mark(self, slots)]
+            self.begin(staging_buffers, target, source)
+        return [Mark(self, staging_buffers)]
 
     def begin(self, stream, target, source):
         now = source.clone()
@@ -134,7 +143,7 @@ def test_refused_pinning_leaves_no_error_behind(monkeypatch, advice):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
     with pytest.warns(UserWarning, match=rf"cannot be pinned \(CUDA error 2\), so training waits.*{advice}"):
-        slot = slots.Slot(
+        slot = staging_buffers.Slot(
             [layout], departures=SimpleNamespace(devices=[torch.device("cuda:0")]), advice=advice
         )
     assert runtime.error == 0
@@ -145,6 +154,6 @@ def test_refused_pinning_leaves_no_error_behind(monkeypatch, advice):
 
 
 def state_of(model):
-    from holdfast.state.live import LiveState
+    from holdfast.state.live_state import LiveState
 
     return LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)])

@@ -11,7 +11,7 @@ from torch import nn
 
 from delta.loops import same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import division
+from holdfast.delta import snapshot_chunks
 from holdfast.errors import Unreadable
 from holdfast.events import read_events
 from holdfast.store import journal
@@ -25,7 +25,7 @@ from test_checkpointer import go_on, reference, start
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     """A base is of several units, one of them in each step; a segment holds one group."""
-    monkeypatch.setattr(division, "UNIT_BYTES", 100)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 100)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 1)
 

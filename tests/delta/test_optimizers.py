@@ -12,7 +12,7 @@ import holdfast
 from delta.loops import cut_small, make, manifests, same
 from delta.test_replay import STEPS, recovered, trained
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, holder, tier
+from holdfast.delta import replica_process, shared_memory, snapshot_state
 from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
@@ -90,8 +90,8 @@ def forked(monkeypatch, tmp_path):
     """Replicas are forked, and keep what they have below the test's folder."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr(helper, "start_process", Forked)
-    monkeypatch.setattr(tier, "MEMORY", memory)
+    monkeypatch.setattr(replica_process, "start_process", Forked)
+    monkeypatch.setattr(shared_memory, "MEMORY", memory)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])
@@ -179,7 +179,7 @@ def test_what_several_ranks_recorded_of_whole_tensors_is_not_replayed_without_th
         with pytest.raises(
             BadInput, match=r"needs whole tensors, and 2 ranks recorded parts of them.* call save\(\)"
         ):
-            holder._refuse({"classes": [kind]}, {}, 2)
+            snapshot_state._refuse({"classes": [kind]}, {}, 2)
 
 
 def test_joined_optimizers_are_refused_for_a_replica_with_the_way_out(tmp_path):

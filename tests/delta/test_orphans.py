@@ -7,7 +7,7 @@ from threading import Timer
 
 import pytest
 
-from holdfast.delta.orphans import HERE, KEPT, Locks, Notes, has_kept, is_orphan
+from holdfast.delta.replica_rendezvous import HERE, KEPT, Locks, Notes, has_kept, is_orphan
 from holdfast.ranks import Ranks
 from holdfast.store.files import Disk
 from holdfast.store.lock import lock_of

@@ -21,20 +21,20 @@ import holdfast
 from delta.loops import cut_small, make, manifests, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import show
-from holdfast.delta import bases, division
-from holdfast.delta import pace as pace_module
-from holdfast.delta.pace import Pace
+from holdfast.delta import bases, snapshot_chunks
+from holdfast.delta import snapshot_scheduler as pace_module
 from holdfast.delta.recorder import Recorder
+from holdfast.delta.snapshot_scheduler import Pace
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.state.rules import Rules
+from holdfast.store.disk_usage import used_bytes
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
-from holdfast.store.room import used_bytes
 from holdfast.store.segments import read_segment, segments
-from holdfast.universal.ruled import check, infer
+from holdfast.universal.rules_source import check, infer
 from test_checkpointer import Orthogonal, go_on, reference, start
 
 
@@ -294,7 +294,7 @@ def copies_of(monkeypatch):
 
 def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1 << 16)
-    monkeypatch.setattr(division, "UNIT_BYTES", 1 << 16)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 1 << 16)
     torch.manual_seed(0)
     model = Wide(1, 300_000)  # one row is not divided
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -324,7 +324,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
 def test_rows_of_a_large_parameter_are_copied_each_at_a_step_of_their_own(tmp_path, monkeypatch, shape, name):
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
-    monkeypatch.setattr(division, "UNIT_BYTES", 1 << 19)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 1 << 19)
     options = {"momentum": 0.9} if name == "SGD" else {}
 
     def made(seed):
@@ -361,7 +361,7 @@ def state_of(model, optimizer):
 
 
 def test_show_and_rules_take_rows_that_one_rank_divided_for_one_part(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(division, "UNIT_BYTES", 1 << 19)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 1 << 19)
     model = Wide(3_000, 100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
@@ -385,12 +385,12 @@ def test_a_file_written_through_has_the_bytes_of_one_that_was_copied(shape, tran
     tensors = {"a/param": torch.randn(shape), "b/param": torch.arange(7), "c/param": torch.randn(7, 1001)}
     if transposed:
         tensors["c/param"] = torch.randn(1001, 7).t()
-    layout = division.Layout.build(
+    layout = snapshot_chunks.Layout.build(
         [
             (key, {torch.float32: "F32", torch.int64: "I64"}[t.dtype], tuple(t.shape))
             for key, t in tensors.items()
         ],
-        division.METADATA,
+        snapshot_chunks.METADATA,
     )
     whole = bytearray(layout.file_bytes)
     for key, tensor in tensors.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.delta.pulse import Pulse
+from holdfast.delta.step_log import Pulse
 from holdfast.events import EventLog, read_events
 
 

@@ -15,9 +15,9 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.recovery import recover
-from holdfast.delta.script import Script
+from holdfast.delta.user_state import Script
 from holdfast.ranks import Ranks
-from holdfast.state.live import LiveState
+from holdfast.state.live_state import LiveState
 from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep

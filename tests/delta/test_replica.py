@@ -19,14 +19,22 @@ from combined import one_in
 from delta.loops import make, same
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import division, helper, host, kept, layers, replicating, tier
+from holdfast.delta import (
+    layers,
+    replica_process,
+    replica_server,
+    replicating,
+    retained_state,
+    shared_memory,
+    snapshot_chunks,
+)
 from holdfast.delta.compact import compact
 from holdfast.delta.recorder import BOUND
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.optim import Joined
-from holdfast.state.live import LiveState
+from holdfast.state.live_state import LiveState
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from replica_run import Forked
@@ -44,9 +52,9 @@ def forked(monkeypatch, tmp_path):
     """Replicas are forked, and none is left: neither a process nor anything in its place."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr(helper, "start_process", Forked)
-    monkeypatch.setattr(tier, "MEMORY", memory)
-    monkeypatch.setattr(division, "UNIT_BYTES", 100)
+    monkeypatch.setattr(replica_process, "start_process", Forked)
+    monkeypatch.setattr(shared_memory, "MEMORY", memory)
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 100)
     before = set(psutil.Process().children())  # of other tests: a resource tracker, loader workers
     yield
     assert os.listdir(memory) == []
@@ -269,7 +277,7 @@ def drifting(monkeypatch):
     """The replica's state is changed behind its back after a step."""
 
     def arm(at, change):
-        real = host.apply
+        real = replica_server.apply
 
         def apply(state, records):
             real(state, records)
@@ -279,7 +287,7 @@ def drifting(monkeypatch):
             done.append(record)
 
         done = []
-        monkeypatch.setattr(host, "apply", apply)
+        monkeypatch.setattr(replica_server, "apply", apply)
 
     return arm
 
@@ -385,7 +393,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
     assert checkpointer.replica_step == checkpointer.durable_step == 3
     with pytest.raises(ReplicaDied):
         checkpointer.close()
-    assert os.listdir(tier.MEMORY) == []
+    assert os.listdir(shared_memory.MEMORY) == []
     loop, again = start(tmp_path)
     with again:
         assert again.resume() == 3
@@ -412,14 +420,14 @@ def disk_of(monkeypatch):
     """The replica's writes so many bytes a second."""
 
     def arm(rate):
-        real = host.Host._take_place
+        real = replica_server.Host._take_place
 
         def take_place(self):
             real(self)
             self._store.queue._throttles[True] = Throttle(rate, burst_bytes=1)
 
-        monkeypatch.setattr(host.Host, "_take_place", take_place)
-        monkeypatch.setattr(host, "BEAT_SECONDS", 0.1)  # the deadline is a second or two here
+        monkeypatch.setattr(replica_server.Host, "_take_place", take_place)
+        monkeypatch.setattr(replica_server, "BEAT_SECONDS", 0.1)  # the deadline is a second or two here
 
     return arm
 
@@ -457,8 +465,8 @@ def test_what_was_kept_is_taken_by_one_rank_that_goes_on_from_its_end(monkeypatc
 
 
 def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
-    real = host.apply
-    monkeypatch.setattr(host, "apply", lambda *args: (time.sleep(0.2), real(*args)))
+    real = replica_server.apply
+    monkeypatch.setattr(replica_server, "apply", lambda *args: (time.sleep(0.2), real(*args)))
     loop, checkpointer = start(tmp_path)
     with checkpointer:
         checkpointer.resume()
@@ -502,14 +510,14 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
     with pytest.raises(DiskFull):
         checkpointer.close()
     monkeypatch.undo()
-    monkeypatch.setattr(tier, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(shared_memory, "MEMORY", tmp_path / "memory")
     _loop, again = start(tmp_path)  # what it had is in memory
     with again:
         assert again.resume() >= 3
 
 
 def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, monkeypatch):
-    real = host.Host._begin_base
+    real = replica_server.Host._begin_base
 
     def begin_base(self):
         if self._step > 0:
@@ -519,7 +527,7 @@ def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, mon
             raise DiskFull("no space left")
         real(self)
 
-    monkeypatch.setattr(host.Host, "_begin_base", begin_base)
+    monkeypatch.setattr(replica_server.Host, "_begin_base", begin_base)
     loop, checkpointer = start(tmp_path, base_every=3)
     checkpointer.resume()
     for i in range(6):
@@ -528,7 +536,7 @@ def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, mon
     (tmp_path / "all_handed_over").touch()
     with pytest.raises(DiskFull, match="no space left"):
         checkpointer.close()
-    monkeypatch.setattr(host.Host, "_begin_base", real)
+    monkeypatch.setattr(replica_server.Host, "_begin_base", real)
     _loop, again = start(tmp_path)
     with again:
         assert again.resume() == 6
@@ -597,7 +605,7 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tm
 
 def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_path, monkeypatch):
     """That one is there when the replica is about to be told of the other, which takes long."""
-    publish, send = host.Host._publish, helper.Helper.send
+    publish, send = replica_server.Host._publish, replica_process.Helper.send
 
     def publish_slowly(self):
         time.sleep(0.5 if self._step == 3 else 0)
@@ -608,8 +616,8 @@ def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_pat
             self.wait_for(lambda: self.durable_step == 3)
         send(self, about, data)
 
-    monkeypatch.setattr(host.Host, "_publish", publish_slowly)
-    monkeypatch.setattr(helper.Helper, "send", send_late)
+    monkeypatch.setattr(replica_server.Host, "_publish", publish_slowly)
+    monkeypatch.setattr(replica_process.Helper, "send", send_late)
     loop = make(ADAMW, "")
     schedule = torch.optim.lr_scheduler.StepLR(loop.optimizers[0], 1, gamma=0.5)
     with Checkpointer(
@@ -674,7 +682,7 @@ def test_drift_of_what_is_no_tensor_is_found_too(tmp_path, drifting):
 
 
 def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
-    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
     (place / "sync").mkdir(parents=True, mode=0o700)
     place.chmod(0o700)
     (place / "ring").write_bytes(b"old")
@@ -697,22 +705,22 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
     with LocalStore.open(tmp_path / "run", keep=Keep(9)) as store:
 
         def found(target=None, exact=False):
-            own = kept.look(place, store)
-            fork = kept.agreed([own], kept.newest(store, target), target, exact)
+            own = retained_state.look(place, store)
+            fork = retained_state.agreed([own], retained_state.newest(store, target), target, exact)
             return None if fork is None else fork.step
 
         key = store.timelines()[0][1].key
         assert found() is None
         for step, its_key, counts in ((9, key, True), (6, key, True), (5, key, False), (9, "another", False)):
-            kept.keep(place, state, step, {"values": {}}, [1, its_key])
+            retained_state.keep(place, state, step, {"values": {}}, [1, its_key])
             assert found() == (step if counts else None)
-        kept.keep(place, state, 9, {"values": {}}, [1, key])
+        retained_state.keep(place, state, 9, {"values": {}}, [1, key])
         assert [found(8), found(9, exact=True), found(10, exact=True), found(10)] == [None, 9, None, 9]
-        store.begin(kept.Fork(9, 1, key))  # by a trainer that died then
+        store.begin(retained_state.Fork(9, 1, key))  # by a trainer that died then
         assert found() == 9
-        store.begin(kept.Fork(4, 1, key))
+        store.begin(retained_state.Fork(4, 1, key))
         assert found() is None
-    kept.drop(place)
+    retained_state.drop(place)
 
 
 def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(tmp_path):
@@ -723,11 +731,11 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         for i in range(3):
             loop.iteration(i, checkpointer.step)
         progress = checkpointer._loop.progress()
-    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
     with LocalStore.read(tmp_path / "run") as reader:
         key = reader.timelines()[0][1].key
-    tier.make(place)
-    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+    shared_memory.make(place)
+    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
     loop, again = start(tmp_path)
     with again:
         assert again.resume() == 5 and again.replica_step == 5
@@ -747,12 +755,12 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
         progress = checkpointer._loop.progress()
 
     def keep(step):
-        place = tier.place_of(tmp_path / "run", tier.MEMORY)
+        place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
         with LocalStore.read(tmp_path / "run") as reader:
             timelines = reader.timelines()[0]
-        tier.make(place)
+        shared_memory.make(place)
         newest = max(timelines)
-        kept.keep(
+        retained_state.keep(
             place, LiveState(loop.model, loop.optimizers), step, progress, [newest, timelines[newest].key]
         )
         return place
@@ -774,7 +782,7 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
         assert alone.resume(step=5) == 5
     with plain() as alone:  # what was kept is of another line by now
         assert alone.resume() == 5
-    tier.remove(place)
+    shared_memory.remove(place)
 
 
 def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
@@ -795,10 +803,10 @@ def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
         progress = checkpointer._loop.progress()
     with LocalStore.read(tmp_path / "run") as reader:
         timelines = reader.timelines()[0]
-    place = tier.place_of(tmp_path / "run", aside)
-    tier.make(place)
+    place = shared_memory.place_of(tmp_path / "run", aside)
+    shared_memory.make(place)
     run = [max(timelines), timelines[max(timelines)].key]
-    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
+    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
     with (
         begun()[1] as alone,
         pytest.raises(BadInput, match=r"kept step 5 in memory, and step 1 is on the disk"),
@@ -817,13 +825,13 @@ def remembered(tmp_path):
         for i in range(3):
             loop.iteration(i, checkpointer.step)
         progress = checkpointer._loop.progress()
-    place = tier.place_of(root / "run", tier.MEMORY)
+    place = shared_memory.place_of(root / "run", shared_memory.MEMORY)
     with LocalStore.read(root / "run") as reader:
         timelines, key = reader.timelines()[0], reader.run_key()
-    tier.make(place)
-    tier.say_owner(place, root / "run", key)
+    shared_memory.make(place)
+    shared_memory.say_owner(place, root / "run", key)
     run = [max(timelines), timelines[max(timelines)].key]
-    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
+    retained_state.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
     return root
 
 
@@ -869,22 +877,22 @@ def test_a_new_run_in_the_same_inode_leaves_memory_alone(remembered, tmp_path):
     shutil.copytree(remembered, tmp_path / "second")
     for path in (remembered / "run").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    [place] = tier.MEMORY.iterdir()
-    owner = tier.owner_of(place)
+    [place] = shared_memory.MEMORY.iterdir()
+    owner = shared_memory.owner_of(place)
     loop, checkpointer = start(remembered)
     with checkpointer:
         assert checkpointer.resume() == 0
         loop.iteration(0, checkpointer.step)
     assert owner is not None and owner.is_at(remembered / "run")
-    assert tier.owner_of(place) == owner and os.listdir(tier.MEMORY) == [place.name]
+    assert shared_memory.owner_of(place) == owner and os.listdir(shared_memory.MEMORY) == [place.name]
     with pytest.warns(UserWarning, match="step 5 was in memory of a replica of this run"):
         assert resumed(tmp_path / "second") == 5
-    tier.remove(place)
+    shared_memory.remove(place)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"])
 def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered, text):
-    (tier.place_of(remembered / "run", tier.MEMORY) / tier.OWNER).write_bytes(text)
+    (shared_memory.place_of(remembered / "run", shared_memory.MEMORY) / shared_memory.OWNER).write_bytes(text)
     assert resumed(remembered) == 5
 
 
@@ -903,7 +911,7 @@ def test_a_base_of_a_replica_leads_on_without_the_script(tmp_path):
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):
-    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
     place.mkdir(mode=0o755)
     with pytest.raises(BadInput, match="is not a directory of this user alone"):
         start(tmp_path)[1].resume()

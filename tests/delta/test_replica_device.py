@@ -17,13 +17,13 @@ from delta.test_leaving import Device
 from delta.test_optimizers import OPTIMIZERS as WHOLE
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from delta.test_replica import ADAMW, HABITS, events, forked, start, states_of  # noqa: F401
-from holdfast.delta import rebuild, visiting
+from holdfast.delta import device_staging, model_description
+from holdfast.delta.device_staging import Visit
 from holdfast.delta.layers import LayerTap
-from holdfast.delta.rebuild import refuse_what_cannot_be_rebuilt
-from holdfast.delta.visiting import Visit
+from holdfast.delta.model_description import refuse_what_cannot_be_rebuilt
 from holdfast.errors import BadInput
 from holdfast.optim import AdamWBF16
-from holdfast.state.live import LiveState
+from holdfast.state.live_state import LiveState
 from holdfast.store.retention import Keep
 
 STEPS = 9
@@ -32,8 +32,8 @@ STEPS = 9
 @pytest.fixture
 def device(monkeypatch):
     """All parameters are on it, and each visits it by itself."""
-    monkeypatch.setattr(rebuild, "visited", lambda held: "cpu")
-    monkeypatch.setattr(visiting, "VISIT_BYTES", 1)
+    monkeypatch.setattr(model_description, "visited", lambda held: "cpu")
+    monkeypatch.setattr(device_staging, "VISIT_BYTES", 1)
     return Device(monkeypatch)
 
 
@@ -171,7 +171,9 @@ def test_after_a_visit_all_is_where_it_was(stays):
 def test_a_visit_that_is_broken_off_leaves_all_at_home(device, kind, rounds):
     """Those without a gradient stay, unless all are updated together: it could be that one depends on another."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
-    part = rebuild.rebuild(rebuild.describe(LiveState(model, [kind(model.parameters(), lr=0.1)])))
+    part = model_description.rebuild(
+        model_description.describe(LiveState(model, [kind(model.parameters(), lr=0.1)]))
+    )
     homes = {p.name: p.parameter.data_ptr() for p in part.parameters}
 
     def away():

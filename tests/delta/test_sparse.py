@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.delta.byte_shuffle import CHUNK, squeeze, unsqueeze
 from holdfast.delta.codecs import Exact
 from holdfast.delta.quantise import quantise, scaled
 from holdfast.delta.sparse import BITS, Spread, pick, spread
-from holdfast.delta.squeeze import CHUNK, squeeze, unsqueeze
 from holdfast.errors import BadInput
 from training import same_bits
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.delta import tier
+from holdfast.delta import shared_memory
 
 
 def owned(path, memory, key, number=0):
     """A tier in ``memory`` of the run with ``key`` at ``path``."""
-    place = tier.place_of(path, memory, number=number)
-    tier.make(place)
-    tier.say_owner(place, path, key)
+    place = shared_memory.place_of(path, memory, number=number)
+    shared_memory.make(place)
+    shared_memory.say_owner(place, path, key)
     return place
 
 
@@ -25,8 +25,8 @@ def test_tiers_of_other_runs_are_no_strays(tmp_path):
         places[key] = owned(run, memory, key)
         run.rename(tmp_path / f"away{key}")
     here.mkdir()
-    assert tier.strays_of(here, memory, "one") == [places["one"]]
-    assert tier.strays_of(here, memory, "") == []
+    assert shared_memory.strays_of(here, memory, "one") == [places["one"]]
+    assert shared_memory.strays_of(here, memory, "") == []
 
 
 def test_the_tier_that_holds_something_is_taken(tmp_path):
@@ -34,12 +34,12 @@ def test_the_tier_that_holds_something_is_taken(tmp_path):
     first, second = (owned(tmp_path, tmp_path, "key", number) for number in (0, 1))
     for place in (first, second):
         (place / "state").mkdir()
-        assert tier.place_for(tmp_path, tmp_path, "key") == place
+        assert shared_memory.place_for(tmp_path, tmp_path, "key") == place
         (place / "state").rmdir()
 
 
 def test_an_inode_counts_with_its_device(tmp_path):
-    owner = tier.owner_of(owned(tmp_path, tmp_path, "key"))
+    owner = shared_memory.owner_of(owned(tmp_path, tmp_path, "key"))
     assert owner.is_run(tmp_path, "key") and not owner.is_run(tmp_path, "other")
     assert not replace(owner, device=owner.device + 1).is_at(tmp_path)
     assert replace(owner, key="").is_run(tmp_path, "key")

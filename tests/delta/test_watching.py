@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import holdfast
-from holdfast.delta.watching import READ_BYTES_PER_SECOND, REPLAY_BYTES_PER_SECOND, Recovery
+from holdfast.delta.recovery_progress import READ_BYTES_PER_SECOND, REPLAY_BYTES_PER_SECOND, Recovery
 from holdfast.errors import Damaged
 from holdfast.events import read_events
 from holdfast.store.local import LocalStore

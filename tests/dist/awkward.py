@@ -32,7 +32,7 @@ from dist.awkward_decoder import (
 )
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, replica
+from holdfast.delta import replica, replica_process
 from holdfast.store.local import LocalStore
 from replica_run import Forked
 from survive_run import digest
@@ -235,7 +235,7 @@ def train(
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
     if options.get("replica"):
-        helper.start_process, replica.LINGER_SECONDS = Forked, 20.0
+        replica_process.start_process, replica.LINGER_SECONDS = Forked, 20.0
     training = TOPOLOGIES[topology][1](rank, world_size, Form(*form))
     model, optimizer = training.model, optimizer_of(training.model)
     losses, found = [], {}

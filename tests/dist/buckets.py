@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer
-from holdfast.delta import averaging, helper
+from holdfast.delta import early_averages, replica_process
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import TopK
 from holdfast.errors import HoldfastError, ReplicaDied
@@ -66,7 +66,7 @@ class Strided(nn.Module):
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
-    helper.start_process = Forked
+    replica_process.start_process = Forked
     watch()
     Forked.prepare()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
@@ -130,7 +130,7 @@ class Late:
 
 def watch() -> None:
     """What is in a slot when an optimizer steps is what it consumes."""
-    consume, hook = LayerTap._consume, averaging.averaging_hook
+    consume, hook = LayerTap._consume, early_averages.averaging_hook
 
     def compared(tap: LayerTap, slot: Any, index: int, trained: Any, skipped: bool) -> Any:
         EARLY.append(len(tap._copied))
@@ -148,7 +148,7 @@ def watch() -> None:
         return hook(state, bucket)
 
     LayerTap._consume = compared
-    averaging.averaging_hook = counted
+    early_averages.averaging_hook = counted
 
 
 def trained(rank: int, how: str, root: str = "", memory: str = "") -> list[torch.Tensor]:

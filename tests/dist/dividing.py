@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dist.training import Mlp, whole_state
 from holdfast.checkpointer import Checkpointer
-from holdfast.universal import dividing, files
+from holdfast.universal import files, split_verification
 
 
 def main(
@@ -29,7 +29,7 @@ def main(
     """``machines`` are those that the ranks are on. Of two ``stages`` each has a layer of its own."""
     boot = Path(f"{root}-{rank}.boot")
     boot.write_text(str(machines[rank]))
-    dividing.BOOT = boot
+    split_verification.BOOT = boot
     looked: list[str] = []
     real = files.Files.check
 

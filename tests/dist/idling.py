@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import unseen
+from holdfast.delta import mutation_check
 from holdfast.errors import BadInput
 
 
@@ -27,7 +27,7 @@ def main(
 ) -> None:
     """``habit`` is what is done in ``iterations``: nothing, or gradients are summed, with an exchange in each or
     unsynchronised."""
-    unseen.HINT, unseen.PATIENCE = 5, 20
+    mutation_check.HINT, mutation_check.PATIENCE = 5, 20
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = nn.Linear(4, 2)

@@ -20,7 +20,7 @@ from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.offload import drives, entry, preflight
 from holdfast.plan.ops import traffic
-from holdfast.store import entering
+from holdfast.store import rank_entry
 from holdfast.universal.convert.holdfast import Commit
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
@@ -144,7 +144,7 @@ def main(
     if rates is not None:
         drives.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
     if rank in blind:
-        entering.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
+        rank_entry.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
     if full:
         preflight.Disk = lambda path: SimpleNamespace(
             free_bytes=lambda: 0 if Path(path).name in full else 1 << 40

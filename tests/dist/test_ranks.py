@@ -9,12 +9,12 @@ import pytest
 
 from combined import one_in, some_of
 from dist.world import ended, flip
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.store.chain import verify_records
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
+from holdfast.store.payload_files import regions
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
 
 

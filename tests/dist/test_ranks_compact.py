@@ -13,8 +13,8 @@ from holdfast import failpoints
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, NoCommit
 from holdfast.store.files import Disk
+from holdfast.store.payload_files import regions
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
 
 

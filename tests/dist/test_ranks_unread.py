@@ -9,7 +9,7 @@ import pytest
 
 from dist.unread import lose
 from dist.world import ended
-from holdfast.delta.line import Line
+from holdfast.delta.lineage import Line
 from holdfast.errors import Unreadable
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore

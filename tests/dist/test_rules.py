@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.state.rules import Rules
 from holdfast.store.reader import RunReader
-from holdfast.universal.ruled import check, infer
+from holdfast.universal.rules_source import check, infer
 
 
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from combined import one_in
 from dist.world import ended
 from holdfast.cli.main import app
+from holdfast.store.payload_files import index_of_stream
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import index_of_stream
 
 WIDTH = 10
 """Of the layer that is cut in two, and each half in two again: of three rows and of two."""

@@ -30,15 +30,24 @@ from dist.unread import lose_payload
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
-from holdfast.delta import agreement, helper, host, hosts, orphans, rebuild, replica, visiting
+from holdfast.delta import (
+    coordinator,
+    device_staging,
+    model_description,
+    multi_rank_server,
+    replica,
+    replica_process,
+    replica_rendezvous,
+    replica_server,
+)
+from holdfast.delta.collective_snapshot import Together
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.replicas import Replicas
-from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
 from holdfast.optim import AdamW8bit, Apollo, Joined
-from holdfast.state.cuts import local_of
+from holdfast.state.ownership import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
 from survive_run import digest
@@ -369,15 +378,15 @@ def train(
     "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
     ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import allotment, division, remote
+    from holdfast.delta import remote, snapshot_chunks, storage_share
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
-    division.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     remote.SECONDS = copies_every
     if killed_copying is not None:
         dying_at_object(killed_copying)
-    allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
+    storage_share.LEAST_STORAGE = least_storage or storage_share.LEAST_STORAGE
     meeting = Meeting(Path(rendezvous.removeprefix("file://")).parent, rank)
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
@@ -392,28 +401,30 @@ def train(
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
     if device:
         Device(pytest.MonkeyPatch())
-        rebuild.visited, visiting.VISIT_BYTES = lambda held: "cpu", 1
+        model_description.visited, device_staging.VISIT_BYTES = lambda held: "cpu", 1
     if options.get("replica"):
         replica.LINGER_SECONDS = linger_seconds
         if not options.get("remote"):  # a bucket's client has threads, whose locks a fork would find taken
-            helper.start_process, Forked.stacks = Forked, meeting.folder / f"stacks-{rank}-replica"
+            replica_process.start_process, Forked.stacks = Forked, meeting.folder / f"stacks-{rank}-replica"
         if drift_at is not None and drift_at[0] == rank:
-            host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
+            replica_server.apply = partial(drifting, replica_server.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
-            hosts.HostAmongOthers._persist = lambda self, notes: None
+            multi_rank_server.HostAmongOthers._persist = lambda self, notes: None
         if disk_fails_orphans:
-            orphans.write_durably = full
-        hosts.ASKED_SECONDS = asked_seconds or hosts.ASKED_SECONDS
+            replica_rendezvous.write_durably = full
+        multi_rank_server.ASKED_SECONDS = asked_seconds or multi_rank_server.ASKED_SECONDS
         if slow_share is not None and slow_share[0] == rank:
             # one that fails does so when all ranks wait for the base, and have handed over the steps since
             soon = partial(meeting.have, "base-2", range(world_size))
-            publish = hosts.HostAmongOthers._publish
-            hosts.HostAmongOthers._publish = lambda self: publish_slowly(publish, soon, *slow_share[1:], self)
+            publish = multi_rank_server.HostAmongOthers._publish
+            multi_rank_server.HostAmongOthers._publish = lambda self: publish_slowly(
+                publish, soon, *slow_share[1:], self
+            )
         if slow_share is not None and slow_share[2] == "fails":
             until_ended = Replicas._until_ended
             Replicas._until_ended = lambda self: (meeting.tell(f"base-{self._number}"), until_ended(self))[1]
         if orphan_fails == rank:
-            hosts.HostAmongOthers._persist = full
+            multi_rank_server.HostAmongOthers._persist = full
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
@@ -471,8 +482,8 @@ def train(
         for step in range(done + 1, steps + 1):
             if step == deaf_from:  # to what the others have
                 time.sleep(0.1)
-                agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
-                agreement.Agreement.look_soon = lambda self: None
+                coordinator.BUSY_SECONDS = coordinator.IDLE_SECONDS = 60.0
+                coordinator.Agreement.look_soon = lambda self: None
                 time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._survival.recorder.take_slot = lambda wait: None

@@ -12,7 +12,7 @@ import sys
 from unittest import mock
 
 from holdfast.io.buffers import Buffer
-from holdfast.store import local, written
+from holdfast.store import commit_writer, local
 from holdfast.store.layout import Layout
 from holdfast.store.local import LocalStore
 from tiny_run import index_of
@@ -32,7 +32,7 @@ def write(root) -> None:
     layout = Layout.build(TENSORS, {"format": "holdfast", "version": "1"})
     with (
         mock.patch.object(local, "this_writer", lambda: WRITER),
-        mock.patch.object(written, "this_writer", lambda: WRITER),
+        mock.patch.object(commit_writer, "this_writer", lambda: WRITER),
         mock.patch.object(local.time, "time", lambda: 1790000000.5),
         mock.patch.object(local.secrets, "token_hex", lambda count: "42" * count),
         LocalStore.open(root, direct=False) as store,

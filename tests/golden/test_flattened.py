@@ -12,12 +12,12 @@ from golden.resuming import resumed
 from holdfast.errors import RuleError
 from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.store.chain import verify_records
+from holdfast.store.payload_files import regions
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import regions
 from holdfast.universal.convert.huggingface import write_single
-from holdfast.universal.ruled import infer
+from holdfast.universal.rules_source import infer
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from holdfast.models.llama import PACK, llama_config
 from holdfast.opening import source_of
 from holdfast.universal import packs
 from holdfast.universal.convert.huggingface import write_huggingface
-from holdfast.universal.ruled import UnderRules
+from holdfast.universal.rules_source import UnderRules
 
 
 @pytest.mark.parametrize("file_bytes", [10**9, 5000])

@@ -15,13 +15,13 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.events import EventLog, read_events
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import correcting, planning
+from holdfast.offload import calibration, planning
 from holdfast.offload.auto import with_times, within
+from holdfast.offload.block_times import Times, time_model
 from holdfast.offload.blocks import find_blocks
-from holdfast.offload.correcting import correct, covered, ratios
+from holdfast.offload.calibration import correct, covered, ratios
 from holdfast.offload.device import open_device
 from holdfast.offload.executor import Span
-from holdfast.offload.times import Times, time_model
 from holdfast.profiles import load_machine, to_toml
 
 CONFIG = DecoderConfig(blocks=3, width=32, heads=2, kv_heads=2, context=16, dropout=0.0)
@@ -97,7 +97,7 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("holdfast.probe.cached.SECONDS", 0.2)
     monkeypatch.setattr("holdfast.probe.cached.FILE_BYTES", 128 * 2**20)
-    monkeypatch.setattr(correcting, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
+    monkeypatch.setattr(calibration, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
     assert said[0] == "measuring this machine for a few seconds, once: the SSD"

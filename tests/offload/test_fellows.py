@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.errors import BadInput, RankFailed
-from holdfast.offload.alike import agree_on_placement, refuse_unlike
+from holdfast.offload.equal_on_ranks import agree_on_placement, refuse_unlike
 from holdfast.offload.ops.commit import publish
 from holdfast.offload.planning import Plan
 from holdfast.offload.runtime import Runtime

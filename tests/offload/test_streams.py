@@ -18,10 +18,10 @@ import holdfast
 from combined import one_in
 from holdfast.io.buffers import BufferPool
 from holdfast.offload import entry
+from holdfast.offload.block_states import as_tensor
 from holdfast.offload.device import HostDevice
 from holdfast.offload.ops.gradients import reduce
 from holdfast.offload.residency import Gradients, Residency
-from holdfast.offload.units import as_tensor
 from holdfast.plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.local import LocalStore
 from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter

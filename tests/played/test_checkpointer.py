@@ -13,10 +13,10 @@ from delta.copy_order import Order
 from delta.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases, comm_hook, leaving, slots, visiting
+from holdfast.delta import async_copy, bases, comm_hook, device_staging, staging_buffers
 from holdfast.delta.compact import compact
-from holdfast.delta.drawing import draw_again, drawn_since, generators
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.rng_draws import draw_again, drawn_since, generators
 from holdfast.errors import BadInput
 from holdfast.store.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
@@ -149,7 +149,7 @@ def test_staging_ends_when_memory_runs_out(tmp_path, monkeypatch):
         tries.append(len(sources))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(leaving, "_joined", full)
+    monkeypatch.setattr(async_copy, "_joined", full)
     states = plain_loop(4)
     _, found = train(tmp_path, steps=4, base_every=100)
     assert tries == [5] and all(same(found[i], states[i]) for i in states)
@@ -223,19 +223,19 @@ def no_record_stream(patch):
 
 
 def gradients_themselves_leave(patch):
-    patch.setattr(leaving._Departure, "_staged", lambda departure, sources: (sources, sources))
+    patch.setattr(async_copy._Departure, "_staged", lambda departure, sources: (sources, sources))
 
 
 def mark_of_another_stream(patch):
-    patch.setattr(leaving, "record_event", lambda stream: accelerators.record_event(PLAYED.default))
+    patch.setattr(async_copy, "record_event", lambda stream: accelerators.record_event(PLAYED.default))
 
 
 def slots_that_nobody_waits_for(patch):
-    patch.setattr(slots.Slot, "settle", lambda slot: slot._marks.clear())
+    patch.setattr(staging_buffers.Slot, "settle", lambda slot: slot._marks.clear())
 
 
 def buffers_that_nobody_waits_for(patch):
-    patch.setattr(leaving.Leaving, "arrived", lambda this: this._copies)
+    patch.setattr(async_copy.Leaving, "arrived", lambda this: this._copies)
 
 
 def bases_that_nobody_waits_for(patch):
@@ -302,12 +302,12 @@ def visits(monkeypatch, mutate=None, rounds=3):
     held = [Parameter(torch.randn(70, 5).t()), Parameter(torch.randn(3)), Parameter(torch.randn(0))]
     optimizer, homes = (
         SimpleNamespace(state={p: {"step": torch.zeros(())} for p in held}),
-        visiting.Homes(HERE),
+        device_staging.Homes(HERE),
     )
     for _ in range(rounds):
         for p in held:
             homes.make_room()
-            visit = visiting.Visit(p, optimizer, HERE, {"step"}, homes)
+            visit = device_staging.Visit(p, optimizer, HERE, {"step"}, homes)
             assert p.device == HERE
             optimizer.state[p].setdefault("m", torch.zeros_like(p.data)).add_(p.data)
             p.data.mul_(0.5)
@@ -334,7 +334,7 @@ def test_a_visit_is_pinned_once_and_waited_for(monkeypatch):
 
 
 def homes_that_nobody_waits_for(patch):
-    patch.setattr(visiting.Homes, "settle", lambda homes: None)
+    patch.setattr(device_staging.Homes, "settle", lambda homes: None)
 
 
 def updates_that_do_not_wait_for_their_data(patch):

@@ -434,7 +434,7 @@ def test_recorded_graphs_of_blocks_are_refused(tmp_path, part):
 
 def test_parameters_lie_as_a_plain_loops_do():
     """cuBLASLt chooses algorithms by alignment up to 256 bytes."""
-    from holdfast.offload.units import ALIGN
+    from holdfast.offload.block_states import ALIGN
 
     assert ALIGN % 256 == 0
 

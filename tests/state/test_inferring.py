@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from holdfast.state.assembly import assemble
 from holdfast.state.atoms import Atom
-from holdfast.state.boxes import Box
 from holdfast.state.inferring import Held, inferred
 from holdfast.state.matching import StoredTensor
+from holdfast.state.regions import Box
 from holdfast.state.rules import Rules
 
 NAMES = ("layers.0.w", "layers.1.w", "layers.10.b", "it's.3", "a+b.w", "norm")

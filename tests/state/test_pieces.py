@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.boxes import Box
-from holdfast.state.pieces import Piece, Pieces, dense, flat, flat_boxes, joined, row_major
+from holdfast.state.fragments import Piece, Pieces, dense, flat, flat_boxes, joined, row_major
+from holdfast.state.regions import Box
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
 

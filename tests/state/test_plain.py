@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.state.capture import capture
 from holdfast.state.encoding import decode, encode
-from holdfast.state.plain import flat_bytes, host_bytes, odd_kind, repeats_itself, tensor_of
+from holdfast.state.plain_tensors import flat_bytes, host_bytes, odd_kind, repeats_itself, tensor_of
 
 EYE = torch.eye(4)
 

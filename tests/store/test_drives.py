@@ -13,10 +13,10 @@ import pytest
 from holdfast.errors import DiskFailed, HoldfastError, RunLocked, RunMismatch
 from holdfast.io.queue import IOQueue
 from holdfast.store import drives
+from holdfast.store.disk_usage import SMALL
 from holdfast.store.drives import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
 from holdfast.store.files import Disk, alone_in
 from holdfast.store.local import LocalStore
-from holdfast.store.room import SMALL
 from killed import Killed
 from support.simdisk import SimDisk
 from tiny_run import TinyRun, check_content

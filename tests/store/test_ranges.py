@@ -6,19 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from holdfast.store import ranges
+from holdfast.store import payload_ranges
 from holdfast.store.files import Disk
 from holdfast.store.manifest import FileRef
 
 
 def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatch):
     """Of a small block size the ends of most ranges lie in one that another reads too."""
-    monkeypatch.setattr(ranges, "CHECKSUM_BLOCK", 4096)
+    monkeypatch.setattr(payload_ranges, "CHECKSUM_BLOCK", 4096)
     disk = Disk(tmp_path)
     data = bytes(range(256)) * 16 * 600
     (tmp_path / "file").write_bytes(data)
     checksums = tuple(xxhash.xxh3_64_hexdigest(data[a : a + 4096]) for a in range(0, len(data), 4096))
-    files, ref = ranges.VerifiedFiles(disk), FileRef("file", len(data), checksums)
+    files, ref = payload_ranges.VerifiedFiles(disk), FileRef("file", len(data), checksums)
 
     def read(offset):
         into = bytearray(100)
@@ -32,4 +32,4 @@ def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatc
     before = held()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(read, [block * 4096 + 50 for block in range(600)] * 2))
-    assert held() <= before + ranges.KEPT_BLOCKS
+    assert held() <= before + payload_ranges.KEPT_BLOCKS

@@ -22,17 +22,17 @@ from torch import nn
 
 from holdfast.errors import ChunkCorrupt, Damaged
 from holdfast.state.atoms import Atom
-from holdfast.state.boxes import Box
 from holdfast.state.encoding import decode
-from holdfast.state.pieces import Piece, Pieces
+from holdfast.state.fragments import Piece, Pieces
+from holdfast.state.regions import Box
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.safetensors import header_of
 from holdfast.universal.files import Files
 from holdfast.universal.load import Target, read_all
+from holdfast.universal.pickled_json import Plain
 from holdfast.universal.pickles import Record
-from holdfast.universal.plain import Plain
 from holdfast.universal.source import Stored
 
 TENSORS = {

@@ -12,7 +12,7 @@ from torch import nn
 from delta.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.store.layout import CHECKSUM_BLOCK
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.deepspeed import write_deepspeed

@@ -29,9 +29,9 @@ from holdfast.cli.main import app
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.opening import source_of
-from holdfast.state.boxes import Box
 from holdfast.state.encoding import decode, encode
-from holdfast.universal import pickles, small
+from holdfast.state.regions import Box
+from holdfast.universal import pickles, small_tensors
 from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer
 from holdfast.universal.convert.dcp import DCP, is_dcp
@@ -216,7 +216,7 @@ def test_the_model_and_its_optimizer_are_found_in_whatever_they_are(tmp_path, fo
 
 
 def test_a_large_tensor_that_is_nobodys_is_an_atom(tmp_path, monkeypatch):
-    monkeypatch.setattr(small, "SMALL_BYTES", 10)
+    monkeypatch.setattr(small_tensors, "SMALL_BYTES", 10)
     source = save({"model": {"w": torch.ones(3)}, "other": {"w": torch.arange(9.0)}}, tmp_path / "x")
     assert {key: stored.atom.shape for key, stored in source.atoms.items()} == {
         "w/param": (3,),

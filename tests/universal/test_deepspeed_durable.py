@@ -15,7 +15,7 @@ from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed import write as module
 from holdfast.universal.convert.deepspeed.write import write_deepspeed
 from holdfast.universal.memory import InMemory
-from holdfast.universal.ruled import UnderRules
+from holdfast.universal.rules_source import UnderRules
 from holdfast.universal.source import places_of
 from universal.deepspeed_files import random_state, write
 from universal.test_deepspeed import bits, expected

@@ -18,7 +18,7 @@ from holdfast.universal.archives import Archive
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed.write import write_deepspeed
 from holdfast.universal.memory import InMemory
-from holdfast.universal.plain import Plain
+from holdfast.universal.pickled_json import Plain
 from universal.deepspeed_files import random_state, save, write, write_universal
 from universal.test_deepspeed import SHAPES, bits, expected, state_of
 

@@ -24,8 +24,8 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed
 from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES
-from holdfast.state.boxes import Box
 from holdfast.state.dtypes import FROM_NAME
+from holdfast.state.regions import Box
 from holdfast.universal import restore
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single

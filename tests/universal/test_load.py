@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Damaged
 from holdfast.state.atoms import Atom
-from holdfast.state.boxes import Box
-from holdfast.state.pieces import Piece, Pieces, dense, flat, row_major
+from holdfast.state.fragments import Piece, Pieces, dense, flat, row_major
+from holdfast.state.regions import Box
 from holdfast.universal import load
 from holdfast.universal.load import Target, plan, read_all
 from holdfast.universal.source import Part, Source, Stored

@@ -12,14 +12,14 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, RuleError
 from holdfast.opening import source_of
 from holdfast.state.atoms import Atom
-from holdfast.state.boxes import Box
+from holdfast.state.regions import Box
 from holdfast.state.rules import Rules
 from holdfast.universal.checking import refuse_unequal, unequal_copies
 from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.matching import groups_of
 from holdfast.universal.memory import InMemory
 from holdfast.universal.restore import read_tensors
-from holdfast.universal.ruled import UnderRules
+from holdfast.universal.rules_source import UnderRules
 
 TEXT = r"""
 version = 1

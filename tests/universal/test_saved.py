@@ -23,10 +23,10 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
 from holdfast.opening import source_of
 from holdfast.sources import From
-from holdfast.state.boxes import Box
 from holdfast.state.encoding import decode, encode
 from holdfast.state.progress import adopt
-from holdfast.universal import small
+from holdfast.state.regions import Box
+from holdfast.universal import small_tensors
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.restore import read_tensors
@@ -414,7 +414,7 @@ def test_views_and_types_are_what_they_were(tmp_path):
 
 
 def test_what_is_neither_is_kept_beside(tmp_path, monkeypatch):
-    monkeypatch.setattr(small, "SMALL_BYTES", 10)
+    monkeypatch.setattr(small_tensors, "SMALL_BYTES", 10)
     beside = {"numpy": np.float64(2.5), "rng": (1, (2, 3)), "raw": b"\0x", "ema": {"w": torch.ones(9)}}
     torch.save({"model": {"w": torch.zeros(9)}, "args": beside, "list": [{"a": 1}]}, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")

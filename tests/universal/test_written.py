@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES, FLOATS, Atom
-from holdfast.state.boxes import Box
-from holdfast.state.pieces import Pieces, flat
+from holdfast.state.fragments import Pieces, flat
+from holdfast.state.regions import Box
 from holdfast.universal.convert import dcp_writer, huggingface
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.convert.deepspeed import write_deepspeed

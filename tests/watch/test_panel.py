@@ -8,7 +8,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from holdfast.cli.stop import StopRequest
+from holdfast.cli.orderly_stop import StopRequest
 from holdfast.watch.panel import TrainingPanel, sparkline
 
 STEP = {

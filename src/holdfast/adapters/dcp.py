@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
-from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
+from ..state.regions import Box
 from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit

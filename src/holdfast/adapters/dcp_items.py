@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..errors import BadInput
 from ..state.atoms import Atom, fragment
-from ..state.boxes import Box
 from ..state.dtypes import TO_NAME
 from ..state.encoding import encode
-from ..state.plain import odd_kind
+from ..state.plain_tensors import odd_kind
+from ..state.regions import Box
 from ..universal.keys import KEY, Kind
 from .saving import unit_of
 

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..delta.image import Image
+from ..delta.snapshot_image import Image
 from ..errors import BadInput
 from ..ranks import stream_of
 from ..state.atoms import Atom
+from ..store.commit_writer import Written
 from ..store.layout import METADATA, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
 from ..store.retention import Keep
-from ..store.written import Written
 from ..universal.keys import KEY, name_all
 from .dcp_items import OfRun, Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
 from .saving import OpenedRun, check_step, joined_run

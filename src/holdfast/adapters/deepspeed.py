@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..delta.entering import seen_together
-from ..delta.script import Script
+from ..delta.joint_scan import seen_together
+from ..delta.user_state import Script
 from ..errors import BadInput
 from ..ranks import Ranks
 from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, opened_alike, told_of

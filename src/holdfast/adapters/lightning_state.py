@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from ..delta.script import MOST_BYTES, tensor_bytes
+from ..delta.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..units import format_bytes
 from .attributes import Attributes, datasets_of, modules_of, names_in

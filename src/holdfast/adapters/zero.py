@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
-from ..state.boxes import Box
 from ..state.capture import Captured, CapturedParameter, capture
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..state.live import LiveState
+from ..state.live_state import LiveState
+from ..state.regions import Box
 from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
 from ..universal.matching import Match
 from ..universal.restore import read_tensors

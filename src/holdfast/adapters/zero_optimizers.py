@@ -14,7 +14,7 @@ import torch
 
 from ..errors import OptimizerNotSupported
 from ..state.capture import CapturedParameter
-from ..state.live import counts_on_host
+from ..state.live_state import counts_on_host
 from ..update.kinds import ELEMENTWISE, is_elementwise
 
 ADAMS = {

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from ..delta.bases import settle_devices
-from ..delta.division import divided, of_one_base
-from ..delta.image import Image
+from ..delta.snapshot_chunks import divided, of_one_base
+from ..delta.snapshot_image import Image
 from ..errors import OptimizerNotSupported
 from ..ranks import Ranks, stream_of
 from ..state.capture import aliases_of
 from ..state.encoding import encode
-from ..state.live import BUFFERS, Held
+from ..state.live_state import BUFFERS, Held
 from ..state.progress import hyper_parameters, random_state
 from ..state.zero import Member, Partition
+from ..store.commit_writer import Written
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
 from ..store.retention import Keep
-from ..store.written import Written
 from .saving import OpenedRun, joined_run, unit_of
 from .zero import Shown
 from .zero_optimizers import shown_number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..delta.compact import compact
-from ..delta.watching import Recovery
+from ..delta.recovery_progress import Recovery
 from ..store.pruning import said_spans
 from ..units import counted, format_bytes
 from ..watch.recovery import progress_bar

@@ -29,11 +29,11 @@ from ..universal.convert.huggingface import write_huggingface, write_named, writ
 from ..universal.convert.training_file import SUFFIXES as TORCH_SUFFIXES
 from ..universal.convert.training_file import write_torch
 from ..universal.keys import EXTRA
-from ..universal.ruled import UnderRules
+from ..universal.rules_source import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
 from .flags import parsed
-from .foreign import passed_over
+from .foreign_states import passed_over
 from .output import print_json, transfer_progress
 from .record import NAME, read_record
 from .runs import open_run

@@ -19,7 +19,7 @@ from ..state.numbers import values_of
 from ..units import format_bytes
 from ..universal.load import read_flat
 from ..universal.source import Source, Stored
-from .foreign import about, named, passed_over, with_sources
+from .foreign_states import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 
 CHUNK = 1 << 20

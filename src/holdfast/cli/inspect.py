@@ -17,8 +17,8 @@ from rich.table import Table
 from ..errors import CommitRetired, Damaged
 from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
+from ..store.payload_files import regions
 from ..store.reader import RunReader
-from ..store.reading import regions
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_facts, print_json, print_table, progress
 from .runs import label, local_time, open_run, summary, with_commits
@@ -60,7 +60,7 @@ def ls(run: Path, *, as_json: bool) -> None:
 def show(commit: str, *, as_json: bool) -> None:
     """Print the content of a commit: its origin and its tensors."""
     if is_foreign(commit):
-        from .foreign import show as show_foreign
+        from .foreign_states import show as show_foreign
 
         return show_foreign(open_foreign(commit), as_json=as_json)
     with_commits([commit], partial(_show, as_json=as_json))
@@ -95,7 +95,7 @@ def verify(commit: str, *, as_json: bool) -> bool:
     """Print whether every byte of a commit is as it was written, and return that."""
     try:
         if is_foreign(commit):
-            from .foreign import verify as verify_foreign
+            from .foreign_states import verify as verify_foreign
 
             return verify_foreign(open_foreign(commit), as_json=as_json)
         return with_commits([commit], partial(_verify, as_json=as_json))

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..models.timing import measure_block
 from ..offload.device import open_device
-from ..offload.parts import DTYPES
+from ..offload.model_parts import DTYPES
 from ..probe.machine import Probed, probe_machine
 from ..probe.memory import free_host_bytes
 from ..profiles import load_model, to_toml

@@ -25,7 +25,7 @@ from ..folders.pretrained import Weights, empty_model, pretrained
 from ..folders.tokenizer import Tokenizer
 from ..models.decoder import Decoder, DecoderConfig
 from ..offload.blocks import empty_parameters
-from ..store.places import check_place
+from ..store.path_checks import check_place
 from .record import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")

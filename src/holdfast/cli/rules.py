@@ -9,14 +9,14 @@ from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted
-from ..universal import packs, ruled
+from ..universal import packs, rules_source
 from .output import console, plain_table, print_json, print_table
 from .runs import label, with_commits
 
 
 def infer(commit: str) -> None:
     """Print the rules that build the tensors of a commit from what its ranks stored."""
-    print(with_commits([commit], ruled.infer), end="")
+    print(with_commits([commit], rules_source.infer), end="")
 
 
 def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
@@ -37,7 +37,7 @@ def show_packs(name: str | None) -> None:
 
 
 def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
-    found, other = ruled.check(rules, reader, manifest)
+    found, other = rules_source.check(rules, reader, manifest)
     if as_json:
         print_json(
             {

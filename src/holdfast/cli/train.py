@@ -28,8 +28,8 @@ from ..data.corpus import Windowed
 from ..data.loader import SampleLoader, micro_batches_of, step_loader
 from ..errors import Damaged, NoCommit
 from ..events import EventLog, read_events
-from ..offload.alike import agree
 from ..offload.engine import Engine
+from ..offload.equal_on_ranks import agree
 from ..offload.preflight import Preflight
 from ..ranks import Ranks
 from ..store.local import LocalStore
@@ -37,11 +37,11 @@ from ..units import format_seconds
 from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .build import make_engine
+from .launched_ranks import console_of, first_alone, refuse_encoding_here, share_of, together
 from .machine import choose_device, choose_dtype
+from .orderly_stop import StopRequest
 from .recipe import Recipe, recipe_of
 from .record import changes_to_run, describe, kept_dtype, state_directory, write_record
-from .stop import StopRequest
-from .together import console_of, first_alone, refuse_encoding_here, share_of, together
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""

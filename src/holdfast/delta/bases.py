@@ -28,14 +28,14 @@ from ..accelerators import devices_of, synchronize
 from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
-from ..state.live import Held, LiveState
+from ..state.live_state import Held, LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
 from ..units import PAGE, format_bytes, round_up
-from .division import Unit, atoms_of, divided, of_one_base, owned_by
-from .image import Image, place_in, write_tensor
-from .leaving import Departures, pinned
+from .async_copy import Departures, pinned
 from .recorder import Inline, Recorder, Task
+from .snapshot_chunks import Unit, atoms_of, divided, of_one_base, owned_by
+from .snapshot_image import Image, place_in, write_tensor
 
 
 @dataclass

@@ -16,14 +16,14 @@ import torch
 
 from ..errors import BadInput, RunMismatch
 from ..state.capture import CapturedParameter
-from ..state.cuts import local_of
 from ..state.dtypes import TO_NAME
-from ..state.live import LiveState
+from ..state.live_state import LiveState
+from ..state.ownership import local_of
 from ..store.layout import METADATA, Layout
+from .byte_shuffle import squeeze, unsqueeze
 from .quantise import scaled
-from .slots import Slot, tensors_of
 from .sparse import Arrays, Spread, Take, spread, spread_into
-from .squeeze import squeeze, unsqueeze
+from .staging_buffers import Slot, tensors_of
 
 Trained = Sequence[tuple[str, torch.Tensor]]
 """The parameters that have a gradient now, with their names."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BadInput
-from ..state.plain import flat_bytes
-from .averaging import averaged
+from ..state.plain_tensors import flat_bytes
+from .early_averages import averaged
 from .lossy import TopK
 from .sparse import Arrays, spread
 

@@ -12,19 +12,19 @@ from typing import Any
 from .. import failpoints
 from ..errors import BadInput, Damaged, NoCommit
 from ..ranks import Ranks
-from ..state.live import LiveState
+from ..state.live_state import LiveState
+from ..store.commit_writer import Written
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ..store.retention import Keep
-from ..store.written import Written
-from .division import divided, of_one_base, owned_by
-from .holder import beside_records, rebuilt
-from .image import Image
-from .line import Differs, Line
+from .lineage import Differs, Line
 from .recovery import recover
-from .script import NoScript
-from .watching import Recovery
+from .recovery_progress import Recovery
+from .snapshot_chunks import divided, of_one_base, owned_by
+from .snapshot_image import Image
+from .snapshot_state import beside_records, rebuilt
+from .user_state import NoScript
 
 EVERYTHING = Keep(last=2**62)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from ..state.live import BUFFERS, Held, LiveState
-from ..state.plain import host_bytes
+from ..state.live_state import BUFFERS, Held, LiveState
+from ..state.plain_tensors import host_bytes
 
 Digests = dict[str, dict[str, str]]
 """The xxh3_128 of each tensor, by owner and key."""

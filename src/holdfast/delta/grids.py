@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-from ..state.cuts import local_of
+from ..state.ownership import local_of
 from ..units import packed
 from .sparse import num_blocks
 

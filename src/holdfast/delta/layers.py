@@ -21,12 +21,12 @@ import torch
 
 from holdfast import failpoints
 
-from ..state.cuts import is_distributed, local_of
 from ..state.encoding import encode
-from .averaging import AveragingState
+from ..state.ownership import is_distributed, local_of
 from .codecs import Trained
-from .slots import Slot
-from .tap import Tap, Update
+from .early_averages import AveragingState
+from .optimizer_hooks import Tap, Update
+from .staging_buffers import Slot
 
 SAMPLES = 16
 """The number of values of a gradient that are compared with its copy."""

@@ -14,15 +14,15 @@ import torch
 
 from ..accelerators import is_accelerator
 from ..errors import BadInput, ModelNotSupported
-from ..state.cuts import local_of
 from ..state.dtypes import TO_NAME
-from ..state.live import LiveState
+from ..state.live_state import LiveState
+from ..state.ownership import local_of
 from ..store.layout import METADATA, Layout
 from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of
 from .grids import Grid, alike, give, gradient_of, largest_places, residuals_of, tails_of
 from .quantise import quantise, quantise_rows, scaled_rows
-from .slots import Slot
 from .sparse import BITS, Arrays, num_blocks, pick
+from .staging_buffers import Slot
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """The dtype and the number of elements of each array of a parameter."""

@@ -13,14 +13,14 @@ from torch import nn
 from ..errors import BadInput
 from ..plan.cadence import Limits
 from ..ranks import Ranks
-from ..state.live import LiveState
+from ..state.live_state import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
 from ..update.kinds import is_elementwise
 from .closures import refuse_closures
 from .codecs import Codec, Exact
-from .pace import POLICIES
 from .recorder import BOUND
+from .snapshot_scheduler import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from ..units import PAGE
 from ..update.threads import keep_torch_threads, one_torch_thread
-from . import awake
-from .slots import Slot, SlotPool
+from . import running_clock
+from .staging_buffers import Slot, SlotPool
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class Recorder:
 
     def beat(self) -> None:
         """Restart the deadline, because the running task has made progress. Called by that task."""
-        self._busy_since = awake.now()
+        self._busy_since = running_clock.now()
 
     def hold(self) -> None:
         """Write the steps that follow, but count them as durable only from ``restart`` on.
@@ -310,7 +310,7 @@ class Recorder:
 
     def _hung(self) -> bool:
         since = self._busy_since
-        return since is not None and awake.now() - since > self._deadline
+        return since is not None and running_clock.now() - since > self._deadline
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -325,7 +325,7 @@ class Recorder:
                 group = self._next_group()
                 if not group:
                     return
-                self._busy_since = awake.now()
+                self._busy_since = running_clock.now()
             try:
                 self._do(group)
             except BaseException as error:

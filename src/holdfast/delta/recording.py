@@ -12,23 +12,23 @@ from holdfast import failpoints
 
 from ..accelerators import devices_of
 from ..events import EventLog
-from ..store import entering
+from ..store import rank_entry
 from ..store.local import LocalStore
 from ..units import counted, format_seconds
-from . import kept
-from .agreement import Agreement
-from .allotment import Allotment
-from .division import owned_by
-from .loop import Loop
+from . import retained_state
+from .collective_snapshot import Together
+from .coordinator import Agreement
+from .durability import Asked, Survival
+from .optimizer_hooks import Tap, Update
 from .options import Options
-from .pace import Means, Pace
 from .recorder import Recorder
 from .recovery import BY, RECORDS, Recovered, recover
-from .slots import Slot, SlotPool
-from .survival import Asked, Survival
-from .tap import Tap, Update
-from .together import Together
-from .watching import Recovery, announced
+from .recovery_progress import Recovery, announced
+from .snapshot_chunks import owned_by
+from .snapshot_scheduler import Means, Pace
+from .staging_buffers import Slot, SlotPool
+from .storage_share import Allotment
+from .training_state import Loop
 
 
 class Recording(Survival):
@@ -103,7 +103,7 @@ class Recording(Survival):
         loop, self._store = self._loop, store
         self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
         loop.ranks.first_does(store.enter)
-        entering.see_alike(store, loop.ranks)
+        rank_entry.see_alike(store, loop.ranks)
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
@@ -115,14 +115,14 @@ class Recording(Survival):
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         if asked.target is None and isinstance(store.root, Path):
-            loop.ranks.all_do(partial(kept.refuse_to_leave, store.root, store, found.point.step))
+            loop.ranks.all_do(partial(retained_state.refuse_to_leave, store.root, store, found.point.step))
         return found
 
     def begin(self, found: Recovered | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
-        entering.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
+        rank_entry.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)

@@ -18,19 +18,19 @@ from typing import Any
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
 from ..state.encoding import joined_members
-from ..state.live import LiveState
+from ..state.live_state import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
 from ..store.segments import streams
 from ..store.target import Url
 from ..store.verifying import NONE_WHOLE
 from ..units import shown
-from .computing import needs_threads, told_in, told_of_other
-from .holder import strides_of
-from .line import Differs, Line
-from .script import Script
-from .shell import members_of, places_of
-from .watching import Recovery
+from .lineage import Differs, Line
+from .model_factory import members_of, places_of
+from .numerics import needs_threads, told_in, told_of_other
+from .recovery_progress import Recovery
+from .snapshot_state import strides_of
+from .user_state import Script
 
 BY, RECORDS = "by", "records"
 """The key, and a value, in a timeline's record that name how the writer's steps survive."""

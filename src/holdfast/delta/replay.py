@@ -18,16 +18,16 @@ from holdfast import failpoints
 
 from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
-from ..state.cuts import is_distributed, local_of
 from ..state.encoding import decode
-from ..state.live import BUFFERS, LiveState
-from ..state.plain import flat_bytes
+from ..state.live_state import BUFFERS, LiveState
+from ..state.ownership import is_distributed, local_of
+from ..state.plain_tensors import flat_bytes
 from ..state.progress import load_hyper_parameters
 from . import codecs
 from .closures import closure_again
-from .drawing import draw_again
-from .slots import tensors_of
-from .tap import CONSUMED, scale
+from .optimizer_hooks import CONSUMED, scale
+from .rng_draws import draw_again
+from .staging_buffers import tensors_of
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""

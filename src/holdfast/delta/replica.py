@@ -21,23 +21,23 @@ from ..accelerators import devices_of
 from ..errors import BadInput, Damaged, RunLocked
 from ..events import EventLog
 from ..ranks import Ranks
-from ..state.live import LiveState
+from ..state.live_state import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from ..store.retention import Keep
-from . import drift, kept, tier
-from .agreement import Agreement
+from . import drift, retained_state, shared_memory
 from .codecs import Exact
-from .helper import Helper
-from .post import Post
-from .rebuild import describe, refuse_what_cannot_be_rebuilt
+from .coordinator import Agreement
+from .model_description import describe, refuse_what_cannot_be_rebuilt
+from .record_sender import Post
 from .recorder import Sealed
 from .recovery import Recovered, recover
+from .replica_config import Terms
+from .replica_process import Helper
 from .ring import RING, SharedPool
-from .script import Script
-from .slots import Slot
-from .terms import Terms
+from .staging_buffers import Slot
+from .user_state import Script
 
 LINGER_SECONDS = 600.0
 """The time that a replica waits for another trainer when its own has died and everything is on the disk."""
@@ -57,7 +57,7 @@ class Replica:
         run: str | Path,
         state: LiveState,
         *,
-        memory: Path = tier.MEMORY,
+        memory: Path = shared_memory.MEMORY,
         staging_bytes: int,
         base_every: int | None,
         keep: Keep,
@@ -73,7 +73,7 @@ class Replica:
         self._state, self._base_every, self._events = state, base_every or BASE_EVERY, events
         self._deadline = deadline_seconds
         self._suffix = "" if ranks.alone else f".{ranks.stream}"
-        self._place = tier.place_of(run, memory, self._suffix)
+        self._place = shared_memory.place_of(run, memory, self._suffix)
         """The directory of the shared-memory store, as ``start`` finds it."""
         self._memory = memory
         self._terms = Terms(
@@ -134,19 +134,19 @@ class Replica:
         Replicas of another number of ranks write what they can to the disk. Replicas of this run in a directory that
         was moved finish their work and keep it.
         """
-        self._place = tier.place_for(self._terms.run, self._memory, self._key(), self._suffix)
+        self._place = shared_memory.place_for(self._terms.run, self._memory, self._key(), self._suffix)
         self._terms = replace(self._terms, place=str(self._place))
         for place in self._strays():
             with suppress(RunLocked):  # a copy of this run is training
-                kept.make_earlier_one_leave(place, self._terms.run, self._deadline, False)
+                retained_state.make_earlier_one_leave(place, self._terms.run, self._deadline, False)
         for place in self._places():
-            kept.make_earlier_one_leave(
+            retained_state.make_earlier_one_leave(
                 place, self._terms.run, self._deadline, takes and place == self._place
             )
 
     def _places(self) -> list[Path]:
         """Return the shared-memory stores of the run on this host, whoever left them."""
-        return tier.places_of(self._terms.run, self._memory, self._key())
+        return shared_memory.places_of(self._terms.run, self._memory, self._key())
 
     def _key(self) -> str:
         """Return the key of the run, as its directory says now; "" before it is begun."""
@@ -155,18 +155,20 @@ class Replica:
 
     def _strays(self) -> list[Path]:
         """Return the shared-memory stores of this rank that may belong to this run, but to another directory."""
-        found = tier.strays_of(self._terms.run, self._memory, self._key())
-        return [place for place in found if tier.suffix_of(place) == self._suffix]
+        found = shared_memory.strays_of(self._terms.run, self._memory, self._key())
+        return [place for place in found if shared_memory.suffix_of(place) == self._suffix]
 
-    def _kept(self, store: LocalStore) -> list[kept.Kept]:
+    def _kept(self, store: LocalStore) -> list[retained_state.Kept]:
         """Return the kept states that this rank finds in memory, those of its own store first."""
-        return [each for place in (self._place, *self._strays()) for each in kept.look(place, store)]
+        return [
+            each for place in (self._place, *self._strays()) for each in retained_state.look(place, store)
+        ]
 
-    def _told_of_stray(self, own: kept.Kept) -> list[str]:
+    def _told_of_stray(self, own: retained_state.Kept) -> list[str]:
         """Return a warning where a step is taken from a shared-memory store that stays as it is."""
         if Path(own.place) == self._place:
             return []
-        owner = tier.owner_of(Path(own.place))
+        owner = shared_memory.owner_of(Path(own.place))
         where = "another directory" if owner is None else owner.run
         return [
             f"step {own.last} was in memory of a replica of this run when that was in {where}, and is taken from there."
@@ -183,16 +185,16 @@ class Replica:
         """Recover as ``recovery.recover`` does, or from memory if a replica kept a step that is at least as new."""
         odd: list[str] = []
         mine = self._kept(store)
-        found = kept.agreed([mine], kept.newest(store, target), target, exact)
-        own = None if found is None else kept.leading_to(found.step, mine)
+        found = retained_state.agreed([mine], retained_state.newest(store, target), target, exact)
+        own = None if found is None else retained_state.leading_to(found.step, mine)
         if found is not None and own is not None:
             try:
-                with tier.opened(own.path) as memory:
+                with shared_memory.opened(own.path) as memory:
                     progress = recover(memory, self._state, script, ranks=Ranks()).progress
             except Damaged as error:
                 odd.append(f"what the replica kept is not whole: {error}")
             else:
-                durable = self._helper.durable_step = kept.newest(store, target)
+                durable = self._helper.durable_step = retained_state.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
                 return Recovered(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
@@ -203,7 +205,7 @@ class Replica:
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
         """Return a warning if memory has newer steps than ``step``, which was found on the disk."""
-        last = kept.newest_of(self._places(), store)
+        last = retained_state.newest_of(self._places(), store)
         if last <= step:
             return []
         self._events.emit("not_taken", step=step, kept_step=last, why=why)
@@ -223,16 +225,16 @@ class Replica:
     def _clean_up_after_others(self) -> None:
         """Remove what other numbers of ranks left in memory; none of it is on the run's timeline any more."""
         for place in self._places():
-            suffix = tier.suffix_of(place)
+            suffix = shared_memory.suffix_of(place)
             if suffix not in self._suffixes() or (suffix == self._suffix and place != self._place):
-                tier.remove(place)
+                shared_memory.remove(place)
 
     def _suffixes(self) -> list[str]:
         """Return the suffixes of the shared-memory stores of all ranks."""
         return [""]
 
     def _beginning(self, fork: Point | None) -> dict[str, Any]:
-        point = None if fork is None else asdict(kept.Fork(fork.step, fork.timeline, fork.key))
+        point = None if fork is None else asdict(retained_state.Fork(fork.step, fork.timeline, fork.key))
         return {"fork": point, "durable": self.durable_step}
 
     def sync(
@@ -254,8 +256,8 @@ class Replica:
         self._state, self._left, self._under_way = state, [], False
         devices = devices_of(p.parameter for p in state.parameters)
         self.pool = SharedPool(self._place, Exact().layouts(state), num_slots, devices)
-        tier.remove(self._place / kept.SYNC)
-        tier.put(self._place / kept.SYNC, state, step, {**progress, **self._mark(state)})
+        shared_memory.remove(self._place / retained_state.SYNC)
+        shared_memory.put(self._place / retained_state.SYNC, state, step, {**progress, **self._mark(state)})
         failpoints.reach("after_state_handed")
         self._drift = None
         ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
@@ -268,7 +270,7 @@ class Replica:
         self._hand(about, persist)
         self._helper.wait_for_word("synced", self._wait_for)
         Disk(self._place).unlink(RING)
-        tier.remove(self._place / kept.SYNC)
+        shared_memory.remove(self._place / retained_state.SYNC)
 
     def _mark(self, state: LiveState) -> dict[str, Any]:
         """Return the progress entries that turn a handed-over state into a kept one, where that may be needed."""
@@ -433,11 +435,11 @@ class Replica:
 
     def _clean_up(self) -> None:
         """Remove everything from the shared-memory store but a state that the disk does not have."""
-        if self.durable_step < self.last_put and (self._place / kept.KEPT).exists():
+        if self.durable_step < self.last_put and (self._place / retained_state.KEPT).exists():
             Disk(self._place).unlink(RING)
-            tier.remove(self._place / kept.SYNC)
+            shared_memory.remove(self._place / retained_state.SYNC)
         else:
-            tier.remove(self._place)
+            shared_memory.remove(self._place)
 
     def _hear(self, about: dict[str, Any]) -> None:
         """Process a message of the replica. Called by the thread that listens."""

@@ -18,21 +18,21 @@ import xxhash
 
 from ..errors import BadInput, Damaged, NoCommit
 from ..ranks import Ranks, stream_of
-from ..state.live import LiveState
+from ..state.live_state import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
-from . import drift, kept, tier
-from .agreement import Agreement, Standing
-from .exchange import give_to_others
-from .ghost import pour
-from .orphans import Locks, has_kept, is_orphan
-from .others import Others
-from .rebuild import describe, rebuild
+from . import drift, retained_state, shared_memory
+from .coordinator import Agreement, Standing
+from .model_description import describe, rebuild
+from .rank_exchange import give_to_others
 from .recorder import Sealed
 from .recovery import Recovered, recover
 from .replica import Replica
-from .script import Script
+from .replica_rendezvous import Locks, has_kept, is_orphan
+from .shard_state import pour
+from .straggler_monitor import Others
+from .user_state import Script
 
 
 def cut_of(state: LiveState, ranks: Ranks) -> str:
@@ -91,11 +91,11 @@ class Replicas(Replica):
         """Recover as a single replica does: from memory if all ranks can reach the same step there."""
         ranks, odd = self._ranks, list[str]()
         mine = [each for each in self._kept(store) if each.cut == cut_of(self._state, ranks)]
-        newest = ranks.first_does(lambda: kept.newest(store, target))
+        newest = ranks.first_does(lambda: retained_state.newest(store, target))
         there = ranks.everyone(mine)
-        found = kept.agreed(there, newest, target, exact)
+        found = retained_state.agreed(there, newest, target, exact)
         if found is not None:
-            own = kept.leading_to(found.step, mine)
+            own = retained_state.leading_to(found.step, mine)
             assert own is not None
             progress: dict[str, Any] = {}
             wrong = ranks.all_do(lambda: self._load(own, found.step, script, progress))
@@ -105,8 +105,8 @@ class Replicas(Replica):
                 if text
             ]
             if not odd:
-                if own.folder == kept.SYNC and not self._told_of_stray(own):
-                    kept.take_sync(self._place)
+                if own.folder == retained_state.SYNC and not self._told_of_stray(own):
+                    retained_state.take_sync(self._place)
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
@@ -118,14 +118,16 @@ class Replicas(Replica):
             odd = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
         return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
-    def _load(self, own: kept.Kept, step: int, script: Script, progress: dict[str, Any]) -> str | None:
+    def _load(
+        self, own: retained_state.Kept, step: int, script: Script, progress: dict[str, Any]
+    ) -> str | None:
         """Bring this rank's part of the state to ``step``, from its kept state ``own``, and fill ``progress``.
 
         Returns the reason if that is impossible, otherwise None.
         """
         part = rebuild(describe(self._state))
         try:
-            with tier.opened(own.path) as memory:
+            with shared_memory.opened(own.path) as memory:
                 found = recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
         except (Damaged, NoCommit) as error:
             return str(error)
@@ -177,7 +179,9 @@ class Replicas(Replica):
     def _mark(self, state: LiveState) -> dict[str, Any]:
         """Return the marks of a kept state, for every state after the first, which opens the timeline."""
         run = self._timeline
-        return kept.mark([run["id"], run["key"]], cut_of(state, self._ranks)) if self.agreement else {}
+        return (
+            retained_state.mark([run["id"], run["key"]], cut_of(state, self._ranks)) if self.agreement else {}
+        )
 
     def _suffixes(self) -> list[str]:
         return [f".{stream_of(rank)}" for rank in range(self._ranks.world_size)]

@@ -8,18 +8,18 @@ from typing import Any
 
 from ..accelerators import devices_of
 from ..events import EventLog
-from ..store.entering import see_alike
 from ..store.local import LocalStore
-from .averaging import averaging
+from ..store.rank_entry import see_alike
+from .durability import Asked, Survival
+from .early_averages import averaging
 from .layers import LayerTap
-from .loop import Loop
+from .optimizer_hooks import Tap, Update
 from .options import Options
 from .recovery import Recovered
 from .replica import Replica
 from .replicas import Replicas
-from .slots import Slot, SlotPool
-from .survival import Asked, Survival
-from .tap import Tap, Update
+from .staging_buffers import Slot, SlotPool
+from .training_state import Loop
 
 
 class Replicating(Survival):

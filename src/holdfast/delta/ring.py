@@ -16,7 +16,7 @@ import torch
 from ..io.threads import open_file
 from ..store.files import Disk
 from ..store.layout import Layout
-from .slots import Slot, SlotPool
+from .staging_buffers import Slot, SlotPool
 
 RING = "ring"
 

@@ -20,10 +20,10 @@ from torch import nn
 
 from ..errors import Damaged
 from ..state.atoms import Atom
-from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME, TO_NAME
-from ..state.pieces import Pieces, dense
-from ..state.plain import host_bytes
+from ..state.fragments import Pieces, dense
+from ..state.plain_tensors import host_bytes
+from ..state.regions import Box
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors
 from ..universal.source import Made, Part, Source, Stored, places_of

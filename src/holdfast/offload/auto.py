@@ -23,10 +23,10 @@ from ..probe.cached import Known, machine_at
 from ..probe.machine import BlockTimes
 from ..profiles import MachineProfile
 from ..units import format_seconds
+from .block_times import Times, time_model
 from .device import Device
-from .parts import Parts
+from .model_parts import Parts
 from .process import give_back_freed
-from .times import Times, time_model
 
 Limits = tuple[int | None, int | None, int | None]
 """Limits in bytes per second: of reads, of writes, of both together. None is no limit."""

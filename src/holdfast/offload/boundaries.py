@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ..errors import BlockInputChanged, ModelNotSupported
-from .changes import fingerprint, hidden_gradient
-from .lending import Form
+from .input_changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
+from .transfer_pool import Form
 
 Seed = tuple[GradientEdge, torch.Tensor]
 """A point of the graph where an input begins, and the gradient that the input has before the backward pass."""

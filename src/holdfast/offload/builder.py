@@ -16,22 +16,22 @@ from ..store.manifest import Manifest
 from ..units import round_up
 from ..update.forms import anew
 from . import rng
-from .beginning import Beginning
+from .block_states import Unit, as_tensor
 from .blocks import Patch
+from .data_parallel import Fellows
 from .device import Device
 from .drives import Drives
-from .fellows import Fellows
-from .held import held_for, part_of
-from .initial import Init, initial_values
-from .lending import CROSSING
+from .existing_state import held_for, part_of
+from .initial_values import Init, initial_values
 from .microbatches import hand_over
-from .parts import Parts
+from .model_parts import Parts
 from .planning import Plan
-from .recut import Recut
+from .resharded_commit import Recut
 from .residency import Residency
 from .resume import other_layout
 from .runtime import InputScratch, Runtime, Stored
-from .units import Unit, as_tensor
+from .starting_state import Beginning
+from .transfer_pool import CROSSING
 from .zeroth import Zeroth
 
 

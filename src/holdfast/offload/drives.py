@@ -22,13 +22,13 @@ from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed
 from ..probe.ssd import LEAST_BYTES, measure_ssd
 from ..ranks import Ranks
 from ..store.drives import HOME, Drive, directories_for, record_of
-from ..store.entering import see_drives
 from ..store.files import Disk
 from ..store.generations import Generations
+from ..store.rank_entry import see_drives
 from ..units import MiB, format_bytes
 from ..update.threads import one_torch_thread
 from .auto import Limits, nearest, to_standard_error
-from .parts import Parts
+from .model_parts import Parts
 from .planning import Plan
 
 SECONDS = 1.0

@@ -27,17 +27,16 @@ from ..state.progress import hyper_parameters, restore_random_state
 from ..store.manifest import Manifest
 from ..update.threads import one_torch_thread
 from . import rng
-from .alike import digest, hyper_parameters_by_key, refuse_unlike
-from .beginning import Beginning
 from .blocks import install
-from .correcting import Corrections
+from .calibration import Corrections
 from .defaults import on_host_by_default
-from .edits import Edits
-from .edits import told as told_of_edits
+from .equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .executor import Executor
+from .exit_hook import closed, finish_at_exit
 from .export import newest_values, state_dict, trained_values
+from .external_edits import Edits
+from .external_edits import told as told_of_edits
 from .interrupts import deferred
-from .leaving import closed, finish_at_exit
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .ops import handlers
 from .ops.commit import publish
@@ -47,6 +46,7 @@ from .progress import UserState
 from .reports import Traffic, by_lane, count_tokens, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
+from .starting_state import Beginning
 from .steps import Rules, StepMaker
 from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
 from .timelines import Timelines

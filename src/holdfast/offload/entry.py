@@ -22,19 +22,17 @@ from ..events import EventLog, said_lost, tell
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..regular import home_path
-from ..state.prepared import refuse_in_block, refuse_prepared
+from ..state.prepared_models import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
-from ..store.entering import begin, see_alike
 from ..store.files import AnyDisk
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from ..store.places import check_place
+from ..store.path_checks import check_place
+from ..store.rank_entry import begin, see_alike
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads
-from .alike import agree_on_choices, agree_on_placement, agree_on_source
 from .auto import Planner, to_standard_error
-from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import (
     check_budget,
@@ -51,20 +49,22 @@ from .checks import (
     warn_of_resident,
     warn_of_slow_bf16,
 )
+from .data_parallel import Fellows, refuse_alone_only
 from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
-from .fellows import Fellows, refuse_alone_only
-from .held import agree_on_held, check_forms
+from .equal_on_ranks import agree_on_choices, agree_on_placement, agree_on_source
+from .existing_state import agree_on_held, check_forms
 from .interrupts import deferred
-from .parts import Parts
+from .model_parts import Parts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of, space_on
 from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, progress_here, same_files
 from .scaling import LossScale
+from .starting_state import Beginning, Opens, prepare, take_up
 from .steps import Rules
 from .takeover import (
     refuse_emptied,

@@ -9,9 +9,9 @@ from ..state.atoms import SEED, STEP
 from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
 from ..update.mezo import pending_of
-from .pieces import Piece
+from .block_states import Member, Unit, as_tensor
+from .parameter_shards import Piece
 from .runtime import Runtime
-from .units import Member, Unit, as_tensor
 
 
 def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from ..units import MiB, parse_bytes
 from .auto import Planner, Prediction
 from .device import Device
 from .measure import Measured, measure
-from .parts import Parts
+from .model_parts import Parts
 from .process import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}

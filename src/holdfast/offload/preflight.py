@@ -14,7 +14,7 @@ from ..store.local import LocalStore
 from ..units import ample_budget, format_bytes
 from .auto import Prediction
 from .drives import Drives, device_of
-from .parts import Parts
+from .model_parts import Parts
 from .planning import Budget, Plan
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..io.buffers import Buffer, BufferPool
-from .lending import Form, Lending, forms_of, packed_bytes, unpacked
-from .units import Member, Unit, as_tensor
+from .block_states import Member, Unit, as_tensor
+from .transfer_pool import Form, Lending, forms_of, packed_bytes, unpacked
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements added at once.

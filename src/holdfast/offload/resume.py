@@ -13,7 +13,7 @@ from ..store.generations import Generations
 from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from .parts import Parts
+from .model_parts import Parts
 
 
 def newest_commit(store: LocalStore, parts: Parts) -> Manifest:

@@ -25,14 +25,14 @@ from ..store.scratch import Scratch
 from ..update.mezo import Delta
 from ..update.optimizer import HostOptimizer, HyperParameters
 from .attributes import Attributes
+from .block_states import Unit
 from .blocks import Patch
 from .boundaries import Boundary, Delivery, Tracker
+from .data_parallel import Fellows
 from .device import Device
-from .fellows import Fellows
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
 from .scaling import LossScale
-from .units import Unit
 from .weights import mean_of
 from .zeroth import Zeroth
 

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
+from .block_states import memory_order
 from .blocks import EMPTY, configurations, install
 from .runtime import Runtime
-from .units import memory_order
 
 MARK = "_holdfast_taken"
 

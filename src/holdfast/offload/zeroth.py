@@ -16,7 +16,7 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..state.atoms import SEED, STEP
 from ..update.mezo import Delta, displace, epsilon_of, pending_of
-from .units import Unit
+from .block_states import Unit
 
 
 class Zeroth:

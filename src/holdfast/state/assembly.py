@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from ..errors import RuleError
 from .atoms import DTYPE_BYTES, Atom
-from .boxes import Box
-from .cutting import Average, Cut, Laid, Replicate, Unique, unflattened
 from .expressions import Template
+from .fragments import Pieces, joined
 from .layouts import flat_shares
 from .matching import PARAM, Matcher, Row, StoredTensor, explained
-from .pieces import Pieces, joined
+from .regions import Box
 from .reshaping import FREE, Place, place_of, reshaped
 from .rules import Rule, Rules, Tensors
+from .sharding import Average, Cut, Laid, Replicate, Unique, unflattened
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import WRAPPED
 from .dtypes import TO_NAME
-from .plain import odd_kind, repeats_itself
-from .stretches import Stretch
+from .flat_ranges import Stretch
+from .plain_tensors import odd_kind, repeats_itself
 
 FSDP1_INSIDE = "_fsdp_wrapped_module"
 """The name by which FSDP1's wrapper holds the module inside."""

@@ -193,7 +193,7 @@ def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
     import torch
 
     from .dtypes import TO_NAME
-    from .plain import host_bytes, odd_kind
+    from .plain_tensors import host_bytes, odd_kind
 
     kind = "on meta" if value.is_meta else odd_kind(value)
     if kind is None and type(value) not in (torch.Tensor, torch.nn.Parameter):

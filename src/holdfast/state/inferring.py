@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .atoms import Atom
-from .boxes import Box
 from .layouts import along
 from .matching import PARAM
+from .regions import Box
 from .rules import VERSION
 
 AXIS = "rank"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from .boxes import Box
+from .regions import Box
 
 Span = tuple[int, int]
 WIDTHS = ("even", "ceil", "balanced")

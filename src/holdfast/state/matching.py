@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import RuleError
 from ..units import shown
-from .boxes import Box
-from .cutting import Laid, Names, Shape
 from .expressions import Value
-from .pieces import Piece, Pieces, row_major
+from .fragments import Piece, Pieces, row_major
+from .regions import Box
 from .rules import Rule, Rules
+from .sharding import Laid, Names, Shape
 
 MOST_LISTED = 10
 PARAM = "param"

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
-from .boxes import Box
-from .cutting import Laid, Names, Replicate, Shard
 from .expressions import Value
 from .layouts import along, interleaved, spans
 from .matching import PARAM, Row
+from .regions import Box
 from .rules import Permute, Rule
+from .sharding import Laid, Names, Replicate, Shard
 
 FREE = frozenset({"part", "index"})
 """The parts of a name that are known only when a tensor is taken apart."""

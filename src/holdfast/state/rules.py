@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..errors import RuleError
 from .atoms import DTYPE_BYTES
-from .boxes import Box
-from .cutting import Average, Blocks, Boxes, Cut, Flat, Repeated, Replicate, Shard, Unique, Widths
 from .expressions import Expression, Template
 from .layouts import WIDTHS
+from .regions import Box
+from .sharding import Average, Blocks, Boxes, Cut, Flat, Repeated, Replicate, Shard, Unique, Widths
 from .tables import Table
 
 VERSION = 1

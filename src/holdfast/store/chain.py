@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
-from holdfast.state.growing import lengthen
+from holdfast.state.text_delta import lengthen
 from holdfast.store.files import AnyDisk
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader

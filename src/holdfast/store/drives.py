@@ -22,9 +22,9 @@ from pathlib import Path
 
 from holdfast.errors import BadInput, DiskFailed, ManifestCorrupt, RunLocked, RunMismatch
 from holdfast.regular import home_path, load_json, read_regular
+from holdfast.store.checksummed_json import FORMAT, VERSION, reading, seal, unseal
 from holdfast.store.files import TEMPORARY, AnyDisk, Disk, alone_in, write_durably
-from holdfast.store.places import check_place
-from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
+from holdfast.store.path_checks import check_place
 
 HOME = "data"
 """The directory of the files on the run's own drive."""

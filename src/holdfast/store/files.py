@@ -30,7 +30,7 @@ from holdfast.store.lock import (
     refuse_without_locks,
     set_aside,
 )
-from holdfast.store.places import NO_PLACE, bad_place, refuse_dangling
+from holdfast.store.path_checks import NO_PLACE, bad_place, refuse_dangling
 
 TEMPORARY = ".tmp"
 """The suffix of a file's name until its content is durable."""

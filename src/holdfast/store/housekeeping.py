@@ -17,7 +17,7 @@ from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.drives import HOME, data_paths, folders, unneeded
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
-from holdfast.store.reading import encode_index, index_of, unverified_layout
+from holdfast.store.payload_files import encode_index, index_of, unverified_layout
 from holdfast.store.segments import segments, streams
 
 if TYPE_CHECKING:

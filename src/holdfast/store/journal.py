@@ -18,10 +18,10 @@ from holdfast import failpoints
 from holdfast.errors import DiskFull
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
+from holdfast.store.checksummed_json import FORMAT, VERSION, seal
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import block_spans
 from holdfast.store.manifest import Timeline
-from holdfast.store.sealing import FORMAT, VERSION, seal
 from holdfast.store.segments import KINDS, SegmentRef
 from holdfast.units import PAGE, MiB, round_up
 

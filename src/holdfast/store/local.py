@@ -24,12 +24,12 @@ from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
 from holdfast.store.lock import LOCK
 from holdfast.store.manifest import Point, Timeline, is_ours, this_writer
-from holdfast.store.places import check_place
+from holdfast.store.path_checks import check_place
+from holdfast.store.rank_commits import SharedCommits
 from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.retention import Keep
 from holdfast.store.scratch import Scratch
 from holdfast.store.segments import segments, streams, trim
-from holdfast.store.shared import SharedCommits
 from holdfast.store.target import place_of, remote_disk
 
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")

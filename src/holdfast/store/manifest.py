@@ -14,8 +14,8 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
+from holdfast.store.checksummed_json import FORMAT, VERSION, reading, seal, unreadable, unseal
 from holdfast.store.drives import FOLDER
-from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unreadable, unseal
 
 ALONE = "rank-00000"
 """The log of a process that trains by itself, and of the first of several ranks."""

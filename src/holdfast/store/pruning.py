@@ -8,11 +8,11 @@ from pathlib import Path
 
 from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.store.chain import Journal, chain_of, read_journal, verify_records
+from holdfast.store.disk_usage import Need, needs, unneeded_segments
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep, dropped, kept_for_good, lineage, writer_of
-from holdfast.store.room import Need, needs, unneeded_segments
 from holdfast.store.segments import streams
 
 

@@ -21,15 +21,15 @@ import xxhash
 from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
 from .chain import chain_of
 from .copying import Pushed, RecordsCopy
+from .disk_usage import needs, unneeded_segments
 from .drives import HOME
 from .generations import corrupt
 from .layout import block_spans
 from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
 from .objects import ObjectDisk
+from .payload_files import INSPECT, check_size, read_verified
 from .reader import RunReader, run_key_of
-from .reading import INSPECT, check_size, read_verified
 from .retention import Keep, ancestry, dropped, kept_for_good, lineage, newest_tip, unneeded_timelines
-from .room import needs, unneeded_segments
 from .segments import segments, streams
 from .target import Url
 

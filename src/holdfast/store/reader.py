@@ -16,11 +16,11 @@ from typing import Any, Self, TypeVar
 
 from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store import reading, verifying
+from holdfast.store import payload_files, verifying
 from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
-from holdfast.store.ranges import read_atom
+from holdfast.store.payload_ranges import read_atom
 from holdfast.store.retention import is_begun, lineage, newest_tip
 from holdfast.store.segments import timelines_of_segments
 from holdfast.store.target import place_of, remote_disk
@@ -78,7 +78,7 @@ class RunReader:
         except FileNotFoundError:
             raise self.retired(ref) from None
         with self.listed(manifest):
-            return reading.read_shares(self.disk, manifest)
+            return payload_files.read_shares(self.disk, manifest)
 
     def line(self, tip: int | None = None) -> list[CommitRef]:
         """Return the commits that led to the newest step of the timeline ``tip``, newest first.
@@ -192,7 +192,7 @@ class RunReader:
     def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
         """Return the tensor entries of ``manifest`` by key, as its index describes them, with their fragments."""
         with self.listed(manifest):
-            return reading.index_of(self.disk, manifest)["atoms"]
+            return payload_files.index_of(self.disk, manifest)["atoms"]
 
     def read_atom(self, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
         """Return the verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
@@ -201,7 +201,7 @@ class RunReader:
 
     def layout(self, ref: FileRef) -> Layout:
         """Return the positions of the tensors in a file, by its own header."""
-        return reading.unverified_layout(self.disk, ref)
+        return payload_files.unverified_layout(self.disk, ref)
 
     def way_out(self, path: str) -> str:
         """Return advice about damage in ``path``: the newest step that does not need the file."""

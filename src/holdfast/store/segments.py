@@ -20,10 +20,10 @@ import xxhash
 
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
+from holdfast.store.checksummed_json import unseal
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.manifest import Timeline
-from holdfast.store.sealing import unseal
 from holdfast.units import PAGE, MiB, round_up
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}

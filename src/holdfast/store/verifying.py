@@ -22,7 +22,7 @@ from holdfast.store.files import OpenFile
 from holdfast.store.generations import corrupt, name_atoms
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.manifest import FileRef, Manifest, timeline_path
-from holdfast.store.reading import check_size, index_of, unverified_layout
+from holdfast.store.payload_files import check_size, index_of, unverified_layout
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import Damaged
-from ..state.boxes import Box
-from ..state.pieces import Piece
+from ..state.fragments import Piece
+from ..state.regions import Box
 from . import pickles
 from .source import MOST_EXPANDED, Part
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from ..errors import Damaged
-from ..state.boxes import Box
-from ..state.pieces import Piece, Pieces, flat_boxes, joined, row_major
+from ..state.fragments import Piece, Pieces, flat_boxes, joined, row_major
+from ..state.regions import Box
 from ..units import KiB, MiB
 from .source import Source, Stored
 
@@ -122,7 +122,7 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the elements of a host ``tensor`` in C order as opaque ones, as in a ``Target``. Shares its memory."""
-    from ..state.plain import flat_bytes
+    from ..state.plain_tensors import flat_bytes
 
     flat = flat_bytes(tensor).numpy().view(f"V{tensor.element_size()}")
     return flat.reshape(tensor.shape)

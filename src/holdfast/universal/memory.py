@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ..state.atoms import Atom
-from ..state.boxes import Box
-from ..state.pieces import Pieces, dense
-from ..state.plain import host_bytes
+from ..state.fragments import Pieces, dense
+from ..state.plain_tensors import host_bytes
+from ..state.regions import Box
 from .source import Part, Source, Stored
 
 

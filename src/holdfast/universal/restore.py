@@ -17,13 +17,13 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.atoms import STEP
-from ..state.boxes import Box
 from ..state.capture import CapturedParameter
 from ..state.dtypes import FROM_NAME, TO_NAME
-from ..state.live import LiveState
+from ..state.flat_ranges import Region, boxes_of
+from ..state.live_state import LiveState
 from ..state.overlaps import Key, Memory, described, said_keys
-from ..state.plain import flat_bytes
-from ..state.stretches import Region, boxes_of
+from ..state.plain_tensors import flat_bytes
+from ..state.regions import Box
 from ..units import MiB, packed
 from ..update.formed import FormedOptimizer
 from ..update.forms import anew

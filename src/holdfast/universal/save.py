@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..state.atoms import fragment
-from ..state.boxes import Box
+from ..state.regions import Box
 from ..store.layout import METADATA, PAD, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest

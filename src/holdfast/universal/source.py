@@ -19,7 +19,7 @@ import xxhash
 
 from ..errors import Damaged
 from ..state.atoms import DTYPE_BYTES, Atom
-from ..state.pieces import Pieces
+from ..state.fragments import Pieces
 
 MOST_EXPANDED = 1 << 20
 """The limit of elements for a tensor, or a region, that has more elements than are stored (expanded)."""

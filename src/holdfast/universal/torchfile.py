@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import BadInput
 from ..state.atoms import DTYPE_BYTES, TORCH_NAMES
-from ..state.pieces import row_major
+from ..state.fragments import row_major
 from ..store.files import TEMPORARY, Disk, written_durably
 from ..units import MiB
 from .load import converted, read_flat
@@ -234,7 +234,7 @@ def _of_torch(obj: Any) -> Any:
     import torch
 
     from ..state.dtypes import TO_NAME
-    from ..state.plain import host_bytes, odd_kind
+    from ..state.plain_tensors import host_bytes, odd_kind
 
     if isinstance(obj, torch.Size):
         return Size(obj)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import OptimizerNotSupported
-from ..state.cuts import is_distributed
+from ..state.ownership import is_distributed
 from .forms import Slots
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...plan.ops import Op
 from ..runtime import Runtime, Step
-from . import commit, compute, gradients, inputs, params, redo, state, zeroth
+from . import commit, compute, gradients, inputs, params, rollback, state, zeroth
 
 KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_params": params.load,
@@ -54,10 +54,10 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
 }
 
 REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
-    "load_state": redo.load,
-    "load_grads": redo.load_grads,
-    "update": redo.update,
-    "store_state": redo.store,
+    "load_state": rollback.load,
+    "load_grads": rollback.load_grads,
+    "update": rollback.update,
+    "store_state": rollback.store,
 }
 """Handlers of operations that run only where a guess was wrong, for kinds that need another one then."""
 

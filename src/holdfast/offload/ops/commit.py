@@ -8,7 +8,7 @@ from ...errors import RankFailed
 from ...plan.ops import Op
 from ...ranks import stream_of
 from ...state.atoms import PENDING
-from ...store.written import Written
+from ...store.commit_writer import Written
 from ..runtime import Runtime, Step
 
 

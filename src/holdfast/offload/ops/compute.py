@@ -19,14 +19,14 @@ from ...plan.ops import Op
 from ...plan.orders import input_stays, micro_batches
 from ...plan.zeroth import DISPLACED
 from .. import rng
+from ..block_states import Unit
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
-from ..changes import Watch
 from ..defaults import callers_default
+from ..input_changes import Watch
 from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
-from ..units import Unit
 from . import inputs, params
 
 FORWARD = "forward"

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from ...plan.ops import Op
+from ..block_states import Unit, as_tensor
 from ..residency import Gradients
 from ..runtime import Runtime, Step, of
-from ..units import Unit, as_tensor
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from ...plan.ops import Op
 from ...plan.orders import input_stays
+from ..block_states import as_tensor
 from ..boundaries import Boundary, Delivery
-from ..lending import packed_bytes, unpacked
 from ..runtime import Runtime, Step, of
-from ..units import as_tensor
+from ..transfer_pool import packed_bytes, unpacked
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from functools import partial
 
 from ...plan.ops import Op
+from ..block_states import as_tensor
 from ..executor import together
 from ..runtime import Runtime, Step, of
-from ..units import as_tensor
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:

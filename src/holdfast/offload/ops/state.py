@@ -7,9 +7,9 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import GUESS, Op
+from ..block_states import Unit, as_tensor
 from ..residency import Gradients
 from ..runtime import Runtime, Step, Stored, of
-from ..units import Unit, as_tensor
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:

@@ -16,8 +16,8 @@ from ...io.buffers import Buffer
 from ...plan.ops import Op
 from ...plan.zeroth import DISPLACED, STREAMS
 from ...update.mezo import Delta
+from ..block_states import Unit, as_tensor
 from ..runtime import Runtime, Step, of
-from ..units import Unit, as_tensor
 from ..zeroth import Zeroth, fill_copies
 from . import compute, state
 

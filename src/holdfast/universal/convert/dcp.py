@@ -7,11 +7,11 @@ from typing import Any
 
 from ...state.atoms import Atom
 from ...units import counted
+from ..foreign_progress import state_dict_of
 from ..keys import PROGRESS, name_all
-from ..small import add_or_tell
+from ..small_tensors import add_or_tell
 from ..source import Stored
-from ..told import state_dict_of
-from ..values import progress_of
+from ..state_dict_progress import progress_of
 from .dcp_entries import Entries
 from .dcp_metadata import METADATA, Claims
 from .dcp_values import Values

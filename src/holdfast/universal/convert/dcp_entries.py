@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES
-from ...state.pieces import Pieces, dense, row_major
+from ...state.fragments import Pieces, dense, row_major
 from ..archives import Archive
 from ..files import NUM_LOCKS, WithNumbers, looking_at
+from ..pickled_json import bytes_of
 from ..pickles import Tensor
-from ..plain import bytes_of
 from ..source import Part
 from .dcp_metadata import Entry, Shards
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import BadInput, Damaged, FileMissing, HoldfastError
 from ...state.atoms import DTYPE_BYTES
-from ...state.boxes import Box
+from ...state.regions import Box
 from .. import pickles
 from ..archives import PICKLE_BYTES
 from ..keys import Kind

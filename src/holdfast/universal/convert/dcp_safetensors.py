@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ...errors import Damaged, FileMissing
 from ...state.atoms import Atom
-from ...state.boxes import Box
-from ...state.pieces import Piece, Pieces, dense
+from ...state.fragments import Piece, Pieces, dense
+from ...state.regions import Box
 from ..files import Files
 from ..keys import Kind, name_all
 from ..source import Part, Stored

@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import Damaged
 from ...units import KiB
 from ..archives import Archive
-from ..plain import Plain
+from ..pickled_json import Plain
 from .dcp_metadata import Entry
 
 REMEMBERED = 64 * KiB

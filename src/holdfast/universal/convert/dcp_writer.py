@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ...errors import BadInput
-from ...state.boxes import Box
 from ...state.dtypes import FROM_NAME
 from ...state.encoding import decode
-from ...state.pieces import row_major
+from ...state.fragments import row_major
+from ...state.regions import Box
 from ...store.files import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import BadInput, Damaged
 from ...state.atoms import PENDING, Atom
-from ...state.boxes import Box
 from ...state.encoding import joined
-from ...state.pieces import Piece, Pieces, row_major
+from ...state.fragments import Piece, Pieces, row_major
+from ...state.regions import Box
 from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest
-from ...store.ranges import VerifiedFiles
+from ...store.payload_files import INSPECT
+from ...store.payload_ranges import VerifiedFiles
 from ...store.reader import RunReader
-from ...store.reading import INSPECT
+from ..foreign_progress import state_dict_of
 from ..keys import KEY, Kind, name_all
-from ..small import add_or_tell
+from ..small_tensors import add_or_tell
 from ..source import Part, Source, Stored
-from ..told import state_dict_of
-from ..values import progress_of
+from ..state_dict_progress import progress_of
 
 if TYPE_CHECKING:
     from .pending import Pending

@@ -16,9 +16,9 @@ from ...state.matching import StoredTensor
 from ...state.rules import Rules, numbers_of
 from ..archives import Archive, check_inside
 from ..files import Files
+from ..pickled_json import Plain
 from ..pickles import Record, Storage, Tensor
-from ..plain import Plain
-from ..ruled import add_to
+from ..rules_source import add_to
 from .safetensors import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"

@@ -17,13 +17,13 @@ import xxhash
 
 from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES, Atom
-from ...state.boxes import Box
-from ...state.pieces import Pieces, dense
+from ...state.fragments import Pieces, dense
+from ...state.regions import Box
 from ...store.layout import Entry, without_pads
 from ...units import MiB
 from ..files import Files
+from ..foreign_progress import told, told_progress
 from ..source import Part, Stored, Sums
-from ..told import told, told_progress
 from .indexed import files_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

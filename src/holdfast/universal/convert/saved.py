@@ -15,17 +15,17 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
-from ...state.pieces import Pieces
+from ...state.fragments import Pieces
 from ..archives import Archive, check_inside, piece_of
 from ..files import Files
+from ..foreign_progress import check_progress, state_dict_of
 from ..keys import Kind, Named, name_all, state_of
 from ..keys import Path as Way
+from ..pickled_json import Plain
 from ..pickles import Tensor
-from ..plain import Plain
-from ..small import SMALL_BYTES, add_or_tell
+from ..small_tensors import SMALL_BYTES, add_or_tell
 from ..source import Stored
-from ..told import check_progress, state_dict_of
-from ..values import progress_of
+from ..state_dict_progress import progress_of
 from .indexed import files_of
 from .safetensors import unread_in
 

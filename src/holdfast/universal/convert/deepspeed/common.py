@@ -7,13 +7,13 @@ from typing import Any
 
 from ....errors import BadInput
 from ....state.atoms import Atom
-from ....state.boxes import Box
-from ....state.pieces import Pieces, dense
+from ....state.fragments import Pieces, dense
+from ....state.regions import Box
 from ....units import MiB, counted
 from ...files import WithNumbers
 from ...keys import unwrapped
+from ...pickled_json import Plain
 from ...pickles import Tensor
-from ...plain import Plain
 from ...source import Stored
 from .model import ModelStates
 from .parallel import Whole

@@ -11,8 +11,8 @@ import numpy as np
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
+from ....state.fragments import Piece, flat
 from ....state.numbers import values_of
-from ....state.pieces import Piece, flat
 from ...archives import Archive
 from ...files import Files
 from ...pickles import Record, Tensor

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from ....errors import Damaged
-from ....state.pieces import flat
+from ....state.fragments import flat
 from ....state.zero_shares import cut
 from ...archives import Archive, piece_of
 from ...files import Files

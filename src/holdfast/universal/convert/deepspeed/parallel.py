@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import BadInput, Damaged
-from ....state.boxes import Box
-from ....state.cutting import Average, Blocks, Cut, Laid, Replicate, Shard
 from ....state.expressions import Expression
-from ....state.pieces import Pieces
+from ....state.fragments import Pieces
+from ....state.regions import Box
+from ....state.sharding import Average, Blocks, Cut, Laid, Replicate, Shard
 from .local import Local, Shape, Value
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"

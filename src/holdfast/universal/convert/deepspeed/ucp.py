@@ -13,8 +13,8 @@ from typing import Any
 
 from ....errors import BadInput, Damaged, FileMissing
 from ....state.atoms import Atom
-from ....state.boxes import Box
-from ....state.pieces import Pieces, dense
+from ....state.fragments import Pieces, dense
+from ....state.regions import Box
 from ...archives import Archive, piece_of
 from ...files import WithNumbers
 from ...pickles import Tensor

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
-from ....state.boxes import Box
-from ....state.cutting import unflattened
 from ....state.encoding import decode
-from ....state.pieces import Pieces, joined
+from ....state.fragments import Pieces, joined
+from ....state.regions import Box
+from ....state.sharding import unflattened
 from ...archives import Archive, piece_of
 from ...keys import Kind
 from ...load import read_flat, tensor_of

@@ -10,7 +10,7 @@ from typing import Any
 from ....errors import Damaged
 from ....state.encoding import decode
 from ...archives import Archive
-from ...plain import Plain
+from ...pickled_json import Plain
 from .names import shard_of
 
 _TOP = {"iteration", "opt_param_scheduler", "args"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....errors import BadInput
-from ....state.boxes import Box
-from ....state.pieces import Pieces
+from ....state.fragments import Pieces
+from ....state.regions import Box
 
 ALIGNMENT = 64
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -14,9 +14,9 @@ from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
-from ....state.boxes import Box
 from ....state.encoding import encode
-from ....state.pieces import Piece, Pieces, dense, flat, joined
+from ....state.fragments import Piece, Pieces, dense, flat, joined
+from ....state.regions import Box
 from ....units import counted
 from ...archives import Archive
 from ...keys import EXTRA, Kind, slot_of

@@ -1,6 +1,6 @@
 """Manifests: the small JSON files that define commits.
 
-No manifest, no commit. Manifests and timeline records are sealed (``store.sealing``). Sizes are bytes, times are unix
+No manifest, no commit. Manifests and timeline records are sealed (``store.checksummed_json``). Sizes are bytes, times are unix
 seconds.
 """
 

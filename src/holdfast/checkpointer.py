@@ -5,8 +5,9 @@ finalizes the log record of what the optimizers consumed in the iteration and re
 durable. ``resume()`` loads the newest snapshot and replays the log records after it. In the code a snapshot is a
 *base*.
 
-This module only joins other modules. ``delta.training_state`` holds the training state and ``delta.optimizer_hooks`` hooks the optimizers.
-``delta.durability`` keeps the steps, by log records (``recording``) or by a replica (``replicating``). Sizes are bytes.
+This module only joins other modules. ``delta.training_state`` holds the training state and ``delta.optimizer_hooks``
+hooks the optimizers. ``delta.durability`` keeps the steps, by log records (``recording``) or by a replica
+(``replicating``). Sizes are bytes.
 """
 
 from __future__ import annotations

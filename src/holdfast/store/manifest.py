@@ -1,7 +1,7 @@
 """Manifests: the small JSON files that define commits.
 
-No manifest, no commit. Manifests and timeline records are sealed (``store.checksummed_json``). Sizes are bytes, times are unix
-seconds.
+No manifest, no commit. Manifests and timeline records are sealed (``store.checksummed_json``). Sizes are bytes, times
+are unix seconds.
 """
 
 from __future__ import annotations

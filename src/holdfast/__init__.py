@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
-    raise ImportError("Holdfast runs on Linux, and with buffered I/O on macOS; it does not run on Windows.")
+    raise ImportError("Holdfast runs on Linux; macOS was not tried, and it does not run on Windows.")
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 The same command starts a run, continues it and, with more ``train.steps``, extends it: the content of the run directory
 decides. Losses are nats per token; a token of the reference decoder is a byte. Under torchrun it trains on several
-ranks (``together.py``), and the same step uses the same samples on any number of ranks.
+ranks (``launched_ranks``), and the same step uses the same samples on any number of ranks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A block's inputs are a pytree. Float (and complex) tensors that require grad *mo
 kept (on the host or on the SSD) for its recomputation, unless its graph is kept. Their gradients go back to the code
 that made them. All other inputs are kept by reference, once. Two inputs are refused by name: an object in which a
 tensor with a gradient hides, and an input that changes while the block runs or before it runs again, because the
-recomputation would see other values (``changes.py``).
+recomputation would see other values (``input_changes``).
 
 Where several blocks contribute to a gradient, the sum follows the order of an ordinary backward. The gradient so far
 goes into the next block's backward as a root; it is not added to the result.

@@ -1,6 +1,6 @@
 """LocalStore: a run directory, open for its one writer, and the files that it writes.
 
-``written.py`` makes commits, ``shared.py`` makes those of several ranks, ``retained.py`` retires them.
+``commit_writer`` makes commits, ``rank_commits`` makes those of several ranks, ``retained_commits`` retires them.
 """
 
 from __future__ import annotations

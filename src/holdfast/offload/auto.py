@@ -1,7 +1,8 @@
 """The planner's answer for the machine, the model and the micro-batches at hand. Seconds, bytes.
 
 The machine's rates come from its profile (``probe/cached.py``), within the limits that the run was given. The times of
-the model's block and head are measured each time (``block_times``). The choice changes a run's speed, never its numbers.
+the model's block and head are measured each time (``block_times``). The choice changes a run's speed, never its
+numbers.
 """
 
 from __future__ import annotations

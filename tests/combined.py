@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,12 +29,20 @@ def some_of(n: int, things: Sequence[T]) -> Sequence[T]:
 
 
 def spread(n: int, things: Sequence[T]) -> list[T]:
-    """``n`` of ``things``, from all of their length, each one further on than evenly: combinations of two kinds then
-    differ in both."""
-    length, chosen = len(things), []
-    for k in range(min(n, length)):
-        place = (k * length // n + k) % length
-        while place in chosen:
-            place = (place + 1) % length
-        chosen.append(place)
-    return [things[place] for place in chosen]
+    """``n`` of ``things``, from all of their length."""
+    return (
+        [things[k * len(things) // n] for k in range(min(n, len(things)))]
+        if n < len(things)
+        else list(things)
+    )
+
+
+def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Places of as many of ``cases`` as it takes to have each value of each parameter once, greedily."""
+    values = {pair for case in cases for pair in case.items()}
+    chosen = []
+    while values:
+        best = max(range(len(cases)), key=lambda place: len(values & {*cases[place].items()}))
+        chosen.append(best)
+        values -= {*cases[best].items()}
+    return sorted(chosen)

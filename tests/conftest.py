@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buckets import emptied, served
-from combined import CAMPAIGN, spread
+from combined import CAMPAIGN, covering, spread
 from holdfast import failpoints
 from killed import kill
 from matrix.cells import told
@@ -54,20 +54,35 @@ def bucket(s3, monkeypatch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave to ``make campaign`` tests that are marked so; of one marked ``campaign(keep=n)``, all but ``n`` cases."""
+    """Leave to ``make campaign`` what is marked so.
+
+    Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
+    stay as have each value of each parameter once.
+    """
     if CAMPAIGN:
         return
-    left, several = set(), {}
+    left, cases = set(), {}
     for item in items:
-        keeps = [marker.kwargs.get("keep", 0) for marker in item.iter_markers("campaign")]
-        if 0 in keeps:
-            left.add(item)
-        elif keeps:
-            several.setdefault((item.function, keeps[0]), []).append(item)
-    for (_, keep), cases in several.items():
-        left |= {*cases} - {*spread(keep, cases)}
+        for marker in item.iter_markers("campaign"):
+            if marker.kwargs:
+                cases.setdefault((item.function, *marker.kwargs.items()), []).append(item)
+            else:
+                left.add(item)
+    for (_, (how, number)), each in cases.items():
+        kept = (
+            spread(number, range(len(each)))
+            if how == "keep"
+            else covering([parameters(item) for item in each])
+        )
+        left |= {*each} - {each[place] for place in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def parameters(item):
+    """What tells the values of a case's parameters from others."""
+    plain = (str, int, float, tuple, dict, type(None))
+    return {name: repr(v) if isinstance(v, plain) else id(v) for name, v in item.callspec.params.items()}
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -81,7 +81,7 @@ def in_turn(optimizer, warm_up=5, length=10, gamma=0.9):
     return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[warm_up, warm_up + length])
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "given, expected",
     [

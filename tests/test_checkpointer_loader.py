@@ -43,7 +43,7 @@ def test_interrupted_at_a_random_step_and_resumed(undisturbed, tmp_path, stop, b
     assert rest["digest"] == undisturbed.digest
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_steps_until_it_is_done(server, undisturbed, tmp_path, num_workers, seed):

@@ -772,7 +772,6 @@ def script_ended(root, how):
     return told.stderr
 
 
-@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
     states, _ = reference(20)

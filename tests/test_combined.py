@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from combined import one_in, spread
+from combined import covering, one_in, spread
 
 
 def test_one_in_n_has_each_pair_of_all_kinds_but_one_and_each_value_of_that(monkeypatch):
@@ -20,7 +20,9 @@ def test_a_spread_has_as_many_as_asked_for_and_none_twice(n):
     assert len(set(spread(n, range(4)))) == min(n, 4)
 
 
-def test_a_spread_of_two_kinds_differs_in_both():
-    pairs = [(one, other) for one in range(6) for other in "abc"]
-    ones, others = zip(*spread(3, pairs), strict=True)
-    assert len(set(ones)) == len(set(others)) == 3
+def test_each_value_of_each_parameter_is_covered():
+    cases = [{"one": one, "other": other} for one in range(6) for other in range(3)]
+    chosen = [cases[place] for place in covering(cases)]
+    assert {case["one"] for case in chosen} == set(range(6))
+    assert {case["other"] for case in chosen} == set(range(3))
+    assert len(chosen) == 6

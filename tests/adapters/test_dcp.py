@@ -101,7 +101,7 @@ def cause_of(error):
 PAIRS = [(source, TARGETS[(2 * i + k) % 5]) for i, source in enumerate(SOURCES) for k in (0, 3)]
 
 
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source, target):
     kind, size = target

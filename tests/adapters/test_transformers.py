@@ -105,7 +105,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, step", one_in(3, KINDS, [0, 1, 3, 7, 8, 9]))
 def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
     if "accumulation" in kind:
@@ -114,7 +114,7 @@ def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
     compare(resumed(tmp_path, kind, base_every=3), kind)
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "kind, step, event, first",
     [
@@ -291,7 +291,6 @@ def test_a_run_does_not_begin_at_a_checkpoint(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "changed, text",
     [
@@ -352,7 +351,6 @@ class Counts(transformers.TrainerCallback):
         model.transformer.drop.p = self.num_steps / 50
 
 
-@pytest.mark.campaign(keep=2)
 @pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")  # by Halves, which is seen
 @pytest.mark.parametrize("kind", [Halves, SetsUp, Counts])
 def test_set_up_of_callbacks_is_not_done_twice(tmp_path, kind):

@@ -83,7 +83,7 @@ def killed_after(make, name, steps, **options):
     return max(seen)
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.filterwarnings("ignore:resuming after step")  # a record that was being written is torn
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1, 5, 14])

@@ -95,7 +95,7 @@ def names_in(folder):
     return names
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "kind, optimizer", [("text", "adamw"), ("pairs", "adamw"), ("text", "mezo"), ("pairs", "muon")]
 )

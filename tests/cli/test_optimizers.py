@@ -79,7 +79,7 @@ def rates_of(run):
     return [event["learning_rate"] for event in read_events(run / "events.jsonl") if event["event"] == "step"]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", SLOTS)
 def test_each_optimizer_trains_and_goes_on(train, tmp_path, name):
     result, run = train(optimizer=name), tmp_path / "run"

@@ -94,7 +94,6 @@ def sittings(run):
     return [event for event in read_events(run / "events.jsonl") if event["event"] == "run"]
 
 
-@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("wish", ["model.width=32", "run.seed=1", "data.validation_fraction=0.1"])
 def test_what_a_run_is_cannot_be_changed_even_by_set(run, train, wish):
     before = everything(run)

@@ -38,7 +38,7 @@ def saved(request, tmp_path_factory):
     return root
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("name", ["ds", "run", "one.safetensors", "universal", "folder"])
 def test_show_and_verify(saved, name):
     assert "a.weight" in holdfast("show", saved / name)

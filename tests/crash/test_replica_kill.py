@@ -254,7 +254,6 @@ def test_one_that_said_it_takes_what_was_kept_and_was_killed_has_not_taken_it(se
     assert resumed_from_memory(tmp_path) == [25]
 
 
-@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("end", ["killed", "refused"])
 def test_what_was_taken_by_one_that_never_began_is_on_the_disk(server, undisturbed, tmp_path, end):

@@ -80,7 +80,6 @@ def manifests_of(root):
 # Going on
 
 
-@pytest.mark.campaign(keep=11)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("feature", ["batchnorm", "scaler", "unused", "two", "ema", "tied"])
 def test_a_run_that_was_closed_goes_on_as_if_it_had_not(tmp_path, small_units, codec, feature):

@@ -69,7 +69,6 @@ def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
         assert same(recovered(tmp_path, OPTIMIZERS[name], "", step), state), step
 
 
-@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, name):
     whole = make(OPTIMIZERS[name], "schedule")

@@ -94,7 +94,7 @@ def recovered(root, optimizer, feature, step):
     return loop.state()
 
 
-@pytest.mark.campaign(keep=15)
+@pytest.mark.campaign(keep=16)
 @pytest.mark.parametrize(
     "feature, name, codec",
     one_in(2, ("", *FEATURES), EVERY, ["exact"])

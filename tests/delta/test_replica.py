@@ -85,7 +85,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
     return states
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("feature, name", one_in(5, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""

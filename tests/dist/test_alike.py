@@ -29,7 +29,7 @@ def marks(root):
         return manifest.progress_of(manifest.streams[0]).get("copies")
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("hsdp", 4), ("tp", 2)])
 def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     """At once before a base that all wait for, and beside training."""

@@ -18,7 +18,7 @@ def ended(ranks):
     return ranks
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "kind, ranks, codec", [("ddp", 2, INT8), ("fsdp", 3, TOPK), ("fsdp", 3, INT8), ("hsdp", 4, TOPK)]
 )
@@ -48,7 +48,7 @@ def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, 
     assert state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path, kind):
     """A base that is made beside training mostly is not: each rank copies its residuals when it can."""

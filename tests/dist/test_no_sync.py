@@ -11,7 +11,7 @@ COMMON = {"kind": "ddp", "accumulate": 3}
 CODECS = [None, ("topk", 0.3), ("int8", 16)]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_path, codec):
     """A step is what ends with an exchange, and mid-accumulation is none."""

@@ -51,7 +51,7 @@ def check(said, root, losses, norms, state):
     assert differing(read_atoms(root), state) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("micro_batches, placement, clip_norm", one_in(3, [1, 2, 3], PLACEMENTS, [None, 0.5]))
 def test_two_ranks_have_every_bit_of_a_loop_that_sums_rank_by_rank(
     world, tmp_path, micro_batches, placement, clip_norm
@@ -61,7 +61,7 @@ def test_two_ranks_have_every_bit_of_a_loop_that_sums_rank_by_rank(
     check(said, tmp_path, *plain([(STEPS, 2, micro_batches)], clip_norm=clip_norm))
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,7 +89,7 @@ def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(worl
     check(said, tmp_path / "two", *plain([(STEPS, 1, 2)], dropout=0.2))
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, clip_norm", [("narrow", 0.5), ("wide", None)])
 def test_a_run_goes_on_with_any_number_of_ranks(world, tmp_path, kind, clip_norm):
     phases = [(2, 1, 2), (4, 2, 1), (5, 3, 2), (7, 2, 2), (8, 2, 1), (10, 1, 3)]

@@ -60,7 +60,7 @@ def what_is_in(root):
 # The bits
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "options",
     [
@@ -151,7 +151,7 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_to_the_same_end(train, tmp_
     check(said, tmp_path / "run", *plain([(STEPS, 2, 2)], clip_norm=0.5))
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "rank, failpoint",
     [(0, "after_timeline_opened:1"), (0, "before_data_sync:1"), (0, "after_manifest_sync:1"),

@@ -34,7 +34,7 @@ def newest(root):
         return manifest.step
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("way", "step"), [("returns", 4), ("destroyed", 3)])
 def test_ranks_that_return_end_as_they_would_without_an_engine(tmp_path, way, step):
     """With what was under way finished, unless the script has let go of the other ranks before."""

@@ -303,7 +303,6 @@ def test_what_optimizers_hold_otherwise_is_refused_on_all_ranks_and_nothing_is_w
 # What is refused
 
 
-@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "run, message",
     [

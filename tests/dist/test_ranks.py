@@ -33,7 +33,7 @@ def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, ki
 WORLDS = [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], WORLDS))
 def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
     """With records after the base, and from there once more."""
@@ -53,7 +53,7 @@ KINDS = [
 OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kinds, optimizer", one_in(4, KINDS, OPTIMIZERS))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds

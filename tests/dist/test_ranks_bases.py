@@ -11,7 +11,7 @@ from holdfast.events import read_events
 from holdfast.store.reader import RunReader
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
 def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kind, ranks):
     """There is one parameter, and there are no buffers."""
@@ -65,7 +65,7 @@ def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_wr
             assert reader.verify(reader.load(ref)) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], [(2, 3), (3, 2), (1, 2), (2, 1)]))
 def test_records_of_another_cut_are_not_replayed_on_a_base_before_it(world, tmp_path, kind, worlds):
     """The base that the change of ranks made is damaged, so the run goes on from where the ranks were others."""
@@ -88,7 +88,7 @@ def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
     assert all("resume was called differently" in each["error"] for each in said)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "who, kind, more",
     [(0, "ddp", {}), (1, "fsdp", {}), (1, "ddp", {"base_every": 3}), (0, "ddp", {"average": True})],
@@ -135,7 +135,7 @@ def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, t
     assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     ("kind", "what", "who"),
     [
@@ -158,7 +158,7 @@ def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_a
     assert done in (7, 8) and rest[0]["digests"][str(done)] == killed[0]["digests"][str(done)]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "more, save_at", one_in(2, [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}], [4, None])
 )

@@ -44,7 +44,7 @@ def content(root, step):
 PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "place, optimizer",
     [(("ddp", 2), "adamw"), *one_in(4, PLACES, ["sgd", "adamw", "foreach", "fused"])],

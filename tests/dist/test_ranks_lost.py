@@ -28,7 +28,7 @@ def test_no_group_and_no_thread_is_left_when_all_have_closed(world, tmp_path):
         assert said["after"] == said["before"]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     "wrong, message",

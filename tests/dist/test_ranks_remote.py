@@ -51,7 +51,7 @@ def goes_on(world, tmp_path, bucket, step, ranks=3, kind="fsdp"):
     return said["digests"][str(step)]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, replica", [("ddp", False), ("fsdp", True)])
 def test_the_copy_is_of_all_ranks_and_any_number_goes_on_from_it(world, tmp_path, bucket, kind, replica):
     said = ended(
@@ -66,7 +66,7 @@ def test_the_copy_is_of_all_ranks_and_any_number_goes_on_from_it(world, tmp_path
     assert goes_on(world, tmp_path, bucket, 7) == said[0]["digests"]["7"]
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("killed, replica", [(0, True), (1, False), ("all", False), ("all", True)])
 def test_what_was_copied_when_ranks_died_is_a_run_and_the_next_ranks_copy_the_rest(
     world, tmp_path, bucket, killed, replica

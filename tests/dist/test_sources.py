@@ -30,7 +30,7 @@ def written(world, tmp_path_factory):
     return found
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("source, target", one_in(4, KINDS, KINDS), ids=lambda kind: "-".join(map(str, kind)))
 def test_a_run_begins_from_that_of_another_parallelism(world, written, tmp_path, source, target):
     root, said = written[source]

@@ -36,7 +36,6 @@ def changed(folder, **values):
     (folder / "config.json").write_text(json.dumps(told | values))
 
 
-@pytest.mark.campaign(keep=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("make", tiny_folders.EVERY.values(), ids=tiny_folders.EVERY)
 def test_a_run_begins_with_the_values_that_transformers_loads(tmp_path, make, dtype):

@@ -419,7 +419,6 @@ def test_a_budget_too_small_says_one_that_works_in_the_next_process_too(tmp_path
     offload(tmp_path, budget=holdfast.Budget(host=enough), **sizes).close()
 
 
-@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -285,7 +285,6 @@ def check(directory, kind, data=lambda step: batches(step, 2), shares=mean, **op
     assert differing(stored(directory), expected) == []
 
 
-@pytest.mark.campaign(keep=17)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_bit_equals_a_plain_loop(tmp_path, kind, setting):

@@ -54,7 +54,7 @@ def on_ssd(monkeypatch):
 # Updates that guess that nothing is clipped
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction", one_in(2, SOME, PLACEMENTS, [0.0, 0.5, 1.0])
 )
@@ -68,7 +68,7 @@ def test_guesses_have_every_bit_of_a_loop_that_clips_some_steps(
     check(tmp_path, STEPS, num_micro_batches, bound, clipping="speculate", **options)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("retain", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_guesses_that_are_always_wrong_or_always_right_have_every_bit(tmp_path, placement, retain):
@@ -140,7 +140,7 @@ def skipping_loop(when, num_micro_batches, clip_norm):
     return states
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("clip_norm", [0.9, inf])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def check_by_block(directory, num_micro_batches, clip_norm, when=frozenset(), **
     return left_out
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "schedule, placement, delayed_fraction, clip_norm",
     one_in(3, ["vertical", "horizontal"], PLACEMENTS, [0.0, 0.5], [0.5, 1.5]),

@@ -66,7 +66,7 @@ def plain_loop(compiled, backend):
     return losses, {name.replace("._orig_mod", ""): value for name, value in state.items()}
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule, recomputed", [("vertical", 1.0), ("horizontal", 1.0), ("vertical", 0.0)])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
 def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule, recomputed):

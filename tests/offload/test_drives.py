@@ -66,7 +66,7 @@ def train(root, steps, used=(), blocks=6, **options):
 # The bits
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_a_run_over_several_drives_has_every_bit_of_a_plain_loop(

@@ -89,7 +89,6 @@ def plain(tmp_path_factory):
     return losses, stored(root)
 
 
-@pytest.mark.campaign(keep=8)
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_an_edit_between_steps_is_refused_by_name_and_changes_no_bit(tmp_path, plain, edit):

@@ -15,7 +15,7 @@ from plain_loops import PLACEMENTS, STEPS, check, plain_loop
 from training import VOCABULARY, batches, decoder, differing, read_atoms, state_of, stored
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, schedule, clip_norm",
     one_in(3, [1, 2, 3, 5], PLACEMENTS, ["vertical", "horizontal"], [None, 0.5]),
@@ -92,7 +92,6 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.campaign(keep=10)
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_elementwise_optimizer_has_its_own_bits(tmp_path, kind, options):
     model = decoder(blocks=2)
@@ -147,7 +146,7 @@ def plain_bf16_loop():
     return losses, state
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_bf16_computes_with_a_copy_of_fp32_masters_and_sums_gradients_in_fp32(tmp_path, schedule, placement):

@@ -16,7 +16,7 @@ from training import adamw, batches, decoder, differing, read_atoms, stored
 PARTS = [0.0, 0.5]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, recomputed_fraction, clip_norm, schedule",
     one_in(4, [1, 2, 3, 5], PLACEMENTS, PARTS, [None, 0.5], ["vertical", "horizontal"]),
@@ -35,13 +35,13 @@ def test_dropout_draws_what_a_plain_loop_draws(tmp_path, recomputed_fraction):
     assert differing(read_atoms(tmp_path), stored(tmp_path)) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("num_micro_batches, placement", one_in(2, [1, 2, 5], PLACEMENTS))
 def test_a_snake_has_its_own_bits(tmp_path, num_micro_batches, placement):
     check_snake(tmp_path, num_micro_batches, 0.5, recomputed_fraction=0.5, **PLACEMENTS[placement])
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, placement, schedule):

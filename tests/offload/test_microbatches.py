@@ -407,7 +407,7 @@ PLACES = {
 }
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("error", [Trouble("in the model"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("place", PLACES)

@@ -51,7 +51,7 @@ def out_of_core(directory, make, steps, **options):
         return [engine.step(batches(step, 2)) for step in steps]
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, way):
@@ -61,7 +61,7 @@ def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, wa
     assert differing(stored(tmp_path), states[-1]) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
     losses, states = plain_loop(OPTIMIZERS[name])
@@ -72,7 +72,7 @@ def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
     assert differing(stored(tmp_path), states[-1]) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_a_checkpointer_recorded_goes_on_out_of_core_and_back(tmp_path, name):
     make = OPTIMIZERS[name]

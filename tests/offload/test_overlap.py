@@ -20,7 +20,7 @@ SLOW = {"write_limit": 2 << 20}
 """A disk so slow that updates are still under way when a step returns."""
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction, clip_norm",
     one_in(4, [1, 2, 3, 5], PLACEMENTS, FRACTIONS, [None, 0.5]),
@@ -97,7 +97,7 @@ def check_snake(directory, num_micro_batches, clip_norm, blocks=6, dropout=0.0, 
     assert differing(stored(directory), states[-1]) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clip_norm", one_in(2, [1, 2, 3, 5], PLACEMENTS, [None, 0.5])
 )
@@ -309,7 +309,7 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
 # A device that is not host memory
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, num_micro_batches, placement):

@@ -109,7 +109,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("second", range(len(WAYS)))
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_may_be_stopped_and_continued_in_any_other_way(tmp_path, whole, stop, second):

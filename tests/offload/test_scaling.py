@@ -90,7 +90,7 @@ def check(directory, num_micro_batches, clip_norm, parts=((0, STEPS),), tokens=F
     assert differing(stored(directory), states[-1]) == []
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clipping, clip_norm",
     one_in(3, [1, 3], PLACEMENTS, ["defer", "speculate"], [None, 0.8]),

@@ -67,7 +67,7 @@ def engine_of(directory, num_micro_batches=3, **options):
         yield engine
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement, num_micro_batches, options", one_in(2, PLACEMENTS, [1, 3], OPTIONS))
 def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
     tmp_path, apart, placement, num_micro_batches, options

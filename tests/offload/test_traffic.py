@@ -88,7 +88,7 @@ def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, 
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "clipping, delayed_fraction", [("speculate", 0.0), ("speculate", 0.5), ("per_block", 0.5)]
 )

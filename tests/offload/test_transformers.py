@@ -147,7 +147,7 @@ def offloaded(directory, model, clip_norm=0.5, steps=STEPS, **options):
     return losses, stored(directory)
 
 
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "way", [{"schedule": "vertical"}, {"schedule": "horizontal"}, {"recomputed_fraction": 0.0}], ids=str
 )

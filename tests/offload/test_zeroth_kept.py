@@ -46,7 +46,7 @@ def killed_after(directory, stop, to, **options):
     return to
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, stop, placement):

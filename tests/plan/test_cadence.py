@@ -69,7 +69,7 @@ def test_no_other_cadence_is_better(seed):
     assert found.waste == waste(m, best)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("mean", [60, 600])
 @pytest.mark.parametrize("seed", [3, 5, 7])
 def test_on_simulated_failures_it_is_within_2_percent_of_the_best_of_a_grid(seed, mean):

@@ -29,7 +29,7 @@ def setting(clipping="none", micro_batches=5, blocks=80, machine="a100-80g", **m
     )
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "clipping, commit_every",
     [("none", 0), ("none", 1), ("defer", 0), ("defer", 1), ("speculate", 1), ("per_block", 1)],
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
         assert downs + 4 * resident == pytest.approx(moved[DOWNLOAD], rel=0.01)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("clipping", ["none", "defer", "speculate", "per_block"])
 @pytest.mark.parametrize("machine", ["a100-80g", "cpu-2-core"])
 def test_host_memory_is_that_of_the_operation_list(clipping, machine):

@@ -66,7 +66,7 @@ SMALL_BATCHES = case("llama-3-8b", "rtx-4090")
 SMALL_BATCHES = replace(SMALL_BATCHES, model=replace(SMALL_BATCHES.model, micro_batch=1, sequence=2048))
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "chosen, count, delayed",
     [

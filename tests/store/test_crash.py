@@ -89,7 +89,7 @@ def test_the_power_cut_loses_what_was_not_synced(disk):
     (disk.folder / "synced").unlink()
 
 
-@pytest.mark.campaign(keep=8)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.root
 @pytest.mark.parametrize("failpoint", failpoints.NAMES)
 def test_power_cut_at_a_failpoint(disk, failpoint):

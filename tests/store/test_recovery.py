@@ -159,7 +159,6 @@ def test_without_any_one_sync_at_its_opening_a_copy_is_not_durable(kill_at, why)
     assert broken
 
 
-@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize(
     "method, why, nth",
     [("sync_dir", "unit directory", 1), ("sync_dir", "unit directory", 3), ("allocate", None, 2),

@@ -103,7 +103,7 @@ def expected(loaded):
     return found
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("kind", "size"), WORLDS)
 def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, kind, size):
     folder, _ = saved(kind, size)

@@ -30,7 +30,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-OTHER = r"of a timeline is meant which a later resume left \(1\b.*@{step}\.tTIMELINE, a source for a fresh"
+OTHER = r"have a timeline in their name: .*@{step}\.tTIMELINE, of 1, is a source for a fresh"
 
 
 def test_abandoned_step_is_refused_with_its_name(run, tmp_path):

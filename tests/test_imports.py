@@ -124,7 +124,7 @@ def test_only_the_store_orders_the_disk(path):
         ("holdfast.io.queue", "from holdfast import plan", ["plan"]),
         ("holdfast.plan.ops", "import holdfast.store.local", ["store"]),
         ("holdfast.store.local", "from ..io import queue", []),
-        ("holdfast.offload.engine", "from ..delta.tap import Tap", ["delta"]),
+        ("holdfast.offload.engine", "from ..delta.optimizer_hooks import Tap", ["delta"]),
         ("holdfast.offload.engine", "def f():\n    from ..models import decoder", ["models"]),
         ("holdfast.offload.ops.load", "from ...cli import main", ["cli"]),
         ("holdfast.offload.ops.load", "from ..blocks import find", []),

@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 from dist.world import World
-from holdfast.adapters.dcp import StorageReader, StorageWriter
+from holdfast.adapters.dcp import PlanOfCommit, StorageReader, StorageWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
@@ -355,10 +355,24 @@ def test_ranks_that_do_not_share_the_directory_are_told_so(world, tmp_path):
 
 
 def test_ranks_that_found_different_commits_do_not_load_a_mixture(tmp_path):
-    plans = [LoadPlan([], storage_data=f"{tmp_path}@{step}") for step in (4, 5)]
-    with pytest.raises(BadInput, match=r"different commits.*step="):
-        StorageReader(tmp_path).prepare_global_plan(plans)
+    plans = [PlanOfCommit([], commit=f"{tmp_path}@{step}") for step in (4, 5)]
+    for each in (plans, [replace(plan, storage_data={"own": 1}) for plan in plans]):
+        with pytest.raises(BadInput, match=r"different commits.*step="):
+            StorageReader(tmp_path).prepare_global_plan(each)
     assert StorageReader(tmp_path).prepare_global_plan(plans[:1] * 2)
+
+
+def test_plans_that_hide_their_commit_are_refused(tmp_path):
+    """A planner that makes new plans is taken with a step alone, which is then the same on all ranks."""
+    plans = [LoadPlan([]), LoadPlan([])]
+    with pytest.raises(BadInput, match=r"do not say what commit.*step="):
+        StorageReader(tmp_path).prepare_global_plan(plans)
+    assert StorageReader(tmp_path, step=4).prepare_global_plan(plans) == plans
+
+
+def test_a_timeline_without_a_step_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"timeline=1 without step="):
+        StorageReader(tmp_path, timeline=1)
 
 
 def test_planner_data_in_plans_is_kept(tmp_path):

@@ -57,13 +57,13 @@ def test_show_names_the_newest_step_beside_its_base(holdfast, run):
     assert json.loads(holdfast("show", run, "--json").out)["records_to"] == 40
 
 
-def test_show_names_a_base_whose_records_are_damaged(holdfast, run):
+def test_show_says_that_needed_records_are_damaged(holdfast, run):
     newest = steps(run)[0]
     for path in (run / "journal").rglob("*"):
         if path.is_file():
             flip(path, 8 * 40)
     result = holdfast("show", run)
-    assert result.code == 0 and f"step         {newest}, and damaged records after it" in result.out
+    assert result.code == 0 and f"step         {newest}; records that it needs cannot be used" in result.out
     assert json.loads(holdfast("show", run, "--json").out)["records_to"] is None
 
 

@@ -73,7 +73,6 @@ def events(run: Path) -> Iterator[dict[str, Any]]:
 def contract() -> dict[str, Any]:
     os.environ["COLUMNS"] = "100"
     return {
-        "version of the format": 1,
         "names": signatures(holdfast, sorted(holdfast.__all__)),
         "integrations": {
             module.__name__: signatures(module, names)

@@ -176,13 +176,15 @@ def ranks(run: Path, steps: int) -> dict[str, Any]:
     mp.spawn(_rank, args=(run, steps, answer), nprocs=2)
     found = json.loads(answer.read_text())
     answer.unlink()
+    answer.with_suffix(".meeting").unlink(missing_ok=True)
     return found
 
 
 @contextmanager
-def process_group(rank: int, port: int = 29631) -> Iterator[None]:
+def process_group(rank: int, meeting: Path) -> Iterator[None]:
+    """Two ranks that meet by the file ``meeting``, which is new."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
     try:
         yield
     finally:
@@ -191,7 +193,7 @@ def process_group(rank: int, port: int = 29631) -> Iterator[None]:
 
 def _rank(rank: int, run: Path, steps: int, answer: Path) -> None:
     torch.set_num_threads(1)
-    with process_group(rank):
+    with process_group(rank, answer.with_suffix(".meeting").absolute()):
         found = plain(run, steps)
         if rank == 0:
             answer.write_text(json.dumps(found))

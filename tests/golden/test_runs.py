@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from golden import make_runs
+from holdfast.store.chain import verify_records
 from holdfast.store.reader import RunReader
 
 GOLDEN = Path(__file__).parent / "runs_v1"
@@ -35,4 +36,6 @@ def test_a_golden_run_resumes_bit_for_bit(run):
 def test_a_golden_run_is_whole(run):
     with RunReader(run) as reader:
         for ref in reader.commits():
-            assert reader.verify(reader.load(ref)) == []
+            manifest = reader.load(ref)
+            assert reader.verify(manifest) == [] and verify_records(reader, manifest)[1] == []
+            assert json.loads((run / ref.path).read_text())["version"] == 1

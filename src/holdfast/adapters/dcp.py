@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,13 @@ BATCH_BYTES = 64 * MiB
 """The bytes that are read at once for tensors that cannot be read into directly; larger tensors are read singly."""
 
 
+@dataclass
+class PlanOfCommit(LoadPlan):
+    """A rank's plan, with the commit that the rank would read."""
+
+    commit: str = ""
+
+
 class StorageReader(OfRun, dcp.StorageReader):
     """The reader of a commit that a ``StorageWriter`` made of the run in ``root``: of ``step``, or the newest.
 
@@ -52,6 +59,10 @@ class StorageReader(OfRun, dcp.StorageReader):
     def __init__(
         self, root: str | os.PathLike = "", *, step: int | None = None, timeline: int | None = None
     ) -> None:
+        if timeline is not None and step is None:
+            raise BadInput(
+                f"timeline={timeline} without step=: a timeline tells steps of one number apart. Give both"
+            )
         super().__init__(root, step)
         self._timeline = timeline
         self._source: Commit | None = None
@@ -109,14 +120,23 @@ class StorageReader(OfRun, dcp.StorageReader):
         """Verify what this rank will read. Raises ``Damaged``, which ends the load on all ranks."""
         source = self._opened
         in_threads(partial(_verify, source, run) for run in self._runs(plan))
-        return replace(plan, storage_data=source.path)
+        return PlanOfCommit(plan.items, plan.storage_data, plan.planner_data, source.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        # a planner may have put data of its own there
-        if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
+        """Raise ``BadInput`` where ranks would load different commits, or a planner has hidden which they would load.
+
+        Called on the coordinator, after the planner's own ``create_global_plan``.
+        """
+        commits = {plan.commit if isinstance(plan, PlanOfCommit) else None for plan in plans}
+        if len(commits) > 1:
             raise BadInput(
                 f"the ranks would load different commits of {self.root}, as one was made meanwhile. Say which:"
                 " StorageReader(root, step=...)."
+            )
+        if commits == {None} and len(plans) > 1 and self.step is None:
+            raise BadInput(
+                "the planner made plans of its own, which do not say what commit each rank would load. Say which:"
+                " StorageReader(root, step=...), or let it use dataclasses.replace on the plans that it is given."
             )
         return plans
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..errors import CommitRetired, Damaged
+from ..errors import CommitRetired, Damaged, DiskFailed, Unreadable
 from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
 from ..store.payload_files import regions
@@ -161,7 +161,7 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) 
     sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
     records = ""
     if newest is None:
-        records = ", and damaged records after it (holdfast verify)"
+        records = "; records that it needs cannot be used (holdfast verify)"
     elif newest > manifest.step:
         records = f", and records of every step to {newest:,}"
     facts = {
@@ -187,9 +187,17 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) 
 
 
 def _records_to(reader: RunReader, manifest: Manifest) -> int | None:
+    """Return the step to which log records lead from a commit, or None if the records that it needs cannot be used.
+
+    Raises ``CommitRetired`` where a writer has removed them with the commit, meanwhile.
+    """
     try:
         return last_step(reader, manifest)
-    except Damaged:
+    except Unreadable as error:
+        return error.step
+    except (Damaged, DiskFailed):
+        if not reader.disk.exists(manifest.path):
+            raise reader.retired(manifest.ref) from None
         return None
 
 

@@ -5,8 +5,8 @@ Copies go into pinned memory. The writing thread waits for their end, not the tr
 1. The training stream copies gradients on the device, so that an optimizer may overwrite them. That takes a hundredth
    of the time of the bus.
 2. A second stream brings the copy to the host, while the device trains on.
-3. The writing thread (``recorder``, ``post``) waits for the event behind that copy. It selects the device first,
-   because a new thread has device 0 and would make a context there.
+3. The writing thread (``recorder``, ``record_sender``) waits for the event behind that copy. It selects the device
+   first, because a new thread has device 0 and would make a context there.
 
 Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time. Never
 run on a device so far.

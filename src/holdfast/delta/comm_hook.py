@@ -7,6 +7,7 @@ bits, which are zero where no rank selected. ``lossy.Sparse`` records them as th
 
 # No postponed annotations in this file: torch inspects those of a hook.
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..errors import BadInput
 from ..state.plain_tensors import flat_bytes
-from .early_averages import averaged
+from .early_averages import AveragingState, averaged
 from .lossy import TopK
 from .sparse import Arrays, spread
 
@@ -163,3 +164,20 @@ def hooked(
         )
     state.codec, state.scaler, state.residuals, state.active = codec, scaler, residuals, True
     return state
+
+
+def warn_of_hook_state(model: nn.Module) -> None:
+    """Warn if ``model`` has a communication hook with an object of its own, whose state no commit holds.
+
+    Torch's PowerSGD hook is one: its error feedback begins anew at a resume.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    for _, given in model._comm_hooks:
+        if given is not None and not isinstance(given, (dist.ProcessGroup, HookState, AveragingState)):
+            warnings.warn(
+                f"the model's communication hook has a {type(given).__name__}, and no commit holds it. Recorded steps"
+                " come back bit for bit; what the hook keeps from step to step begins anew at a resume, so the training"
+                " that follows is another. codec=holdfast.TopK(...) and its residuals are kept.",
+                stacklevel=4,
+            )

@@ -67,7 +67,8 @@ class Standing:
 class Agreement:
     """The connection of one rank to the board, with the thread that serves it.
 
-    All callbacks run on that thread.
+    ``publish``, ``follow`` and ``hear`` run on that thread. ``how_far``, ``steps_done`` and ``is_there`` are
+    also called by the threads that train and close, so they must be thread-safe.
 
     Args:
         how_far: Returns the step up to which this rank is durable.

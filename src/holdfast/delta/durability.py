@@ -38,7 +38,7 @@ class Asked:
 
 
 class Survival(ABC):
-    """The interface of a survival backend, for the steps of ``loop``.
+    """The interface of a survival backend, for the steps of a training state.
 
     1. ``enter`` and ``begin``.
     2. For each step ``take_slot``, ``record`` and ``go_on``.

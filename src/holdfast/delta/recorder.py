@@ -147,7 +147,7 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """The number of finalized steps that are not durable, and of tasks that wait for them."""
+        """The number of finalized steps that are not yet written, and of tasks that wait for them."""
         with self._changed:
             return len(self._waiting)
 

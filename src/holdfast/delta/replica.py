@@ -1,8 +1,8 @@
 """The trainer's side of a replica: a second process that does every optimizer step after the trainer.
 
-The trainer hands over what each step consumed, in shared memory and over a socket. The other process (``host.py``)
-applies it to its own state, is the run's only writer, and outlives the trainer. ``replica_step`` survives the trainer's
-death, ``durable_step`` survives power loss. Used in place of a ``Recorder``.
+The trainer hands over what each step consumed, in shared memory and over a socket. The other process
+(``replica_server``) applies it to its own state, is the run's only writer, and outlives the trainer. ``replica_step``
+survives the trainer's death, ``durable_step`` survives power loss. Used in place of a ``Recorder``.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Invariant: only this process writes to the run's directory.
 When the trainer dies, the process
 
 1. does all steps that were handed over,
-2. keeps the state in the shared-memory store (``tier``), whole and verified by checksums,
+2. keeps the state in the shared-memory store (``shared_memory``), whole and verified by checksums,
 3. makes it a snapshot on the disk, unless another trainer takes it meanwhile,
 4. releases the run, and waits for another trainer before it cleans up.
 
 If the trainer ends before it has handed over a state, the process makes a snapshot of what an earlier replica kept. The
 working state is private memory: if this process is killed as well, nothing of it can be mistaken for whole. Started by
-``helper.start_process``.
+``replica_process.start_process``.
 """
 
 from __future__ import annotations

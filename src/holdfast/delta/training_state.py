@@ -21,7 +21,7 @@ from ..state.schedules import Forgotten
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
-from .comm_hook import HookState, hooked
+from .comm_hook import HookState, hooked, warn_of_hook_state
 from .joint_scan import look
 from .lossy import Sparse, TopK
 from .mutation_check import changes_of
@@ -93,6 +93,7 @@ class Loop:
         refuse_sparse_gradients(model, self.optimizers)
         refuse_away(model)
         refuse_without_values(model)
+        warn_of_hook_state(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}

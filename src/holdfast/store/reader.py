@@ -21,7 +21,7 @@ from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.payload_ranges import read_atom
-from holdfast.store.retention import is_begun, lineage, newest_tip
+from holdfast.store.retention import ancestry, is_begun, lineage, newest_tip
 from holdfast.store.segments import timelines_of_segments
 from holdfast.store.target import place_of, remote_disk
 from holdfast.store.verifying import Report
@@ -136,13 +136,18 @@ class RunReader:
         )
 
     def said_of_timelines(self, step: int) -> str:
-        """Return how to name ``step`` of an abandoned timeline, as text for an error."""
-        others = sorted(self.timelines()[0].keys() - {self.tip()})
-        if not others:
+        """Return how to name ``step`` of an abandoned timeline, as text for an error.
+
+        Empty if every timeline is part of the present line at ``step``.
+        """
+        timelines = self.timelines()[0]
+        present = {id for id, limit in ancestry(timelines, self.tip()) if limit is None or step <= limit}
+        held = timelines.keys() - present
+        if not held:
             return ""
         return (
-            f" If that of a timeline is meant which a later resume left ({', '.join(map(str, others))}): its name is"
-            f" {self.root}@{step}.tTIMELINE, a source for a fresh directory."
+            f" Steps that a later resume abandoned have a timeline in their name: {self.root}@{step}.tTIMELINE, of"
+            f" {', '.join(map(str, sorted(held)))}, is a source for a fresh directory if that timeline has the step."
         )
 
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:

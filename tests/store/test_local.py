@@ -53,7 +53,7 @@ def test_a_resume_from_an_earlier_step_leaves_the_later_one_until_its_room_is_ne
     with TinyRun(tmp_path / "run", fork=3) as second:
         assert [tuple(ref) for ref in second.store.commits()] == [(1, 4), (1, 3)]
         assert second.store.at(3).step == 3
-        assert second.store.at(4).timeline == 1
+        assert second.store.at(4, timeline=1).timeline == 1
         second.take_step()
         assert [tuple(ref) for ref in second.store.commits()] == [(2, 4), (1, 3)]
         second.take_step()

@@ -45,9 +45,9 @@ test: install lint types
 test-dist: install
 	$(BIN)/pytest -n 3 --timeout=300 tests/dist
 
-# They wait for the disk as much as they compute.
+# They wait for the disk as much as they compute. The quick ones among them are part of `make test`.
 test-crash: install
-	$(BIN)/pytest -n 3 tests/crash
+	$(BIN)/pytest -n 3 -m crash tests/crash
 
 test-matrix: install
 	$(BIN)/pytest -n 2 tests/matrix

@@ -273,8 +273,11 @@ class Agreement:
             time.sleep(BUSY_SECONDS)
 
     def _tell_lost(self) -> None:
-        """Raise the reason why another rank did not come, if it becomes known soon."""
-        end = time.monotonic() + 2 * PROBE_SECONDS
+        """Raise the reason why another rank did not come, if it becomes known soon.
+
+        A rank that has died is known after two checks, each up to ``PROBE_SECONDS`` late, and one read of the board.
+        """
+        end = time.monotonic() + HEARD_SECONDS
         with self._lock:
             while self.failure is None and time.monotonic() < end:
                 self._lock.wait(BUSY_SECONDS)

@@ -96,7 +96,7 @@ def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, see
     go_on_to_the_end(world, undisturbed, tmp_path, kind, survives, **order)
 
 
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.parametrize("rank, failpoint", some_of(2, ARRIVED_AT))
 def test_whoever_arrives_at_a_failpoint_is_killed(world, undisturbed, tmp_path, failpoint, rank):

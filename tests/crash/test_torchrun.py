@@ -59,6 +59,7 @@ def heard(out):
     return found
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
@@ -69,6 +70,7 @@ def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
     assert len(resumed) == 1 and told <= resumed.pop() <= 12
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -56,6 +56,7 @@ def events(root, name):
     return [event for event in read_events(root / "events.jsonl") if event["event"] == name]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_never_take_more_of_the_disk_than_they_may_and_resume(world, tmp_path, kind):
     """A cap that is far too small for the cadence: ranks call each other to bases for want of room."""

@@ -143,6 +143,7 @@ def lost(died, rank):
     )
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind, rank", one_in(2, KINDS, [0, 1]))
 def test_where_one_replica_is_gone_the_disk_is_taken(world, tmp_path, memory, kind, rank):
     died = run(world, tmp_path, kind, 40, kill_replica=[rank, 7], save_at=5, pause=0.05)
@@ -391,6 +392,7 @@ def test_a_rank_that_does_not_come_is_named_by_those_who_wait_for_it(world, tmp_
     assert from_memory(tmp_path) in ([3], [])  # the replicas may have written it meanwhile
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_share_of_a_base_is_waited_for_and_its_rank_is_named(world, tmp_path, memory, slow):
     """As long as it gives signs of life."""
@@ -410,6 +412,7 @@ def test_a_slow_share_of_a_base_is_waited_for_and_its_rank_is_named(world, tmp_p
     assert "It is slow and goes on, so it is waited for" in warned
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_a_replica_that_hangs_in_its_share_is_named_with_its_rank(world, tmp_path, memory, hangs):
     died = run(world, tmp_path, "ddp", 7, slow_share=[hangs, 20.0, "silent"], deadline_seconds=4, save_at=3)

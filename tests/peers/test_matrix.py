@@ -67,6 +67,7 @@ def digests_of(told, form):
     return {key: digest({key: tensor}) for key, tensor in found.items()}
 
 
+@pytest.mark.campaign(keep=72)
 @pytest.mark.parametrize("target", SIZES)
 @pytest.mark.parametrize("source", ZERO)
 def test_what_zero_wrote_any_parallelism_resumes(written, resumed, source, target):

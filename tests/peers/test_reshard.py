@@ -13,6 +13,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "reshard.py"
 
 
+@pytest.mark.campaign
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 def test_conversion_and_resumption_are_compared_with_deepspeeds(tmp_path):

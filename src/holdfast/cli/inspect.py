@@ -150,7 +150,8 @@ def open_foreign(text: str) -> Source:
 def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) -> dict[str, str]:
     """Return the facts of a commit that are printed before its tensors.
 
-    ``newest`` is the step that log records reach; None if they are damaged. Progress is whatever the writer stored.
+    ``newest`` is the step that log records reach; None if those that the commit needs cannot be
+    used. Progress is whatever the writer stored.
     """
     fork = (
         "the beginning"

@@ -64,7 +64,7 @@ def model_of_config(config: Any, what: str) -> ModelProfile:
     plain = kind in PLAIN
     hidden = getattr(config, "n_inner", None) if kind == "gpt2" else config.intermediate_size
     longest = config.max_position_embeddings
-    profile = ModelProfile(
+    return ModelProfile(
         description=f"{kind} of {Path(config.name_or_path).name or 'a folder'}",
         blocks=config.num_hidden_layers,
         width=config.hidden_size,
@@ -80,4 +80,3 @@ def model_of_config(config: Any, what: str) -> ModelProfile:
         sequence=min(DEFAULT_SEQUENCE, longest),
         micro_batch=1,
     )
-    return profile

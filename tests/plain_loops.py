@@ -17,6 +17,15 @@ PLACEMENTS = {
 }
 
 
+SETTINGS = {
+    "vertical": PLACEMENTS["mixed"],
+    "horizontal": {"schedule": "horizontal", **PLACEMENTS["ssd"]},
+    "host": {**PLACEMENTS["host"], "clipping": "per_block", "clip_norm": 0.05},
+    "kept": {"recomputed_fraction": 0.5, "delayed_fraction": 0.5, "order": "snake", "clip_norm": 0.5},
+}
+"""Of an engine on a device of its own, each with other copies."""
+
+
 def model_with_a_frozen_parameter(dropout=0.0):
     model = decoder(dropout=dropout)
     model.blocks[2].mlp.up.weight.requires_grad_(False)
@@ -84,3 +93,16 @@ def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options
     assert differing(stored(directory), states[steps - 1]) == []
     given_back = {f"{name}/param": parameter for name, parameter in model.named_parameters()}
     assert differing(states[steps - 1], given_back) == []
+
+
+def train(directory, kind="played", **options):
+    """Three steps and an evaluation between them, on a device of that kind."""
+    model = decoder(blocks=3)
+    with holdfast.offload(
+        model, adamw(model), directory, dtype="fp32", device=kind, sample=batches(0, 1)[0], micro_batches=2, **options
+    ) as engine:  # fmt: skip
+        engine.step(batches(0, 2))
+        engine.evaluate(batches(9, 2))
+        engine.step(batches(1, 2))
+        engine.step(batches(2, 2))
+        engine.wait()

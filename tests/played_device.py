@@ -29,6 +29,10 @@ from holdfast.delta import optimizer_attributes
 from holdfast.state import encoding, live_state, prepared_models
 from holdfast.state import plain_tensors as plain_tensors
 
+if torch.cuda.is_available():
+    raise ImportError(
+        "a CUDA device is here, and torch has one kind of accelerator in a process: nothing can be played"
+    )
 KIND = "played"
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)

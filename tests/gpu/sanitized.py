@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.offload.device import SeparateDevice
-from played.test_access_order import SETTINGS, train
+from plain_loops import SETTINGS, train
 
 pytestmark = [
     pytest.mark.gpu,

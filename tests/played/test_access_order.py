@@ -13,35 +13,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import holdfast
 from access_order import watched
 from holdfast.offload import device, entry
 from holdfast.offload.device import SeparateDevice
 from holdfast.plan.ops import COMPUTE, DOWNLOAD, UPDATE, UPLOAD
-from plain_loops import PLACEMENTS
+from plain_loops import SETTINGS, train
 from played_device import played  # noqa: F401
 from streams import Apart
-from training import adamw, batches, decoder
-
-SETTINGS = {
-    "vertical": PLACEMENTS["mixed"],
-    "horizontal": {"schedule": "horizontal", **PLACEMENTS["ssd"]},
-    "host": {**PLACEMENTS["host"], "clipping": "per_block", "clip_norm": 0.05},
-    "kept": {"recomputed_fraction": 0.5, "delayed_fraction": 0.5, "order": "snake", "clip_norm": 0.5},
-}
-
-
-def train(directory, kind="played", **options):
-    """Three steps and an evaluation between them."""
-    model = decoder(blocks=3)
-    with holdfast.offload(
-        model, adamw(model), directory, dtype="fp32", device=kind, sample=batches(0, 1)[0], micro_batches=2, **options
-    ) as engine:  # fmt: skip
-        engine.step(batches(0, 2))
-        engine.evaluate(batches(9, 2))
-        engine.step(batches(1, 2))
-        engine.step(batches(2, 2))
-        engine.wait()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -204,7 +204,8 @@ def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> t
     if may_be_itself and alike and not is_distributed(parameter):
         return grad
     made = torch.empty_like(parameter.detach())
-    local_of(made).copy_(grad)
+    # From pinned memory, which a replica's ring is, the copy is only queued; the fingerprint waits for it.
+    local_of(made).copy_(grad, non_blocking=grad.is_pinned())
     return made
 
 

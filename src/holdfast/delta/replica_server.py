@@ -40,7 +40,7 @@ from ..units import shown
 from . import drift, retained_state, shared_memory
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
-from .model_description import Part, adopt, rebuild
+from .model_description import Part, adopt, rebuild, updating_devices
 from .numerics import computing_as, needs_threads
 from .recorder import Inline
 from .recovery import BY, recover
@@ -181,6 +181,8 @@ class Host:
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
+        for device in updating_devices(about["sync"])[:1]:
+            self._ring.pin(device)
         if "begin" in about:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True

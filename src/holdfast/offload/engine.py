@@ -25,7 +25,7 @@ from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
 from ..store.manifest import Manifest
-from ..update.threads import one_torch_thread
+from ..update.threads import one_torch_thread, update_helpers
 from . import rng
 from .blocks import install
 from .calibration import Corrections
@@ -89,6 +89,7 @@ class Engine:
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
+        run.optimizer.start_helpers(update_helpers(run.device.unified))
         self._executor = Executor(
             handlers(run),
             update_workers,
@@ -464,6 +465,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._executor.close()
+        self._run.optimizer.close()
         self._run.device.close()
         for unit in self._run.units:
             for member in unit.members:

@@ -1,6 +1,6 @@
 """The engine on a device, beside the plain cases: models and options that people bring, and what is left afterwards.
 
-Each case runs on CUDA (``-m gpu``), where none of them has been run yet, and as far as it can be on a device that is
+Each case runs on CUDA (``-m gpu``), and where there is none, as far as it can be, on a device that is
 played in Python, so that the case itself is known to be right.
 """
 

@@ -8,8 +8,7 @@ Copies go into pinned memory. The writing thread waits for their end, not the tr
 3. The writing thread (``recorder``, ``record_sender``) waits for the event behind that copy. It selects the device
    first, because a new thread has device 0 and would make a context there.
 
-Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time. Never
-run on a device so far.
+Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device updates of tensors that are stored on the host and copied to the device a few at a time.
 
 A device's kernels round otherwise than the host's. So the replica of a trainer on a device runs its updates on the same
-device, and both have the same bits. Sizes are bytes. Never run on a device so far.
+device, and both have the same bits. Sizes are bytes.
 
 1. Host memory is pinned once. One stream copies tensors from there, while the device updates earlier ones.
 2. The compute stream waits for the copies' event, and updates the tensors.

@@ -124,10 +124,7 @@ class HostDevice:
 
 
 class SeparateDevice:
-    """One accelerator, reached through ``accelerators`` alone.
-
-    It has not run on real hardware yet: tests simulate a device in Python and drive this very class.
-    """
+    """One accelerator, reached through ``accelerators`` alone. Tests simulate a device in Python and drive this class."""
 
     unified = False
     ahead = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})

@@ -124,7 +124,7 @@ class HostDevice:
 
 
 class SeparateDevice:
-    """One accelerator, reached through ``accelerators`` alone. Tests simulate a device in Python and drive this class."""
+    """One accelerator, reached through ``accelerators`` alone. Tests play a device in Python and drive this class."""
 
     unified = False
     ahead = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})

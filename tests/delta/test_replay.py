@@ -15,7 +15,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.recovery import recover
-from holdfast.delta.user_state import Script
+from holdfast.delta.user_state import ScriptState
 from holdfast.ranks import Ranks
 from holdfast.state.live_state import LiveState
 from holdfast.store.chain import read_journal
@@ -87,8 +87,8 @@ def recovered(root, optimizer, feature, step):
     update = loop.things.get("after_update")
     with LocalStore.open(root) as store:
         found = recover(
-            store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), ranks=Ranks(),
-            target=step, exact=True, after_update=update and (lambda steps_done: update()),
+            store, LiveState(loop.model, loop.optimizers, averages), ScriptState(loop.optimizers, things),
+            ranks=Ranks(), target=step, exact=True, after_update=update and (lambda steps_done: update()),
         )  # fmt: skip
     assert (found.point.step, found.odd) == (step, [])
     return loop.state()

@@ -147,7 +147,7 @@ def forked(monkeypatch, tmp_path):
 def test_replica_keeps_its_state_on_the_device(tmp_path, monkeypatch):
     """Every step is the trainer's, and comes back from the snapshots that the replica made."""
     script, states = Script(), {}
-    monkeypatch.setattr(device_staging, "Visit", None)  # nothing is moved for an update
+    monkeypatch.setattr(device_staging, "StagedOnDevice", None)  # nothing is moved for an update
     checkpointer = Checkpointer(
         tmp_path / "run", model=script.model, optimizer=script.optimizer, keep=Keep(9),
         replica=forked(monkeypatch, tmp_path),
@@ -284,29 +284,31 @@ def mark_of_another_stream(patch):
 
 
 def slots_that_nobody_waits_for(patch):
-    patch.setattr(staging_buffers.Slot, "settle", lambda slot: slot._marks.clear())
+    patch.setattr(staging_buffers.StagingBuffer, "settle", lambda slot: slot._marks.clear())
 
 
 def buffers_that_nobody_waits_for(patch):
-    patch.setattr(async_copy.Leaving, "arrived", lambda this: this._copies)
+    patch.setattr(async_copy.AsyncHostCopy, "arrived", lambda this: this._copies)
 
 
 def bases_that_nobody_waits_for(patch):
-    real = bases.BaseMaker._write
+    real = bases.SnapshotWriter._write
     patch.setattr(
-        bases.BaseMaker, "_write", lambda maker, staged, buffer, marks: real(maker, staged, buffer, ())
+        bases.SnapshotWriter, "_write", lambda maker, staged, buffer, marks: real(maker, staged, buffer, ())
     )
 
 
 def one_buffer_for_all_bases(patch):
-    real = bases.Landing.give
+    real = bases.PinnedChunks.give
 
     def give(landing, buffer):
         landing._free = [each for each in landing._free if each is not buffer]
         real(landing, buffer)
 
-    patch.setattr(bases.Landing, "take", lambda landing, nbytes: landing._free[-1] if landing._free else None)
-    patch.setattr(bases.Landing, "give", give)
+    patch.setattr(
+        bases.PinnedChunks, "take", lambda landing, nbytes: landing._free[-1] if landing._free else None
+    )
+    patch.setattr(bases.PinnedChunks, "give", give)
 
 
 MUTANTS = {
@@ -355,12 +357,12 @@ def visits(monkeypatch, mutate=None, rounds=3):
     held = [Parameter(torch.randn(70, 5).t()), Parameter(torch.randn(3)), Parameter(torch.randn(0))]
     optimizer, homes = (
         SimpleNamespace(state={p: {"step": torch.zeros(())} for p in held}),
-        device_staging.Homes(HERE),
+        device_staging.PinnedHomes(HERE),
     )
     for _ in range(rounds):
         for p in held:
             homes.make_room()
-            visit = device_staging.Visit(p, optimizer, HERE, {"step"}, homes)
+            visit = device_staging.StagedOnDevice(p, optimizer, HERE, {"step"}, homes)
             assert p.device == HERE
             optimizer.state[p].setdefault("m", torch.zeros_like(p.data)).add_(p.data)
             p.data.mul_(0.5)
@@ -387,7 +389,7 @@ def test_a_visit_is_pinned_once_and_waited_for(monkeypatch):
 
 
 def homes_that_nobody_waits_for(patch):
-    patch.setattr(device_staging.Homes, "settle", lambda homes: None)
+    patch.setattr(device_staging.PinnedHomes, "settle", lambda homes: None)
 
 
 def updates_that_do_not_wait_for_their_data(patch):

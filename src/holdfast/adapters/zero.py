@@ -40,7 +40,7 @@ COUNTS = ("step", "mu_product", "eta", "mu")
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class ShownState:
     """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of.
 
     ``name_of`` has the names of its own parameters, by id.
@@ -66,7 +66,7 @@ class Shown:
         return [(self.name_of[id(member.parameter)], member) for member in partition.members]
 
 
-def show(engine: Any, version: str) -> Shown:
+def show(engine: Any, version: str) -> ShownState:
     """Return the state of ``engine``. Raises ``BadInput`` and related errors if its objects do not reveal the state."""
     refuse(engine)
     optimizer = engine.optimizer
@@ -78,7 +78,7 @@ def show(engine: Any, version: str) -> Shown:
     beside = optimizer_beside(optimizer.optimizer, trained)
     captures = [Captured(shown, captured.buffers, captured.absent)]
     name_of = {id(each.parameter): each.name for each in captured.parameters}
-    return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
+    return ShownState(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
 
 
 def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
@@ -169,7 +169,7 @@ def _refused(why: str, instead: str = "") -> ModelNotSupported:
     return ModelNotSupported(f"the engine's state cannot be told from its objects: {why}. {instead}")
 
 
-def numbers_of(shown: Shown, source: Source, found: Match) -> list[Numbers]:
+def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]:
     """Return, by partition, the values of the match that are held once for the whole partition.
 
     Raises ``RunMismatch`` unless its members have equal values in equal slots: a flat tensor has one step count.
@@ -238,7 +238,7 @@ def _told(numbers: Mapping[str, Any], slot: str) -> str:
 
 
 @torch.no_grad()
-def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
+def put_back(shown: ShownState, numbers: Sequence[Numbers], found: Match) -> None:
     """Copy state and hyper-parameters from the optimizer beside DeepSpeed's to DeepSpeed's own."""
     put_hyper_parameters(shown.base, shown.beside)
     for partition, counts in zip(shown.partitions, numbers, strict=True):
@@ -257,7 +257,7 @@ def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
 
 
 def _joined(
-    shown: Shown, partition: Partition, found: Match, numbers: Collection[str]
+    shown: ShownState, partition: Partition, found: Match, numbers: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """Return a flat tensor of the members' state for each slot, with zeros elsewhere. Releases the members' tensors."""
     members = shown.names(partition)
@@ -280,7 +280,7 @@ def _joined(
 
 
 @torch.no_grad()
-def refresh(shown: Shown) -> None:
+def refresh(shown: ShownState) -> None:
     """Copy the partitions to the model on all ranks. Collective: every rank must call this."""
     optimizer = shown.engine.optimizer
     if type(optimizer).__name__ != BY_PARAMETER:

@@ -33,7 +33,7 @@ from ..accelerators import (
 from ..units import format_bytes
 
 
-class Leaving:
+class AsyncHostCopy:
     """Asynchronous copies of ``tensors`` to the host."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,7 +52,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
-class Departures:
+class DeviceCopies:
     """Starter of copies from ``devices`` to pinned memory. Called by the training thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

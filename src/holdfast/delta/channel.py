@@ -25,7 +25,7 @@ class Message(NamedTuple):
     """Writable memory that belongs to this message alone."""
 
 
-class Gone(Exception):
+class ChannelClosed(Exception):
     """The other end is closed, and everything that it sent has been read."""
 
 
@@ -38,8 +38,9 @@ class Inbox:
         threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
 
     def next(self, timeout: float) -> Message | None:
-        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone`` on every call after
-        the end.
+        """Return the next message; None if none arrives within ``timeout`` seconds.
+
+        Raises ``ChannelClosed`` on every call after the end.
         """
         try:
             message = self._messages.get(timeout=timeout)
@@ -47,7 +48,7 @@ class Inbox:
             return None
         if message is None:
             self._messages.put(None)
-            raise Gone
+            raise ChannelClosed
         return message
 
     @property
@@ -56,7 +57,7 @@ class Inbox:
         return self._channel.has_unread
 
     def _read(self) -> None:
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             while True:
                 self._messages.put(self._channel.receive())
         self._messages.put(None)
@@ -80,7 +81,7 @@ class Channel:
             self._socket.sendall(data)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone``."""
+        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``ChannelClosed``."""
         while (message := self._parsed()) is None:
             self._idle = True
             if not select.select([self._socket], [], [], timeout)[0]:
@@ -93,7 +94,7 @@ class Channel:
             except ConnectionError:
                 piece = b""
             if not piece:
-                raise Gone
+                raise ChannelClosed
             self._received += piece
         return message
 

@@ -31,7 +31,7 @@ from ..state.regions import Box
 from ..units import packed
 from ..update.kinds import is_elementwise
 from . import device_staging
-from .device_staging import Homes, Visit, visit_bytes
+from .device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from .model_factory import members_of, module_of, optimizer_of
 from .optimizer_attributes import OF_TORCH
 
@@ -72,7 +72,9 @@ class Part(LiveState):
         super().__init__(model, optimizers)
         self.boxes, self.wholes = boxes, wholes
         self._devices, self._on_host = devices, on_host
-        self._homes = {device: Homes(device) for device in {*devices.values()} if is_accelerator(device)}
+        self._homes = {
+            device: PinnedHomes(device) for device in {*devices.values()} if is_accelerator(device)
+        }
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """Yield the parameters to update, in groups, while each group is on its device.
@@ -104,13 +106,13 @@ class Part(LiveState):
             for homes in self._homes.values():
                 homes.settle()
 
-    def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Visit:
+    def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> StagedOnDevice:
         stays = self._on_host.get(name)
         if stays is None:  # it was loaded to where a new optimizer would have it
             group = optimizer.param_groups[self.parameter(name).group or 0]
             stays = {"step"} if counts_on_host(group) else set()
         device = self._devices[name]
-        return Visit(parameter, optimizer, device, stays, self._homes.get(device))
+        return StagedOnDevice(parameter, optimizer, device, stays, self._homes.get(device))
 
     def free(self) -> None:
         """Free the memory of tensors that are updated on devices. The state is invalid afterwards."""

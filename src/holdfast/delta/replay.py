@@ -87,12 +87,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-class OtherCut(HoldfastError):
+class ShardingMismatch(HoldfastError):
     """A record belongs to another parallelism than the state that it is applied to."""
 
 
 @dataclass
-class Taken:
+class ReplayRecord:
     """The part of a log record that a replay uses; ``about`` is the record's JSON.
 
     ``skipped`` names parameters that stay as they are: their loaded values are of a later step, or other records have
@@ -107,7 +107,9 @@ class Taken:
     spreads: dict[int, codecs.Spreads] = field(default_factory=dict)
 
 
-def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[], None] | None = None) -> None:
+def apply(
+    state: LiveState, records: Sequence[ReplayRecord], after_update: Callable[[], None] | None = None
+) -> None:
     """Replay one step from ``records``, each of which holds a part of the gradients.
 
     The first record provides everything else. May overwrite the memory of the parts.
@@ -152,7 +154,9 @@ def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
             scale(used, decode(update.pop("coefficient")))
 
 
-def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    record: ReplayRecord, number: int, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return by parameter the gradients that update ``number`` consumed and this record provides."""
     update = record.about["updates"][number]
     stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
@@ -195,11 +199,11 @@ def _step(
 def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> torch.Tensor:
     """Return ``grad`` with the memory layout and the distribution of ``parameter``.
 
-    Raises ``OtherCut`` if the shapes differ.
+    Raises ``ShardingMismatch`` if the shapes differ.
     """
     held = local_of(parameter.detach())
     if held.shape != grad.shape:
-        raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
+        raise ShardingMismatch(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
     alike = grad.device == held.device and grad.stride() == held.stride()
     if may_be_itself and alike and not is_distributed(parameter):
         return grad

@@ -17,7 +17,7 @@ from ..accelerators import CannotPin, pin
 from ..io.threads import open_file
 from ..store.files import Disk
 from ..store.layout import Layout
-from .staging_buffers import Slot, SlotPool
+from .staging_buffers import StagingBuffer, StagingPool
 
 RING = "ring"
 
@@ -25,7 +25,7 @@ ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhe
 """Advice where the shared memory cannot be pinned."""
 
 
-class SharedPool(SlotPool):
+class SharedPool(StagingPool):
     """A pool of ``count`` staging buffers in the new file ``ring`` of a shared-memory store.
 
     Every page is faulted in. Pinned where gradients come from ``devices``.
@@ -42,7 +42,7 @@ class SharedPool(SlotPool):
         )  # otherwise a write without free space would end the process
         self._ring = Ring(place, self.part_bytes, count)
         self.slots = [
-            Slot(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
+            StagingBuffer(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
             for number in range(count)
         ]
         self._free = list(self.slots)

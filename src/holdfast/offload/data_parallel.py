@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Fellows:
+class DataParallelGroup:
     """This rank and the others, or a process by itself."""
 
     control: Ranks
@@ -32,7 +32,7 @@ class Fellows:
     """Number of ranks on this host, this one included."""
 
     @classmethod
-    def here(cls, deadline_seconds: float) -> Fellows:
+    def here(cls, deadline_seconds: float) -> DataParallelGroup:
         """Return the ranks of torch.distributed, or a process by itself if it is not in use.
 
         Collective: every rank must call this; it waits for all of them.
@@ -164,7 +164,7 @@ class Fellows:
         }
 
 
-def refuse_alone_only(fellows: Fellows, schedule: str) -> None:
+def refuse_alone_only(fellows: DataParallelGroup, schedule: str) -> None:
     """Raise ``BadInput`` for a schedule that several ranks cannot run."""
     if fellows.alone:
         return

@@ -28,13 +28,13 @@ from ..store.manifest import Manifest
 from ..update.threads import one_torch_thread, update_helpers
 from . import rng
 from .blocks import install
-from .calibration import Corrections
+from .calibration import Calibration
 from .defaults import on_host_by_default
 from .equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .executor import Executor
 from .exit_hook import closed, finish_at_exit
 from .export import newest_values, state_dict, trained_values
-from .external_edits import Edits
+from .external_edits import ExternalEdits
 from .external_edits import told as told_of_edits
 from .interrupts import deferred
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
@@ -84,7 +84,7 @@ class Engine:
         self._busy = False
         self._caches = caches
         self._watched: Watched | None = None
-        self._edits: Edits | None = None
+        self._edits: ExternalEdits | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
         self._told: Traffic = {}
@@ -98,7 +98,7 @@ class Engine:
             exchanges=not run.fellows.alone,
         )
         self._timelines = Timelines(self._executor, events)
-        self._corrections = Corrections(self._executor, plan.prediction, events)
+        self._corrections = Calibration(self._executor, plan.prediction, events)
         self._closed = False
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
@@ -562,7 +562,7 @@ class Engine:
         """Make the model refuse direct use, and make steps refuse changes to it."""
         run, optimizer = self._run, self._user.optimizer
         self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
-        self._edits = Edits(run, optimizer)
+        self._edits = ExternalEdits(run, optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
         finish_at_exit(self)
 

@@ -18,7 +18,7 @@ from ..state.plain_tensors import host_bytes
 from ..update.optimizer import HostOptimizer
 from .block_states import Member, Unit
 from .equal_on_ranks import agree
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .parameter_shards import Piece
 
 
@@ -37,7 +37,7 @@ def part_of(unit: Unit, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def check_forms(parts: Parts) -> None:
+def check_forms(parts: ModelParts) -> None:
     """Raise ``OptimizerNotSupported`` if existing state has another shape than the optimizer keeps here."""
     for unit in parts.all_units:
         for member in unit.trained:
@@ -52,7 +52,7 @@ def check_forms(parts: Parts) -> None:
                     )
 
 
-def agree_on_held(ranks: Ranks, parts: Parts) -> None:
+def agree_on_held(ranks: Ranks, parts: ModelParts) -> None:
     """Raise ``BadInput`` on all ranks unless all optimizers hold the same state.
 
     Collective: every rank must call this.

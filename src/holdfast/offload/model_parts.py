@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Parts:
+class ModelParts:
     """A model, its blocks and the rest as units of bytes, and its optimizer."""
 
     model: nn.Module
@@ -46,7 +46,7 @@ class Parts:
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
-    ) -> Parts:
+    ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
         Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
@@ -76,7 +76,7 @@ class Parts:
             _check_layouts(unit, host, ranks)
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
-    def whole(self) -> Parts:
+    def whole(self) -> ModelParts:
         """Return the description that one process by itself would have."""
         if self.world_size == 1:
             return self

@@ -14,7 +14,7 @@ import torch
 
 from ..io.buffers import Buffer, BufferPool
 from .block_states import Member, Unit, as_tensor
-from .transfer_pool import Form, Lending, forms_of, packed_bytes, unpacked
+from .transfer_pool import Form, TransferPool, forms_of, packed_bytes, unpacked
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements added at once.
@@ -52,7 +52,7 @@ class Residency:
         size of the largest block input, or gradient of one, that the plan has counted.
         """
         self.pool, self.blocks = pool, blocks
-        self._lending = Lending(pool, kept_bytes, pool.pins, planned_bytes)
+        self._lending = TransferPool(pool, kept_bytes, pool.pins, planned_bytes)
         self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
         """Compute copies that stay on the host."""

@@ -27,14 +27,14 @@ from ..update.optimizer import HostOptimizer, HyperParameters
 from .attributes import Attributes
 from .block_states import Unit
 from .blocks import Patch
-from .boundaries import Boundary, Delivery, Tracker
-from .data_parallel import Fellows
+from .boundaries import BlockOutput, Boundary, OriginTracker
+from .data_parallel import DataParallelGroup
 from .device import Device
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
 from .scaling import LossScale
 from .weights import mean_of
-from .zeroth import Zeroth
+from .zeroth import ZerothOrderState
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Runtime:
 
     model: nn.Module
     device: Device
-    fellows: Fellows
+    fellows: DataParallelGroup
     seed: int
     blocks: list[Unit]
     resident: Unit
@@ -82,7 +82,7 @@ class Runtime:
     """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
-    zeroth: Zeroth | None = None
+    zeroth: ZerothOrderState | None = None
     """State of a MeZO run; None for other optimizers."""
 
     def __post_init__(self) -> None:
@@ -159,9 +159,9 @@ class MicroBatch:
     coroutine: Coroutine
     weight: float | None
     """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
-    tracker: Tracker = field(default_factory=Tracker)
+    tracker: OriginTracker = field(default_factory=OriginTracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    deliveries: dict[int, Delivery] = field(default_factory=dict)
+    deliveries: dict[int, BlockOutput] = field(default_factory=dict)
     """Outputs of blocks, by the block that made them."""
     loss: float | torch.Tensor | None = None
     """The loss, as a float once all losses have been checked."""

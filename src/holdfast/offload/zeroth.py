@@ -19,7 +19,7 @@ from ..update.mezo import Delta, displace, epsilon_of, pending_of
 from .block_states import Unit
 
 
-class Zeroth:
+class ZerothOrderState:
     """State of one MeZO run. Operations of the update lane use different units."""
 
     def __init__(self) -> None:

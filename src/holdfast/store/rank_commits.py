@@ -15,7 +15,7 @@ from holdfast.store.manifest import CommitRef, Manifest, Point, Share, Timeline,
 from holdfast.store.payload_files import read_named
 
 
-class SharedCommits(WrittenCommits):
+class RankCommits(WrittenCommits):
     """The commits of one writer, or of several ranks of which the first has entered the run."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

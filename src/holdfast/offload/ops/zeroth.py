@@ -18,7 +18,7 @@ from ...plan.zeroth import DISPLACED, STREAMS
 from ...update.mezo import Delta
 from ..block_states import Unit, as_tensor
 from ..runtime import Runtime, Step, of
-from ..zeroth import Zeroth, fill_copies
+from ..zeroth import ZerothOrderState, fill_copies
 from . import compute, state
 
 
@@ -92,7 +92,7 @@ def catch_up_resident(run: Runtime, op: Op, step: Step) -> None:
     run.resident.write_trained_copy(image, run.resident_copy)
 
 
-def _zeroth(run: Runtime) -> Zeroth:
+def _zeroth(run: Runtime) -> ZerothOrderState:
     assert run.zeroth is not None
     return run.zeroth
 

@@ -20,7 +20,7 @@ from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
 from ..state.live_state import LiveState
 from ..state.regions import Box
-from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
+from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Partition, PartitionMember, partitions_of
 from ..universal.matching import Match
 from ..universal.restore import read_tensors
 from ..universal.source import Source
@@ -61,7 +61,7 @@ class ShownState:
         """The optimizer that stands for ``base``, over the parameters of ``state``."""
         return self.state.optimizers[0]
 
-    def names(self, partition: Partition) -> list[tuple[str, Member]]:
+    def names(self, partition: Partition) -> list[tuple[str, PartitionMember]]:
         """Return the members of a partition, each with its name."""
         return [(self.name_of[id(member.parameter)], member) for member in partition.members]
 
@@ -81,7 +81,7 @@ def show(engine: Any, version: str) -> ShownState:
     return ShownState(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
 
 
-def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
+def _shown(captured: CapturedParameter, place: tuple[Partition, PartitionMember] | None) -> CapturedParameter:
     """Return ``captured`` with this rank's part as the parameter."""
     if place is None:
         whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
@@ -180,7 +180,7 @@ def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]
     ]
 
 
-def _numbers_in(members: Sequence[tuple[str, Member]], source: Source, found: Match) -> Numbers:
+def _numbers_in(members: Sequence[tuple[str, PartitionMember]], source: Source, found: Match) -> Numbers:
     first: tuple[str, Collection[str], Numbers] | None = None
     for name, member in members:
         slots = {slot: each for slot, each in found.found.get(name, {}).items() if slot != "param"}

@@ -22,7 +22,7 @@ from ..state.capture import aliases_of
 from ..state.encoding import encode
 from ..state.live_state import BUFFERS, Held
 from ..state.progress import hyper_parameters, random_state
-from ..state.zero import Member, Partition
+from ..state.zero import Partition, PartitionMember
 from ..store.commit_writer import Written
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
@@ -80,7 +80,7 @@ def show_state(shown: ShownState) -> None:
 
 
 def _views(
-    base: torch.optim.Optimizer, held: Mapping[str, Any], partition: Partition, member: Member
+    base: torch.optim.Optimizer, held: Mapping[str, Any], partition: Partition, member: PartitionMember
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for slot, value in held.items():

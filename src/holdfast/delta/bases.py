@@ -1,9 +1,9 @@
 """Snapshots: commits of the whole state, made beside training, a bounded number of bytes in each step.
 
 The state is divided into chunks (``SnapshotChunk``): some parameters with what belongs to them, or some rows of a
-large one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of the step at
-which the last chunk was copied. It names the step of each chunk, and the log records from there on bring the chunk to
-the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
+large one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of
+the step at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring
+the chunk to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
 
 Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
 training thread.
@@ -30,7 +30,7 @@ from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.live_state import Held, LiveState
 from ..store.local import LocalStore
-from ..store.manifest import Manifest, Share
+from ..store.manifest import Manifest, RankShare
 from ..units import PAGE, format_bytes, round_up
 from .async_copy import DeviceCopies, pinned
 from .recorder import InlineRecorder, Recorder, Task
@@ -254,7 +254,7 @@ class SnapshotWriter:
         self._store.measure()
         return manifest
 
-    def share(self, progress: dict[str, Any]) -> Share:
+    def share(self, progress: dict[str, Any]) -> RankShare:
         """Write this rank's share of a commit of all ranks, instead of ``publish``. It is durable when this returns."""
         share = self._store.share(self._staged[-1].step, *self._all_written(progress))
         failpoints.reach("after_share_written")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..ranks import Ranks, stream_of
 from ..store.local import LocalStore
-from ..store.manifest import Share
+from ..store.manifest import RankShare
 from .bases import SnapshotWriter
 from .coordinator import RankCoordinator
 from .rank_consistency import RankConsistency
@@ -56,7 +56,7 @@ class CollectiveSnapshot:
         bases.published()
         return self._store.line()[0].step
 
-    def share(self, share: Share) -> None:
+    def share(self, share: RankShare) -> None:
         """Report that this rank's share of the snapshot under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
@@ -72,7 +72,7 @@ class CollectiveSnapshot:
         if self._ranks.rank:
             self._store.follow()
 
-    def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], Share]) -> None:
+    def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
         """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
 
         Collective: every rank must call this.

@@ -120,8 +120,8 @@ class Lineage:
         """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
         before.
 
-        Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and ``RunMismatch``
-        if the run is another model's, with nothing changed.
+        Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
+        ``RunMismatch`` if the run is another model's, with nothing changed.
         """
         kinds = {
             key: (atom["dtype"], tuple(atom["shape"]))

@@ -16,7 +16,7 @@ from ..store.manifest import Manifest
 from ..units import round_up
 from ..update.forms import anew
 from . import rng
-from .block_states import Unit, as_tensor
+from .block_states import BlockState, as_tensor
 from .blocks import Patch
 from .data_parallel import DataParallelGroup
 from .device import Device
@@ -141,7 +141,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
 
 
 def _values(
-    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
     """Return the values of a unit's parameters, as the first rank has them."""
     if run.fellows.rank == 0:
@@ -156,7 +156,7 @@ def _values(
 
 
 def _own_values(
-    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
     if beginning is None:
         return initial_values(run.model, unit, init, run.seed)
@@ -182,7 +182,7 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
     run.resident.read_buffers(as_tensor(run.resident_buffer))
 
 
-def _fill_image(run: Runtime, recut: ReshardedCommit, unit: Unit, name: str, image: Buffer) -> None:
+def _fill_image(run: Runtime, recut: ReshardedCommit, unit: BlockState, name: str, image: Buffer) -> None:
     """Fill one unit's image from the file of the same name, or from other files."""
     files = run.stored[name]
     ref = recut.file(name, name == unit.frozen_name, files.is_mine)
@@ -235,7 +235,7 @@ def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> N
         residency.pool.give(frozen)
 
 
-def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
+def _place_copy(run: Runtime, block: int, unit: BlockState, copy: Buffer) -> None:
     if run.placement.params[block]:
         run.residency.copies[block] = copy
         return

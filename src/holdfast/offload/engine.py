@@ -48,7 +48,16 @@ from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .starting_state import Beginning
 from .steps import Rules, StepMaker
-from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
+from .takeover import (
+    MARK,
+    OriginalDevices,
+    TakenModel,
+    Watched,
+    give_back,
+    let_go,
+    refuse_use,
+    switch_on_cache,
+)
 from .timelines import Timelines
 from .weights import first_label_counts, mean_of, questions
 
@@ -78,8 +87,8 @@ class Engine:
         self._were_real = {
             p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
         }
-        self._homes = Homes(run.model, captured)
-        self.taken = Taken(str(run.store.root), self._homes)
+        self._homes = OriginalDevices(run.model, captured)
+        self.taken = TakenModel(str(run.store.root), self._homes)
         self._owed = False  # True if the model still lacks its values, because a close was interrupted
         self._busy = False
         self._caches = caches

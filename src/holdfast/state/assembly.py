@@ -22,7 +22,7 @@ from .matching import PARAM, Matcher, Row, StoredTensor, explained
 from .regions import Box
 from .reshaping import FREE, Place, place_of, reshaped
 from .rules import Rule, Rules, Tensors
-from .sharding import Average, Cut, Replicate, TensorLayout, Unique, unflattened
+from .sharding import Average, Replicate, Sharding, TensorLayout, Unique, unflattened
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ def _names(*templates: Template | None) -> frozenset[str]:
     return frozenset[str]().union(*(template.names for template in templates if template is not None))
 
 
-def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
+def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Sharding]:
     """Return the divisions that rows are parts by, the outermost first.
 
     They are those of the rule, then the defaults of other axes. Axes that tell whole tensors apart are left out.
@@ -196,7 +196,7 @@ def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
     return levels
 
 
-def _together(rows: Sequence[Row], levels: Sequence[Cut]) -> TensorLayout:
+def _together(rows: Sequence[Row], levels: Sequence[Sharding]) -> TensorLayout:
     """Return the tensor that ``rows`` are parts of.
 
     A scalar for a whole tensor is the same wherever the tensor was divided.

@@ -1,7 +1,7 @@
 """Sharding: the ways in which a tensor is divided over axes of a mesh, and their reversal.
 
 A ``TensorLayout`` is a tensor whose elements' places are known; what several ranks hold alike is there several times.
-Each kind of ``Cut`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was
+Each kind of ``Sharding`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was
 divided. Nested divisions are undone with the innermost first.
 """
 
@@ -60,7 +60,7 @@ Widths = str | tuple[Expression, ...] | Repeated | None
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """A division over ``axes``, of which the last one runs fastest."""
 
     axes: tuple[str, ...]
@@ -76,7 +76,7 @@ class Cut:
         return f"{type(self).__name__.lower()} over {' x '.join(self.axes)}"
 
 
-class Unique(Cut):
+class Unique(Sharding):
     """A tensor that one of the ranks has."""
 
     def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
@@ -86,7 +86,7 @@ class Unique(Cut):
 
 
 @dataclass(frozen=True)
-class Replicate(Cut):
+class Replicate(Sharding):
     """A tensor that all ranks have alike, or, with ``some``, those that have it."""
 
     some: bool = False
@@ -104,7 +104,7 @@ class Replicate(Cut):
         return replace(first, copies=tuple(pieces for laid in (first, *others) for pieces in laid.copies))
 
 
-class Average(Cut):
+class Average(Sharding):
     """A tensor whose value is the mean over all ranks."""
 
     def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
@@ -122,7 +122,7 @@ class Average(Cut):
 
 
 @dataclass(frozen=True)
-class Shard(Cut):
+class Shard(Sharding):
     """A tensor whose ``dim`` is divided into spans, one after the other.
 
     ``size`` is the unpadded length of the dim before the division, for ranks that stored nothing because they hold
@@ -164,7 +164,7 @@ class Shard(Cut):
 
 
 @dataclass(frozen=True)
-class Blocks(Cut):
+class Blocks(Sharding):
     """A tensor whose ``dim`` has several blocks of ``sizes``, each divided among the ranks by its ``widths``."""
 
     dim: int
@@ -208,7 +208,7 @@ class Blocks(Cut):
 
 
 @dataclass(frozen=True)
-class Boxes(Cut):
+class Boxes(Sharding):
     """A tensor of which each rank has the region in ``at``; None means nothing."""
 
     at: tuple[Box | None, ...]
@@ -235,7 +235,7 @@ class Boxes(Cut):
 
 
 @dataclass(frozen=True)
-class Flat(Cut):
+class Flat(Sharding):
     """A flattened tensor of ``shape`` that is divided into one part per rank, with padding at the end."""
 
     shape: tuple[Expression, ...]

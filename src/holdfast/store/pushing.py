@@ -25,7 +25,7 @@ from .disk_usage import needs, unneeded_segments
 from .drives import HOME
 from .generations import corrupt
 from .layout import block_spans
-from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
+from .manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
 from .objects import ObjectDisk
 from .payload_files import INSPECT, check_size, read_verified
 from .reader import RunReader, run_key_of
@@ -232,7 +232,7 @@ class Pusher:
             {stream: self._push_share(share) for stream, share in manifest.shares.items()}
         )
 
-    def _push_share(self, share: Share) -> Share:
+    def _push_share(self, share: RankShare) -> RankShare:
         files = {unit: replace(ref, path=object_path(ref)) for unit, ref in share.files.items()}
         copy = replace(share, files=files)
         text = json.dumps(copy.to_json()).encode()

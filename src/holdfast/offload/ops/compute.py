@@ -19,7 +19,7 @@ from ...plan.ops import Op
 from ...plan.orders import input_stays, micro_batches
 from ...plan.zeroth import DISPLACED
 from .. import rng
-from ..block_states import Unit
+from ..block_states import BlockState
 from ..blocks import install
 from ..boundaries import BlockOutput, Boundary, Graph, refuse_hidden
 from ..defaults import callers_default
@@ -277,7 +277,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
         params.release(run, phase, block, micro_batch)
 
 
-def _leaves(run: Runtime, place: tuple, unit: Unit, held: Held | None) -> list[torch.nn.Parameter]:
+def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:
     """Return the leaves that a pass computes with, created at its first computation."""
     leaves = run.residency.leaves.get(place)
     if leaves is None:

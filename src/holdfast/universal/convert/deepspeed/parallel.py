@@ -17,7 +17,7 @@ from ....errors import BadInput, Damaged
 from ....state.expressions import Expression
 from ....state.fragments import Fragments
 from ....state.regions import Box
-from ....state.sharding import Average, Blocks, Cut, Replicate, Shard, TensorLayout
+from ....state.sharding import Average, Blocks, Replicate, Shard, Sharding, TensorLayout
 from .local import Local, Shape, Value
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -81,7 +81,7 @@ class Info:
         shapes = {laid.shape for laid in wholes.values()} or {first.shape}
         return self._unpadded(name, Whole(shapes.pop(), first.group, wholes, first.values))
 
-    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Cut, list[list[int]]]:
+    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Sharding, list[list[int]]]:
         """Return how ``parts`` form one tensor, and the recorded widths of their sections."""
         kinds = [key for key in (REPLICATED, AVERAGED, ROWS, HALVES) if self._matches(key, name)]
         several = self._several(name)
@@ -98,7 +98,7 @@ class Info:
         return Blocks(OVER, axis, sizes, tuple(tuple(map(_number, each)) for each in widths)), widths
 
     def _joined(
-        self, name: str, slot: str, parts: Sequence[Local], cut: Cut, widths: list[list[int]]
+        self, name: str, slot: str, parts: Sequence[Local], cut: Sharding, widths: list[list[int]]
     ) -> TensorLayout:
         """Join one slot of a parameter. Raises ``Damaged`` if the parts do not fit."""
         pieces = [Fragments.of(part.pieces[slot], len(part.shape)) for part in parts]

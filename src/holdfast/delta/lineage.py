@@ -29,7 +29,7 @@ from .codecs import Spreads
 from .numerics import computing_as, needs_threads, told_in
 from .recorder import BOUND
 from .recovery_progress import RecoveryProgress
-from .replay import ReplayRecord, ShardingMismatch, apply, fingerprint
+from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
 from .shard_state import ShardState, pour
 from .snapshot_shard import SnapshotShard
 
@@ -360,6 +360,7 @@ class _Taking:
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
         self._strides = share.progress.get("replay", {}).get("strides")
+        self._views = FlatViews()
         self._spreads: dict[int, Spreads] = {}
 
     def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> ReplayRecord:
@@ -370,7 +371,11 @@ class _Taking:
     def differs(self, record: StoredRecord) -> bool:
         """Return whether the state differs from that of training after ``record``, as far as fingerprints tell."""
         told = record.about["fingerprint"]
-        return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
+        if not self._compared:
+            return False
+        if self._strides is None:
+            return told != fingerprint(self._compared, record.step, self._views)
+        return told != fingerprint_as(self._compared, record.step, self._strides)
 
 
 def _chains(

@@ -15,7 +15,7 @@ from .async_copy import AsyncHostCopy
 from .drift import digest
 from .optimizer_hooks import Update
 from .recorder import FinalizedStep
-from .replay import hashed, sampled
+from .replay import FlatViews, hashed, sampled
 from .snapshot_image import image_of
 
 SAMPLES = ""
@@ -31,6 +31,7 @@ class RecordBuilder:
 
     def __init__(self, state: LiveState, shortens: bool = False) -> None:
         self._digests: dict[str, str] = {}
+        self._views = FlatViews()
         self._shortens = shortens
         self._progress: dict[str, Any] | None = None
         """The progress of the record before, with full texts; None if the next record must not depend on it."""
@@ -59,7 +60,7 @@ class RecordBuilder:
             parts.append(update.part)
             if update.slot not in slots:
                 slots.append(update.slot)
-        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step)}
+        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step, self._views)}
         sealed = FinalizedStep(step, about, tuple(parts), tuple(slots))
         if devices_of(seen.values()):
             leaving = AsyncHostCopy(seen)

@@ -44,7 +44,7 @@ from .model_description import Part, adopt, rebuild, updating_devices
 from .numerics import computing_as, needs_threads
 from .recorder import InlineRecorder
 from .recovery import BY, recover
-from .replay import ReplayRecord, apply, clip_as_told, fingerprint
+from .replay import FlatViews, ReplayRecord, apply, clip_as_told, fingerprint
 from .replica_config import ReplicaConfig
 from .replica_process import LAST_WORD
 from .ring import Ring
@@ -72,6 +72,7 @@ class ReplicaServer:
         self._store = self._look()
         self._door: retained_state.ReplicaListener | None = None
         self._state: LiveState | None = None
+        self._views = FlatViews()
         self._ring: Ring | None = None
         self._bases: SnapshotWriter | None = None
         self._step = self._base_step = -1
@@ -186,7 +187,7 @@ class ReplicaServer:
         if "begin" in about:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
-        before, self._state = self._state, state
+        before, self._state, self._views = self._state, state, FlatViews()
         self._step, self._equal = about["step"], True
         self._state_number = about["number"]
         if "again" in about:  # the snapshot of this step lacks something
@@ -230,7 +231,7 @@ class ReplicaServer:
             failpoints.reach("after_replica_update")
             standing = {**self._state.standing(), **beside_records(self._progress)}
             self._step, self._progress = about["step"], {**record["progress"], **standing}
-            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
+            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step, self._views)
             if not self._equal:
                 self._say(drift=f"after step {self._step} its fingerprint is another one")
         self._say(done=about["step"], slots=about["slots"])

@@ -12,14 +12,13 @@ When the trainer dies, the process
 
 If the trainer ends before it has handed over a state, the process makes a snapshot of what an earlier replica kept. The
 working state is private memory: if this process is killed as well, nothing of it can be mistaken for whole. Started by
-``replica_process.start_process``.
+``replica_main``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -419,22 +418,3 @@ class ReplicaServer:
             self._door.close()
         if remove:
             shared_memory.remove(self._place)
-
-
-def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # ends when its trainer has ended
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
-    with suppress(ChannelClosed):
-        message = channel.receive()
-        assert message is not None
-        terms = ReplicaConfig(**message.about["terms"])
-        failpoints.armed = terms.failpoint
-        kind: type[ReplicaServer] = ReplicaServer
-        if terms.world_size > 1:
-            from .multi_rank_server import MultiRankReplicaServer as kind
-        kind(channel, terms).serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

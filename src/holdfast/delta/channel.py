@@ -102,10 +102,18 @@ class Channel:
         """Return whether there is data to read, or the receiving thread is reading it."""
         return bool(select.select([self._socket], [], [], 0)[0]) or not self._idle
 
-    def close(self) -> None:
-        """Close the socket, and wake a thread that receives."""
+    def end(self) -> None:
+        """End the connection: a thread that receives gets ``Gone``. The descriptor stays open."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and close the socket. No other thread may use the channel.
+
+        Another thread could be about to enter a system call with the descriptor's number, which the next file or
+        socket of this process gets.
+        """
+        self.end()
         self._socket.close()
 
     def _parsed(self) -> Message | None:

@@ -37,20 +37,20 @@ def helper(monkeypatch):
 
 @pytest.mark.parametrize("end", [Helper.end, Helper.leave])
 def test_descriptor_outlives_its_reader(helper, monkeypatch, end):
-    """A thread on its way into ``select`` would wait for the file that has the number by then."""
+    """A thread on its way into ``poll`` would wait for the file that has the number by then."""
     helper, other = helper
     sock, seen = helper._channel._socket, []
-    select = channel.select.select
+    is_readable = channel.is_readable
 
-    def late(readers, *rest):
-        ready = select(readers, *rest)
-        if readers == [sock] and ready[0]:  # a message, or the end of the connection
+    def late(waited_for, timeout):
+        ready = is_readable(waited_for, timeout)
+        if waited_for is sock and ready:  # a message, or the end of the connection
             time.sleep(0.2)
             seen.append(sock.fileno())
         return ready
 
-    monkeypatch.setattr(channel.select, "select", late)
-    other.send({"word": "something"})  # after which the thread gets to the ``select`` above
+    monkeypatch.setattr(channel, "is_readable", late)
+    other.send({"word": "something"})  # after which the thread gets to the function above
     other.send({"word": LAST_WORD})
     end(helper)
     assert seen and -1 not in seen

@@ -7,6 +7,7 @@ a message that its death cut off is dropped. Sizes are bytes.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import select
 import socket
@@ -83,7 +84,7 @@ class Channel:
         """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone``."""
         while (message := self._parsed()) is None:
             self._idle = True
-            if not select.select([self._socket], [], [], timeout)[0]:
+            if not is_readable(self._socket, timeout):
                 return None
             self._idle = False  # set first: data is always either unread or in this thread's hands
             try:
@@ -100,7 +101,7 @@ class Channel:
     @property
     def has_unread(self) -> bool:
         """Return whether there is data to read, or the receiving thread is reading it."""
-        return bool(select.select([self._socket], [], [], 0)[0]) or not self._idle
+        return is_readable(self._socket, 0) or not self._idle
 
     def end(self) -> None:
         """End the connection: a thread that receives gets ``Gone``. The descriptor stays open."""
@@ -127,3 +128,13 @@ class Channel:
         data = memoryview(self._received[start : start + data_bytes])
         del self._received[: start + data_bytes]
         return Message(about, data)
+
+
+def is_readable(sock: socket.socket, timeout: float | None) -> bool:
+    """Return whether ``sock`` has something to read, or has ended, within ``timeout`` seconds (None: at any time).
+
+    Unlike ``select``, this takes descriptors of any number.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))

@@ -15,7 +15,7 @@ from baselines import Arm, CheckFreq, Dcp, Gemini, NaiveDiff, Save
 from trainings import Training
 
 from holdfast import Checkpointer, TopK
-from holdfast.delta.recording import Recording
+from holdfast.delta.recording import LogBackend
 from holdfast.plan.cadence import Limits
 from holdfast.plan.waste import Measured
 
@@ -47,7 +47,7 @@ class Holdfast(Arm):
     def tuned(self) -> tuple[Measured, Limits]:
         """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
         survival = self._checkpointer._survival
-        assert isinstance(survival, Recording) and survival.pace.tuner is not None
+        assert isinstance(survival, LogBackend) and survival.pace.tuner is not None
         return survival.pace.tuner.measured, survival.pace.tuner.limits
 
     def resume(self, **options: int) -> int:

@@ -41,7 +41,7 @@ from zero import compare
 import holdfast
 from holdfast.opening import source_of
 from holdfast.state.atoms import Atom
-from holdfast.state.fragments import Pieces, flat
+from holdfast.state.fragments import Fragments, flat
 from holdfast.state.regions import Box
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
@@ -149,7 +149,7 @@ def plan_millions(fragments: int, atoms: int) -> dict:
             for r in range(ranks)
             for p in flat(shape, r * each, min((r + 1) * each, elements), r, number * each)
         ]
-        stored = Stored(Atom(f"p{number}", "param", shape, "F32"), Pieces.of(pieces, 2))
+        stored = Stored(Atom(f"p{number}", "param", shape, "F32"), Fragments.of(pieces, 2))
         targets.append(Target(stored, Box.whole(shape), array))
     before = time.perf_counter()
     runs = plan(contents, targets)

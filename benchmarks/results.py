@@ -29,9 +29,10 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Results\n\nMade by `python benchmarks/results.py` from `benchmarks/results/`. Not edited by hand."
     yield "A list of repeated measurements is shown as median (least to most). Older lines stay in the files.\n"
-    for path in sorted((HERE / "results").glob("*.jsonl")):
-        about = ast.get_docstring(ast.parse((HERE / f"{path.stem}.py").read_text(encoding="utf-8"))) or ""
-        yield f"## {path.stem.replace('_', ' ')}\n\n{about.partition(chr(10) * 2)[0]}\n"
+    for path in sorted((HERE / "results").rglob("*.jsonl")):
+        name = path.relative_to(HERE / "results").with_suffix("")
+        about = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
+        yield f"## {str(name).replace('_', ' ')}\n\n{about.partition(chr(10) * 2)[0]}\n"
         if path.with_suffix(".md").exists():
             yield f"[Tables](../benchmarks/results/{path.stem}.md), [lines](../benchmarks/results/{path.name}).\n"
             continue
@@ -48,7 +49,8 @@ def _newest_of_each_model(path: Path) -> list[dict[str, Any]]:
     newest: dict[tuple[str, ...], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        names = tuple(line.get("models") or line.get("ratios") or [line.get("model", "")])
+        one = " ".join(line[key] for key in ("model", "measurement", "size") if key in line)
+        names = tuple(line.get("models") or line.get("ratios") or [one])
         newest.pop(names, None)
         newest[names] = line
     seen: set[str] = set()
@@ -62,7 +64,8 @@ def _newest_of_each_model(path: Path) -> list[dict[str, Any]]:
 
 def _tables(line: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (name, rows) for each group of figures in ``line``."""
-    if rows := line.get("rows") or line.get("samples"):
+    rows = line.get("rows") or line.get("samples")
+    if isinstance(rows, list):
         yield "", rows
         return
     figures = {key: value for key, value in line.items() if key not in ABOUT}

@@ -28,7 +28,7 @@ from holdfast.io.buffers import BufferPool
 from holdfast.offload import device as device_module
 from holdfast.offload import engine, executor, microbatches
 from holdfast.offload.device import SeparateDevice
-from holdfast.offload.transfer_pool import Lending
+from holdfast.offload.transfer_pool import TransferPool
 from holdfast.plan.ops import COMPUTE
 from holdfast.store.generations import Generations
 from holdfast.store.scratch import Scratch
@@ -351,7 +351,7 @@ def _device(order, monkeypatch):
 
 def _memory(order, monkeypatch):
     """Host memory that is given back is known to whoever takes it next, as far as its last holder was."""
-    real_take, real_give, real_lend = BufferPool.take, BufferPool.give, Lending.lend
+    real_take, real_give, real_lend = BufferPool.take, BufferPool.give, TransferPool.lend
 
     def back(start):
         with order.lock:
@@ -386,7 +386,7 @@ def _memory(order, monkeypatch):
 
     monkeypatch.setattr(BufferPool, "take", take)
     monkeypatch.setattr(BufferPool, "give", give)
-    monkeypatch.setattr(Lending, "lend", lend)
+    monkeypatch.setattr(TransferPool, "lend", lend)
 
 
 def _model(order, monkeypatch):

@@ -125,7 +125,7 @@ def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
 
 
 def kept_beside_a_slow_disk(
-    self: replica_server.Host, real: Callable[..., None], rate: int, copies: bool
+    self: replica_server.ReplicaServer, real: Callable[..., None], rate: int, copies: bool
 ) -> None:
     """Keep the state; from then on so many bytes a second get to the disk, from copies or from the state itself."""
     real(self)
@@ -176,8 +176,8 @@ def train(
     if drifts_at is not None:
         replica_server.apply = partial(drifting, replica_server.apply, drifts_at)
     if slow_when_kept is not None:
-        replica_server.Host._keep = partialmethod(
-            kept_beside_a_slow_disk, replica_server.Host._keep, slow_when_kept, copies
+        replica_server.ReplicaServer._keep = partialmethod(
+            kept_beside_a_slow_disk, replica_server.ReplicaServer._keep, slow_when_kept, copies
         )
     if no_disk:
         LocalStore.publish = partialmethod(without_a_disk, LocalStore.publish)

@@ -20,7 +20,7 @@ import holdfast
 from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.recorder import BOUND
-from holdfast.delta.training_state import Loop
+from holdfast.delta.training_state import TrainingState
 from holdfast.errors import (
     BadInput,
     DiskFailed,
@@ -637,7 +637,7 @@ def test_a_run_in_a_bucket_is_refused_at_once():
 
 def test_a_constructor_that_fails_leaves_no_hook_active(tmp_path, monkeypatch):
     let_go = []
-    monkeypatch.setattr(Loop, "let_go", lambda self: let_go.append(self))
+    monkeypatch.setattr(TrainingState, "let_go", lambda self: let_go.append(self))
     with pytest.raises(BadInput):
         start(tmp_path, memory=10)
     assert len(let_go) == 1

@@ -13,7 +13,7 @@ from torch import nn
 from delta.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.compact import compact
-from holdfast.delta.lineage import Line
+from holdfast.delta.lineage import Lineage
 from holdfast.errors import NoCommit
 from holdfast.state.text_delta import ADDED, lengthen, shorten
 from holdfast.store.chain import read_journal
@@ -81,7 +81,7 @@ def come_back(root, texts):
     with LocalStore.read(root) as store:
         for step, text in texts.items():
             base = next(store.load(ref) for ref in store.line() if ref.step <= step)
-            line = Line.of(store, base, step)
+            line = Lineage.of(store, base, step)
             assert (line.step, line.progress(0)["things"]["log"]["text"]) == (step, as_json(text))
     steps = sorted(texts)
     for step in steps[len(steps) // 2 :: len(steps) // 2]:

@@ -12,8 +12,7 @@
 * ssd: rates of ``--folder`` by O_DIRECT
 
 Prints a row for each, one line of JSON, and at the end a line that begins with ``summary``. About two minutes. What
-fails is told in its row, and the rest goes on. With ``--device cpu`` only the last and alignment are measured. Never
-run on a device yet.
+fails is told in its row, and the rest goes on. With ``--device cpu`` only the last and alignment are measured.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Parameters and AdamW's state are fp32, computation is bf16 under autocast, as sc
 ends when its loss is on the host, so that all which the device did for it, copies of gradients included, is in its
 time; stall is what the training thread spends, or waits, beside. The replica does its updates on the same device, from
 a process of its own. Without options about seven minutes, with ``--models gpt2 --arms none exact bases replica`` two.
-Prints a line that begins with ``summary`` for each model. Never run yet.
+Prints a line that begins with ``summary`` for each model.
 """
 
 from __future__ import annotations

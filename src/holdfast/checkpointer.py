@@ -27,7 +27,7 @@ from torch import nn
 from .accelerators import devices_of, refuse_unrecorded
 from .delta import shared_memory
 from .delta.codecs import Codec, Exact
-from .delta.durability import Asked, Survival
+from .delta.durability import DurabilityBackend, ResumeRequest
 from .delta.optimizer_hooks import Update
 from .delta.options import (
     Options,
@@ -39,14 +39,14 @@ from .delta.options import (
     refuse_waiting,
     refuse_with_a_replica,
 )
-from .delta.recording import Recording
-from .delta.recovery import Recovered
-from .delta.recovery_progress import Recovery
+from .delta.recording import LogBackend
+from .delta.recovery import RecoveryResult
+from .delta.recovery_progress import RecoveryProgress
 from .delta.remote import Remote
-from .delta.replicating import Replicating
+from .delta.replicating import ReplicaBackend
 from .delta.sigterm import SigTerm
-from .delta.step_log import Pulse
-from .delta.training_state import Loop, is_no_place
+from .delta.step_log import StepLog
+from .delta.training_state import TrainingState, is_no_place
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, said_lost, tell
 from .io.queue import IOQueue
@@ -142,7 +142,7 @@ class Checkpointer:
                 recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
                 direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
             )  # fmt: skip
-            self._loop = Loop(
+            self._loop = TrainingState(
                 ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
                 codec=codec, averages=averages, after_update=after_update,
             )  # fmt: skip
@@ -159,10 +159,12 @@ class Checkpointer:
             self._loop.state.refuse_odd_state()
             refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
             if replica is False:
-                self._survival: Survival = Recording(self._loop, self._options, self._events)
+                self._survival: DurabilityBackend = LogBackend(self._loop, self._options, self._events)
             else:
                 place = shared_memory.MEMORY if replica is True else home_path(replica)
-                self._survival = Replicating(self._loop, self._options, self._events, run=run, memory=place)
+                self._survival = ReplicaBackend(
+                    self._loop, self._options, self._events, run=run, memory=place
+                )
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
 
@@ -178,7 +180,7 @@ class Checkpointer:
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._tap = self._survival.tap(self._take_slot, clip_norm)
         self._tap.begins = self._loop.begins_step
-        self._pulse = Pulse(self._events)
+        self._pulse = StepLog(self._events)
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -235,7 +237,7 @@ class Checkpointer:
         step: int | None = None,
         before: int | None = None,
         exactness: Literal["state", "continuation"] = "state",
-        show: Callable[[Recovery], None] | None = None,
+        show: Callable[[RecoveryProgress], None] | None = None,
         source: str | Path | From | None = None,
     ) -> int:
         """Restore model, optimizers and user state to the newest recoverable step, and return the number of steps done.
@@ -267,7 +269,7 @@ class Checkpointer:
         self._ranks.all_do(lambda: refuse_bad_resume(step, before, exactness))
         start = source if source is None or isinstance(source, From) else From(source)
         target = step if before is None else before - 1
-        asked = Asked(target, step is not None, exactness == "continuation", show)
+        asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
@@ -292,7 +294,7 @@ class Checkpointer:
         how = self._survival.recovered_by
         tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
-    def _go_on_from(self, found: Recovered | None, start: From | None) -> None:
+    def _go_on_from(self, found: RecoveryResult | None, start: From | None) -> None:
         """Set the training state to what was found, or else to ``start``, or else to that of the script."""
         if found is not None:
             self._loop.go_on(found)

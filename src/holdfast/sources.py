@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .delta.recovery import recover, refuse_unless_one_is_whole
-from .delta.training_state import Loop
+from .delta.training_state import TrainingState
 from .errors import BadInput
 from .opening import source_of
 from .ranks import Ranks
@@ -158,7 +158,7 @@ class Beginning:
         return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
-def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
+def begin_from(start: From, loop: TrainingState, emit: Callable[..., None]) -> None:
     """Bring ``loop`` to the state of ``start``; what the source lacks is reported in warnings.
 
     Collective: every rank must call this. Raises, on all ranks, as ``From.source``, and ``RunMismatch`` if the source
@@ -225,7 +225,7 @@ def check_between(
     ranks.all_do(partial(refuse_unequal, source, wanted))
 
 
-def _begin_from_run(target: Target, loop: Loop) -> None:
+def _begin_from_run(target: Target, loop: TrainingState) -> None:
     """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
         loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
@@ -236,7 +236,7 @@ def _begin_from_run(target: Target, loop: Loop) -> None:
     loop.go_on(found)
 
 
-def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
+def _bring(loop: TrainingState, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
     """Restore ``loop``; return the step of ``source`` and a message for each difference."""
     script, ranks = loop.script, loop.ranks
     script.check_place(source.progress, ranks.world_size)

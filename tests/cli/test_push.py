@@ -14,7 +14,7 @@ import pytest
 from holdfast.cli import push
 from holdfast.errors import Damaged, DiskFailed
 from holdfast.store.chain import last_step
-from holdfast.store.copying import Pushed
+from holdfast.store.copying import PushResult
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, start
@@ -107,12 +107,12 @@ def test_a_followed_run_is_copied_as_it_goes_on(run, bucket):
 
 def test_a_run_is_followed_whatever_the_network_does(run, monkeypatch, capsys):
     """And what was damaged is in the exit code, however it ends."""
-    damaged, fails = Pushed(damaged=[Damaged("a.safetensors: a bit")]), DiskFailed("no answer.")
-    answers = iter([damaged, fails, fails, Pushed(), fails, KeyboardInterrupt])
+    damaged, fails = PushResult(damaged=[Damaged("a.safetensors: a bit")]), DiskFailed("no answer.")
+    answers = iter([damaged, fails, fails, PushResult(), fails, KeyboardInterrupt])
 
     def answer(*_):
         found = next(answers)
-        if isinstance(found, Pushed):
+        if isinstance(found, PushResult):
             return found
         raise found
 

@@ -15,7 +15,7 @@ from delta.loops import make
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import snapshot_chunks
 from holdfast.delta.recovery import recover
-from holdfast.delta.user_state import Script
+from holdfast.delta.user_state import ScriptState
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
 from holdfast.ranks import Ranks
@@ -88,7 +88,9 @@ def check(image, states, queue):
     if not store.disk.exists("commits") or not store.commits():
         assert image.acked is None
         return
-    found = recover(store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), ranks=Ranks())
+    found = recover(
+        store, LiveState(loop.model, loop.optimizers), ScriptState(loop.optimizers, {}), ranks=Ranks()
+    )
     point = found.point
     assert image.acked is None or point.step >= image.acked
     assert digest(loop.state()) == states[point.step]

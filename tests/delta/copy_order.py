@@ -18,10 +18,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import played_device
-from holdfast.delta.bases import Landing
-from holdfast.delta.record_builder import Sealer
+from holdfast.delta.bases import PinnedChunks
+from holdfast.delta.record_builder import RecordBuilder
 from holdfast.delta.recorder import Recorder
-from holdfast.delta.staging_buffers import SlotPool
+from holdfast.delta.staging_buffers import StagingPool
 from holdfast.io.buffers import Buffer
 from holdfast.store.generations import Generations
 from holdfast.store.journal import JournalWriter
@@ -205,13 +205,15 @@ class Order(Silent):
                 for thing in things:
                     join(self.mine, self.given.get(id(thing), {}))
 
-        around(SlotPool, "give", lambda pool, slots: hand(*slots))
-        around(SlotPool, "take", after=lambda slot, *_: get(slot))
-        around(Landing, "take", after=lambda buffer, *_: get(buffer))
+        around(StagingPool, "give", lambda pool, slots: hand(*slots))
+        around(StagingPool, "take", after=lambda slot, *_: get(slot))
+        around(PinnedChunks, "take", after=lambda buffer, *_: get(buffer))
         around(Recorder, "put", lambda recorder, item: hand(item))
         around(Recorder, "_do", lambda recorder, group: get(*(group if isinstance(group, list) else [group])))
         around(
-            Sealer, "_put", lambda sealer, sealed, seen, _: [self.reads(t, "sealing") for t in seen.values()]
+            RecordBuilder,
+            "_put",
+            lambda sealer, sealed, seen, _: [self.reads(t, "sealing") for t in seen.values()],
         )
         around(
             JournalWriter,
@@ -236,14 +238,14 @@ class Order(Silent):
 
     def hand_back(self, monkeypatch):
         """Let a buffer of a base carry what the thread that gives it back knows."""
-        real = Landing.give
+        real = PinnedChunks.give
 
         def give(landing, buffer):
             with self.lock:
                 join(self.given.setdefault(id(buffer), {}), self.mine)
             real(landing, buffer)
 
-        monkeypatch.setattr(Landing, "give", give)
+        monkeypatch.setattr(PinnedChunks, "give", give)
 
 
 def join(clock, other):

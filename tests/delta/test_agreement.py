@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.delta.collective_snapshot import Together
-from holdfast.delta.coordinator import HEARD_SECONDS, Agreement
+from holdfast.delta.collective_snapshot import CollectiveSnapshot
+from holdfast.delta.coordinator import HEARD_SECONDS, RankCoordinator
 from holdfast.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ def test_who_fails_in_the_background_tells_the_others(monkeypatch):
     def follow():
         raise OSError("the directory is gone")
 
-    agreement = Agreement(
+    agreement = RankCoordinator(
         Ranks(1, 2, object()), how_far=lambda: 0, steps_done=lambda: 0,
         publish=lambda refs: None, follow=follow, deadline_seconds=5,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_who_tells_of_its_failure_promises_no_step_that_went_with_it(monkeypatch
             survives[0] = 3
             raise OSError("the replica is gone")
 
-    agreement = Agreement(
+    agreement = RankCoordinator(
         Ranks(1, 2, object()), how_far=how_far, steps_done=lambda: 0, hear=hear,
         publish=lambda refs: None, follow=lambda: None, deadline_seconds=5,
     )  # fmt: skip
@@ -108,8 +108,8 @@ def test_the_first_rank_keeps_the_board_until_a_late_rank_has_seen_why_it_failed
         "follow": lambda: None,
         "deadline_seconds": 5,
     }
-    first = Agreement(Ranks(0, 2, object()), how_far=lambda: 0, **common)
-    other = Agreement(Ranks(1, 2, object()), how_far=how_far, **common)
+    first = RankCoordinator(Ranks(0, 2, object()), how_far=lambda: 0, **common)
+    other = RankCoordinator(Ranks(1, 2, object()), how_far=how_far, **common)
     late.set()
     while late.is_set():
         time.sleep(0.01)
@@ -125,7 +125,7 @@ def test_the_first_rank_keeps_the_board_until_a_late_rank_has_seen_why_it_failed
 def test_the_first_rank_waits_for_no_rank_that_is_gone(monkeypatch):
     board = Board()
     monkeypatch.setattr(Ranks, "board", lambda self, initial, seconds: board.update(initial) or board)
-    first = Agreement(
+    first = RankCoordinator(
         Ranks(0, 2, object()), how_far=lambda: 0, steps_done=lambda: 0, publish=lambda refs: None, follow=lambda: None,
         is_there=lambda rank: False, deadline_seconds=5,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def test_no_base_is_begun_before_the_share_of_the_one_before_is_told():
         standing=SimpleNamespace(base_wanted=1, published=0), share=lambda number, *_: told.append(number)
     )
     bases = SimpleNamespace(under_way=False, give_up=lambda: given_up.append(1))
-    together = Together(Ranks(1, 2, object()), None, lambda *_, **__: None)
+    together = CollectiveSnapshot(Ranks(1, 2, object()), None, lambda *_, **__: None)
     together.agreement = agreement
     assert together.is_due(False, bases)
     together.sharing = True

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.delta import rank_consistency
-from holdfast.delta.rank_consistency import Alike
+from holdfast.delta.rank_consistency import RankConsistency
 from holdfast.state.live_state import LiveState
 from holdfast.state.ownership import copies, owners
 
@@ -29,9 +29,9 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         self.state = self.seen()
         ranks = SimpleNamespace(rank=rank, world_size=2)
-        self.alike = Alike(ranks, lambda event, **fields: self.events.append((event, fields)))
+        self.alike = RankConsistency(ranks, lambda event, **fields: self.events.append((event, fields)))
         self.alike.tell = board.set
-        board.setdefault(f"alike/{rank}", Alike.NOTHING)
+        board.setdefault(f"alike/{rank}", RankConsistency.NOTHING)
 
     def seen(self):
         state = LiveState(self.model, [torch.optim.SGD(self.model.parameters(), lr=0.1)])
@@ -48,7 +48,7 @@ class Rank:
 def two(monkeypatch):
     """Two ranks that have heard that a comparison begins at some step, and what that is."""
     monkeypatch.setattr(rank_consistency, "BYTES_PER_STEP", 40)
-    board = Board(Alike.common)
+    board = Board(RankConsistency.common)
     ranks = [Rank(rank, board) for rank in range(2)]
     ranks[0].alike.begin(ranks[0].state, 10)
     return ranks, board, json.loads(board["compare"])[1]
@@ -62,7 +62,7 @@ def test_so_many_bytes_are_digested_at_the_end_of_each_step_and_a_difference_is_
     assert at > 10 and count == 3
     for step in range(at - 2, at + count):
         for rank in ranks:
-            assert rank.board[f"alike/{rank.alike._ranks.rank}"] == Alike.NOTHING
+            assert rank.board[f"alike/{rank.alike._ranks.rank}"] == RankConsistency.NOTHING
             rank.step(step)
         ranks[0].alike.lead(board, board)
     [(event, told)] = ranks[0].events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.delta import running_clock
-from holdfast.delta.replica_process import Helper
+from holdfast.delta.replica_process import ReplicaProcess
 from holdfast.errors import WriterHung
 
 
@@ -21,7 +21,7 @@ class Hands:
 
 def test_a_clock_stands_still_while_suspended():
     hands = Hands()
-    clock = running_clock.AwakeClock(hands)
+    clock = running_clock.RunningClock(hands)
     found = []
     for seconds in (0.5, 0.5, 3600.0, 0.5):
         hands.seconds += seconds
@@ -31,8 +31,8 @@ def test_a_clock_stands_still_while_suspended():
 
 def test_a_replica_is_not_hung_after_suspension(monkeypatch):
     hands = Hands()
-    monkeypatch.setattr(running_clock, "now", running_clock.AwakeClock(hands).now)
-    helper, since = Helper(lambda about: None, 60.0), running_clock.now()
+    monkeypatch.setattr(running_clock, "now", running_clock.RunningClock(hands).now)
+    helper, since = ReplicaProcess(lambda about: None, 60.0), running_clock.now()
     hands.seconds += 3600
     helper.check(since)
     with pytest.raises(WriterHung, match="said nothing for 6"):

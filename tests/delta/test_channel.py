@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from holdfast.delta.channel import Channel, Gone, Inbox
+from holdfast.delta.channel import Channel, ChannelClosed, Inbox
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_what_was_sent_before_the_end_comes_before_it(ends):
     sender.close()
     inbox = Inbox(receiver)
     assert [inbox.next(10).about["number"] for _ in range(2)] == [1, 2]
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         inbox.next(10)
 
 

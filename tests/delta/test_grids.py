@@ -12,7 +12,7 @@ from holdfast.delta import lossy
 from holdfast.delta.codecs import ArrayReader, array_key, expand
 from holdfast.delta.grids import alike
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.staging_buffers import Slot
+from holdfast.delta.staging_buffers import StagingBuffer
 from holdfast.state.live_state import LiveState
 from training import same_bits
 
@@ -128,7 +128,7 @@ def test_operations_do_not_grow_with_parameters(monkeypatch, codec):
     for many in (4, 150):
         model = nn.ParameterList([torch.randn(70 + n, 11) for n in range(many)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        slot = Slot(codec.layouts(LiveState(model, [optimizer])))
+        slot = StagingBuffer(codec.layouts(LiveState(model, [optimizer])))
         trained, residuals = list(model.named_parameters()), {}
         for _, parameter in trained:
             parameter.grad = torch.randn_like(parameter)

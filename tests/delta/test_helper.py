@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.delta import channel, replica_process
 from holdfast.delta.channel import Channel
-from holdfast.delta.replica_process import LAST_WORD, Helper
+from holdfast.delta.replica_process import LAST_WORD, ReplicaProcess
 
 
 class Ended:
@@ -28,14 +28,14 @@ def helper(monkeypatch):
     """A helper whose process has sent its last word."""
     theirs: list[socket.socket] = []
     monkeypatch.setattr(replica_process, "start_process", lambda sock: theirs.append(sock.dup()) or Ended())
-    helper = Helper(lambda about: None, 60.0)
+    helper = ReplicaProcess(lambda about: None, 60.0)
     helper.start()
     yield helper, Channel(theirs[0])
     theirs[0].close()
     replica_process._left.clear()
 
 
-@pytest.mark.parametrize("end", [Helper.end, Helper.leave])
+@pytest.mark.parametrize("end", [ReplicaProcess.end, ReplicaProcess.leave])
 def test_descriptor_outlives_its_reader(helper, monkeypatch, end):
     """A thread on its way into ``poll`` would wait for the file that has the number by then."""
     helper, other = helper

@@ -10,7 +10,7 @@ import torch
 from delta.loops import make, same
 from holdfast.delta import retained_state, snapshot_chunks
 from holdfast.delta.recovery import recover
-from holdfast.delta.user_state import NoScript
+from holdfast.delta.user_state import NoScriptState
 from holdfast.errors import ChunkCorrupt
 from holdfast.ranks import Ranks
 from holdfast.state.live_state import LiveState
@@ -43,7 +43,7 @@ def test_what_was_kept_is_a_base_of_the_same_bits_and_goes(left):
     store, place, loop = left
     assert persist(store, place) == 5
     other = make(ADAMW, "batchnorm")
-    found = recover(store, LiveState(other.model, other.optimizers), NoScript(), ranks=Ranks())
+    found = recover(store, LiveState(other.model, other.optimizers), NoScriptState(), ranks=Ranks())
     assert found.point.step == 5 and not found.odd
     assert same(other.state()["model"], loop.state()["model"])
     assert same(other.state()["slots"], loop.state()["slots"])

@@ -53,7 +53,7 @@ class Device:
         for module in (recorder, record_sender):
             monkeypatch.setattr(module, "use_device", lambda device: None)
         monkeypatch.setattr(async_copy, "marks", lambda devices: [Mark(self, async_copy)])
-        monkeypatch.setattr(staging_buffers, "Departures", lambda devices: self)
+        monkeypatch.setattr(staging_buffers, "DeviceCopies", lambda devices: self)
         monkeypatch.setattr(staging_buffers, "pinned", self.pin)
 
     def pin(self, view, *_):
@@ -143,7 +143,7 @@ def test_refused_pinning_leaves_no_error_behind(monkeypatch, advice):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
     with pytest.warns(UserWarning, match=rf"cannot be pinned \(CUDA error 2\), so training waits.*{advice}"):
-        slot = staging_buffers.Slot(
+        slot = staging_buffers.StagingBuffer(
             [layout], departures=SimpleNamespace(devices=[torch.device("cuda:0")]), advice=advice
         )
     assert runtime.error == 0

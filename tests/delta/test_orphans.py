@@ -7,7 +7,7 @@ from threading import Timer
 
 import pytest
 
-from holdfast.delta.replica_rendezvous import HERE, KEPT, Locks, Notes, has_kept, is_orphan
+from holdfast.delta.replica_rendezvous import HERE, KEPT, ReplicaLocks, ReplicaNotes, has_kept, is_orphan
 from holdfast.ranks import Ranks
 from holdfast.store.files import Disk
 from holdfast.store.lock import lock_of
@@ -20,7 +20,7 @@ def disk(tmp_path):
 
 
 def notes_of(disk, rank):
-    return Notes(disk, 3, Ranks(rank, 2, "that of the trainers"), lambda: False)
+    return ReplicaNotes(disk, 3, Ranks(rank, 2, "that of the trainers"), lambda: False)
 
 
 def waits(notes, what, seconds=12.0):
@@ -64,9 +64,9 @@ def test_one_that_was_never_seen_is_waited_for(disk):
 
 
 def test_a_lock_says_who_is_gone_once_it_was_seen(disk):
-    locks = Locks(disk)
+    locks = ReplicaLocks(disk)
     assert not locks.gone(1)
     lock = disk.lock(lock_of(1), {"pid": 1})
     assert not locks.gone(1)
     lock.release()
-    assert locks.gone(1) and not Locks(disk).gone(1)
+    assert locks.gone(1) and not ReplicaLocks(disk).gone(1)

@@ -24,7 +24,7 @@ from holdfast.cli.inspect import show
 from holdfast.delta import bases, snapshot_chunks
 from holdfast.delta import snapshot_scheduler as pace_module
 from holdfast.delta.recorder import Recorder
-from holdfast.delta.snapshot_scheduler import Pace
+from holdfast.delta.snapshot_scheduler import SnapshotScheduler
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
@@ -219,7 +219,7 @@ def test_a_base_of_several_ranks_of_which_all_was_copied_before_a_loss_does_not_
         _store=SimpleNamespace(measure=None), _published=deque(), _losses=2, _losses_when_shared=lost_when_shared,
         bases=None, tuner=None, gap=True,
     )  # fmt: skip
-    Pace._see_published(pace)
+    SnapshotScheduler._see_published(pace)
     assert pace.base_step == 7 and pace.gap == gap
 
 
@@ -287,8 +287,8 @@ class Wide(nn.Module):
 def copies_of(monkeypatch):
     """The sizes of the copies that are made for bases."""
     copied = []
-    real = bases.BaseMaker._buffer
-    monkeypatch.setattr(bases.BaseMaker, "_buffer", lambda self, n: (copied.append(n), real(self, n))[1])
+    real = bases.SnapshotWriter._buffer
+    monkeypatch.setattr(bases.SnapshotWriter, "_buffer", lambda self, n: (copied.append(n), real(self, n))[1])
     return copied
 
 
@@ -516,7 +516,7 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
 
 
 def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch):
-    seen, real_make, real_put = [], bases.BaseMaker._make, Recorder.put
+    seen, real_make, real_put = [], bases.SnapshotWriter._make, Recorder.put
 
     def make_files(self, *args):
         seen.append(self._store.cap_bytes)
@@ -527,7 +527,7 @@ def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch
         while self._at_once:  # the thread is faster
             time.sleep(0.001)
 
-    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(bases.SnapshotWriter, "_make", make_files)
     monkeypatch.setattr(Recorder, "put", put)
     loop, checkpointer = start(tmp_path, base_every=2, storage=10_000_000)
     with checkpointer:
@@ -549,12 +549,12 @@ def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_al
 
     store = SimpleNamespace(used_bytes=900, cap_bytes=1000)
     pace = SimpleNamespace(_store=store, _recorder=Rolling(), _margin=lambda nbytes: 0)
-    assert not Pace._is_room(pace, 150)
+    assert not SnapshotScheduler._is_room(pace, 150)
 
 
 def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
     """And not only when it is published: records go on meanwhile."""
-    uncounted, real_make, real_free = [], bases.BaseMaker._make, LocalStore.free_generation
+    uncounted, real_make, real_free = [], bases.SnapshotWriter._make, LocalStore.free_generation
 
     def count(store, limit):
         uncounted.append(used_bytes(store.disk) - store.used_bytes < limit)
@@ -568,7 +568,7 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
         count(self, unit.layout.file_bytes)
         return found
 
-    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(bases.SnapshotWriter, "_make", make_files)
     monkeypatch.setattr(LocalStore, "free_generation", free_generation)
     loop, checkpointer = start(tmp_path, base_every=2, keep=holdfast.Keep(9))
     with checkpointer:

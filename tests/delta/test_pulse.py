@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.delta.step_log import Pulse
+from holdfast.delta.step_log import StepLog
 from holdfast.events import EventLog, read_events
 
 
@@ -24,7 +24,7 @@ def steps_of(path):
 
 def test_steps_of_one_second_are_one_line_with_their_means(tmp_path):
     clock, written = Clock(), [0]
-    pulse = Pulse(EventLog(tmp_path / "log"), clock)
+    pulse = StepLog(EventLog(tmp_path / "log"), clock)
     for step in range(1, 27):
         written.append(10 * step)
         pulse.stepped(
@@ -45,7 +45,7 @@ def test_steps_of_one_second_are_one_line_with_their_means(tmp_path):
 
 def test_long_steps_have_a_line_each(tmp_path):
     clock = Clock()
-    pulse = Pulse(EventLog(tmp_path / "log"), clock)
+    pulse = StepLog(EventLog(tmp_path / "log"), clock)
     for step in (1, 2, 3):
         pulse.stepped(step, 5.0, 0.0, lambda: {"durable_step": 0})
         clock.now += 5.0
@@ -56,7 +56,7 @@ def test_where_nobody_keeps_a_log_nothing_is_asked():
     def asked():
         raise AssertionError("nobody reads this")
 
-    pulse = Pulse(EventLog(None))
+    pulse = StepLog(EventLog(None))
     pulse.stepped(1, 1.0, 0.0, asked)
     pulse.end(1, asked)
 

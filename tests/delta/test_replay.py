@@ -15,7 +15,8 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.recovery import recover
-from holdfast.delta.user_state import Script
+from holdfast.delta.replay import FlatViews, fingerprint
+from holdfast.delta.user_state import ScriptState
 from holdfast.ranks import Ranks
 from holdfast.state.live_state import LiveState
 from holdfast.store.chain import read_journal
@@ -87,8 +88,8 @@ def recovered(root, optimizer, feature, step):
     update = loop.things.get("after_update")
     with LocalStore.open(root) as store:
         found = recover(
-            store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), ranks=Ranks(),
-            target=step, exact=True, after_update=update and (lambda steps_done: update()),
+            store, LiveState(loop.model, loop.optimizers, averages), ScriptState(loop.optimizers, things),
+            ranks=Ranks(), target=step, exact=True, after_update=update and (lambda steps_done: update()),
         )  # fmt: skip
     assert (found.point.step, found.odd) == (step, [])
     return loop.state()
@@ -175,3 +176,23 @@ def test_steps_come_back_whatever_the_memory_format(tmp_path, formats):
                 told = nullcontext()
         assert done == (0, 8, 12, 12)[len(wanted)]
         wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def test_fingerprints_follow_parameters_to_other_memory():
+    """Views of earlier steps are used where the memory is the same, and give the fingerprint of a fresh look."""
+    model = nn.Linear(9, 33)
+    state = LiveState(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    parameters, views = state.parameters, FlatViews()
+    seen = {fingerprint(parameters, 1, views)}
+    for change in (
+        lambda: model.weight.data.add_(1),
+        lambda: setattr(model.weight, "data", torch.randn(33, 9)),
+        lambda: setattr(model.weight, "data", model.weight.data.t().contiguous().t()),
+        lambda: setattr(model.bias, "data", torch.randn(66)[::2]),
+        lambda: model.bias.data.add_(1),
+        lambda: model.double(),
+    ):
+        change()
+        now = fingerprint(parameters, 1, views)
+        assert now == fingerprint(parameters, 1) and now not in seen
+        seen.add(now)

@@ -420,13 +420,13 @@ def disk_of(monkeypatch):
     """The replica's writes so many bytes a second."""
 
     def arm(rate):
-        real = replica_server.Host._take_place
+        real = replica_server.ReplicaServer._take_place
 
         def take_place(self):
             real(self)
             self._store.queue._throttles[True] = Throttle(rate, burst_bytes=1)
 
-        monkeypatch.setattr(replica_server.Host, "_take_place", take_place)
+        monkeypatch.setattr(replica_server.ReplicaServer, "_take_place", take_place)
         monkeypatch.setattr(replica_server, "BEAT_SECONDS", 0.1)  # the deadline is a second or two here
 
     return arm
@@ -460,7 +460,7 @@ def test_what_was_kept_is_taken_by_one_rank_that_goes_on_from_its_end(monkeypatc
     monkeypatch.setattr(replicating, "see_alike", lambda *_: None)
     replica = SimpleNamespace(start=lambda takes: said.append(takes))
     of_them = SimpleNamespace(replica=replica, _loop=SimpleNamespace(ranks=ranks))
-    assert replicating.Replicating.enter(of_them, store, SimpleNamespace(target=target)) is None
+    assert replicating.ReplicaBackend.enter(of_them, store, SimpleNamespace(target=target)) is None
     assert said == [takes]
 
 
@@ -517,7 +517,7 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
 
 
 def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, monkeypatch):
-    real = replica_server.Host._begin_base
+    real = replica_server.ReplicaServer._begin_base
 
     def begin_base(self):
         if self._step > 0:
@@ -527,7 +527,7 @@ def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, mon
             raise DiskFull("no space left")
         real(self)
 
-    monkeypatch.setattr(replica_server.Host, "_begin_base", begin_base)
+    monkeypatch.setattr(replica_server.ReplicaServer, "_begin_base", begin_base)
     loop, checkpointer = start(tmp_path, base_every=3)
     checkpointer.resume()
     for i in range(6):
@@ -536,7 +536,7 @@ def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, mon
     (tmp_path / "all_handed_over").touch()
     with pytest.raises(DiskFull, match="no space left"):
         checkpointer.close()
-    monkeypatch.setattr(replica_server.Host, "_begin_base", real)
+    monkeypatch.setattr(replica_server.ReplicaServer, "_begin_base", real)
     _loop, again = start(tmp_path)
     with again:
         assert again.resume() == 6
@@ -605,7 +605,7 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tm
 
 def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_path, monkeypatch):
     """That one is there when the replica is about to be told of the other, which takes long."""
-    publish, send = replica_server.Host._publish, replica_process.Helper.send
+    publish, send = replica_server.ReplicaServer._publish, replica_process.ReplicaProcess.send
 
     def publish_slowly(self):
         time.sleep(0.5 if self._step == 3 else 0)
@@ -616,8 +616,8 @@ def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_pat
             self.wait_for(lambda: self.durable_step == 3)
         send(self, about, data)
 
-    monkeypatch.setattr(replica_server.Host, "_publish", publish_slowly)
-    monkeypatch.setattr(replica_process.Helper, "send", send_late)
+    monkeypatch.setattr(replica_server.ReplicaServer, "_publish", publish_slowly)
+    monkeypatch.setattr(replica_process.ReplicaProcess, "send", send_late)
     loop = make(ADAMW, "")
     schedule = torch.optim.lr_scheduler.StepLR(loop.optimizers[0], 1, gamma=0.5)
     with Checkpointer(
@@ -716,9 +716,9 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
             assert found() == (step if counts else None)
         retained_state.keep(place, state, 9, {"values": {}}, [1, key])
         assert [found(8), found(9, exact=True), found(10, exact=True), found(10)] == [None, 9, None, 9]
-        store.begin(retained_state.Fork(9, 1, key))  # by a trainer that died then
+        store.begin(retained_state.ForkPoint(9, 1, key))  # by a trainer that died then
         assert found() == 9
-        store.begin(retained_state.Fork(4, 1, key))
+        store.begin(retained_state.ForkPoint(4, 1, key))
         assert found() is None
     retained_state.drop(place)
 

@@ -18,8 +18,8 @@ from delta.test_optimizers import OPTIMIZERS as WHOLE
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from delta.test_replica import ADAMW, HABITS, events, forked, start, states_of  # noqa: F401
 from holdfast.delta import device_staging, model_description
-from holdfast.delta.device_staging import Visit
-from holdfast.delta.layers import LayerTap
+from holdfast.delta.device_staging import StagedOnDevice
+from holdfast.delta.layers import LayerHooks
 from holdfast.delta.model_description import refuse_what_cannot_be_rebuilt
 from holdfast.errors import BadInput
 from holdfast.optim import AdamWBF16
@@ -65,7 +65,7 @@ def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_c
     loop, checkpointer = start(tmp_path, feature, optimizer, keep=Keep(99))
     with checkpointer:
         checkpointer.resume()
-        assert not isinstance(checkpointer._tap, LayerTap)
+        assert not isinstance(checkpointer._tap, LayerHooks)
         assert len(device.pinned) == len(checkpointer._survival.pool.slots) * len(loop.optimizers)
         states = [loop.state()]
         for i in range(STEPS):
@@ -150,7 +150,7 @@ def test_after_a_visit_all_is_where_it_was(stays):
         like.grad = parameter.grad
         before = {slot: (value, value.data_ptr()) for slot, value in optimizer.state[parameter].items()}
         address, stride = parameter.data_ptr(), parameter.stride()
-        visit = Visit(parameter, optimizer, torch.device("cpu"), stays)
+        visit = StagedOnDevice(parameter, optimizer, torch.device("cpu"), stays)
         assert parameter.data_ptr() != address and parameter.stride() == stride
         held = optimizer.state[parameter]
         assert {slot for slot, (value, _) in before.items() if held[slot] is value} == stays & before.keys()

@@ -11,7 +11,7 @@ import torch
 from holdfast.delta.byte_shuffle import CHUNK, squeeze, unsqueeze
 from holdfast.delta.codecs import Exact
 from holdfast.delta.quantise import quantise, scaled
-from holdfast.delta.sparse import BITS, Spread, pick, spread
+from holdfast.delta.sparse import BITS, SparseScratch, pick, spread
 from holdfast.errors import BadInput
 from training import same_bits
 
@@ -36,7 +36,7 @@ def test_the_elements_that_are_there_come_back_and_take_no_more_than_all(element
 
 def test_memory_that_is_used_again_holds_what_new_memory_does_whatever_became_of_it():
     """Optimizers write over gradients: torch's momentum of Nesterov does."""
-    memory = Spread(SIZES, torch.float32, 1024, torch.device("cpu"))
+    memory = SparseScratch(SIZES, torch.float32, 1024, torch.device("cpu"))
     for seed, density in enumerate([0.01, 0.0, 1.0, 0.3, 0.01, 0.7]):
         torch.manual_seed(seed)
         flats = [torch.where(torch.rand(size) < density, torch.randn(size), 0.0) for size in SIZES]

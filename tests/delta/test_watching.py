@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import holdfast
-from holdfast.delta.recovery_progress import READ_BYTES_PER_SECOND, REPLAY_BYTES_PER_SECOND, Recovery
+from holdfast.delta.recovery_progress import READ_BYTES_PER_SECOND, REPLAY_BYTES_PER_SECOND, RecoveryProgress
 from holdfast.errors import Damaged
 from holdfast.events import read_events
 from holdfast.store.local import LocalStore
@@ -33,14 +33,14 @@ class Clock:
 
 
 def test_the_prediction_is_that_of_the_rates_measured_before():
-    recovery = Recovery()
+    recovery = RecoveryProgress()
     recovery.begins(*chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
     assert recovery.predicted_seconds == pytest.approx(3 + 9)
     assert recovery.text == "loading 1.4 GiB and replaying 100 steps, about 12.0 s"
 
 
 def test_before_any_was_measured_it_is_that_of_plain_numbers():
-    recovery = Recovery()
+    recovery = RecoveryProgress()
     recovery.begins(*chain())
     expected = 1.5e9 / READ_BYTES_PER_SECOND + 100 * 1e7 / REPLAY_BYTES_PER_SECOND
     assert recovery.predicted_seconds == pytest.approx(expected)
@@ -48,7 +48,7 @@ def test_before_any_was_measured_it_is_that_of_plain_numbers():
 
 def test_what_it_took_is_what_the_next_one_is_predicted_by():
     clock, shares = Clock(), []
-    recovery = Recovery(lambda r: shares.append(r.done_share), clock)
+    recovery = RecoveryProgress(lambda r: shares.append(r.done_share), clock)
     base, chains = chain(rates={"read_bytes_per_second": 1e9, "replay_seconds": 1.0})
     recovery.begins(base, chains)
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_what_it_took_is_what_the_next_one_is_predicted_by():
 
 
 def test_a_recovery_without_records_leaves_the_rate_of_replay_as_it_was():
-    recovery = Recovery(clock=Clock())
+    recovery = RecoveryProgress(clock=Clock())
     recovery.begins(*chain(records=0, rates={"replay_seconds": 0.5}))
     recovery.ended()
     assert recovery.rates == {"replay_seconds": 0.5}
@@ -116,7 +116,7 @@ def test_a_damaged_base_begins_another_prediction(tmp_path):
 def drawn(terminal):
     text = io.StringIO()
     show = progress_bar(Console(file=text, force_terminal=terminal, width=120))
-    recovery = Recovery(show)
+    recovery = RecoveryProgress(show)
     recovery.begins(*chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
     recovery.loaded(1_500_000_000)
     recovery.ended()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer
 from holdfast.delta import early_averages, replica_process
-from holdfast.delta.layers import LayerTap
+from holdfast.delta.layers import LayerHooks
 from holdfast.delta.lossy import TopK
 from holdfast.errors import HoldfastError, ReplicaDied
 from replica_run import Forked
@@ -130,9 +130,9 @@ class Late:
 
 def watch() -> None:
     """What is in a slot when an optimizer steps is what it consumes."""
-    consume, hook = LayerTap._consume, early_averages.averaging_hook
+    consume, hook = LayerHooks._consume, early_averages.averaging_hook
 
-    def compared(tap: LayerTap, slot: Any, index: int, trained: Any, skipped: bool) -> Any:
+    def compared(tap: LayerHooks, slot: Any, index: int, trained: Any, skipped: bool) -> Any:
         EARLY.append(len(tap._copied))
         before = tap.copied_again
         result = consume(tap, slot, index, trained, skipped)
@@ -147,7 +147,7 @@ def watch() -> None:
         BUCKETS.append(bucket.index())
         return hook(state, bucket)
 
-    LayerTap._consume = compared
+    LayerHooks._consume = compared
     early_averages.averaging_hook = counted
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dist.unread import lose
 from dist.world import ended
-from holdfast.delta.lineage import Line
+from holdfast.delta.lineage import Lineage
 from holdfast.errors import Unreadable
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
@@ -44,7 +44,7 @@ def run(world, tmp_path):
 
 def line_of(run):
     with LocalStore.read(run) as store:
-        return Line.of(store, store.load(store.line()[-1]), None)
+        return Lineage.of(store, store.load(store.line()[-1]), None)
 
 
 @pytest.mark.parametrize("streams", [("rank-00000", "rank-00001"), ("rank-00001", "rank-00000")])

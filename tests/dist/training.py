@@ -40,8 +40,8 @@ from holdfast.delta import (
     replica_rendezvous,
     replica_server,
 )
-from holdfast.delta.collective_snapshot import Together
-from holdfast.delta.layers import LayerTap
+from holdfast.delta.collective_snapshot import CollectiveSnapshot
+from holdfast.delta.layers import LayerHooks
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.replicas import Replicas
 from holdfast.errors import BadInput, DiskFull
@@ -394,8 +394,8 @@ def train(
     options |= (options_of or {}).get(str(rank), {})
     early: list[bool] = []
     if slow_publish:
-        real = Together.publish_shares
-        Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
+        real = CollectiveSnapshot.publish_shares
+        CollectiveSnapshot.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -409,27 +409,27 @@ def train(
         if drift_at is not None and drift_at[0] == rank:
             replica_server.apply = partial(drifting, replica_server.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
-            multi_rank_server.HostAmongOthers._persist = lambda self, notes: None
+            multi_rank_server.MultiRankReplicaServer._persist = lambda self, notes: None
         if disk_fails_orphans:
             replica_rendezvous.write_durably = full
         multi_rank_server.ASKED_SECONDS = asked_seconds or multi_rank_server.ASKED_SECONDS
         if slow_share is not None and slow_share[0] == rank:
             # one that fails does so when all ranks wait for the base, and have handed over the steps since
             soon = partial(meeting.have, "base-2", range(world_size))
-            publish = multi_rank_server.HostAmongOthers._publish
-            multi_rank_server.HostAmongOthers._publish = lambda self: publish_slowly(
+            publish = multi_rank_server.MultiRankReplicaServer._publish
+            multi_rank_server.MultiRankReplicaServer._publish = lambda self: publish_slowly(
                 publish, soon, *slow_share[1:], self
             )
         if slow_share is not None and slow_share[2] == "fails":
             until_ended = Replicas._until_ended
             Replicas._until_ended = lambda self: (meeting.tell(f"base-{self._number}"), until_ended(self))[1]
         if orphan_fails == rank:
-            multi_rank_server.HostAmongOthers._persist = full
+            multi_rank_server.MultiRankReplicaServer._persist = full
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
-        arrived = LayerTap.arrived
-        LayerTap.arrived = lambda *args: early.append(True) or arrived(*args)
+        arrived = LayerHooks.arrived
+        LayerHooks.arrived = lambda *args: early.append(True) or arrived(*args)
         if not options.get("remote"):
             Forked.prepare()
     if world_size > 1 or kind.startswith("fsdp"):
@@ -483,7 +483,7 @@ def train(
             if step == deaf_from:  # to what the others have
                 time.sleep(0.1)
                 coordinator.BUSY_SECONDS = coordinator.IDLE_SECONDS = 60.0
-                coordinator.Agreement.look_soon = lambda self: None
+                coordinator.RankCoordinator.look_soon = lambda self: None
                 time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._survival.recorder.take_slot = lambda wait: None

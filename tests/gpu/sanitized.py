@@ -1,8 +1,8 @@
 """torch's own detector of data races on a CUDA device, entered on every thread that gives the device something to do.
 
-It is run by itself: ``pytest -m gpu tests/gpu/sanitized.py``. Never run on a device yet. The detector knows
-memory by the address at which a tensor begins, so a view at an offset is other memory to it: what it finds is worth
-looking at, and what it does not find says little.
+It is run by itself: ``pytest -m gpu tests/gpu/sanitized.py``. The detector knows memory by the address at which
+a tensor begins, so a view at an offset is other memory to it: what it finds is worth looking at, and what it does not
+find says little.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from holdfast.io.buffers import BufferPool
 from holdfast.offload.block_states import ALIGN
-from holdfast.offload.transfer_pool import Arena, Lending, forms_of, packed_bytes, unpacked
+from holdfast.offload.transfer_pool import Arena, TransferPool, forms_of, packed_bytes, unpacked
 
 KIBI = 1024
 
 
 def test_what_is_lent_is_there_until_the_last_view_of_it_is_gone():
-    lending = Lending(BufferPool(), 0)
+    lending = TransferPool(BufferPool(), 0)
     (held,) = lending.lender("inputs")([torch.zeros(3, 5)])
     address, part = held.data_ptr(), held[1:]
     del held
@@ -32,7 +32,7 @@ def test_what_is_lent_is_there_until_the_last_view_of_it_is_gone():
 def test_a_tensor_that_goes_while_memory_is_being_lent_blocks_nobody(monkeypatch):
     """A collection in the middle of it finds some more."""
     pool = BufferPool()
-    lending = Lending(pool, 0)
+    lending = TransferPool(pool, 0)
     circle = [lending.lend(60, "inputs")[0]]
     circle.append(circle)
     del circle
@@ -46,7 +46,7 @@ def test_a_tensor_that_goes_while_memory_is_being_lent_blocks_nobody(monkeypatch
 def test_copies_have_the_strides_of_what_they_are_of():
     """Or, where there are gaps, those of a clone."""
     tensors = [torch.randn(3, 5).t(), torch.randn(4, 6)[:, ::2], torch.randn(0, 2), torch.randn(())]
-    lent = Lending(BufferPool(), 0).lender("inputs")(tensors)
+    lent = TransferPool(BufferPool(), 0).lender("inputs")(tensors)
     for copy, tensor in zip(lent, tensors, strict=True):
         assert (copy.shape, copy.stride()) == (tensor.shape, tensor.clone().stride())
         assert copy.data_ptr() % ALIGN == 0
@@ -60,7 +60,7 @@ def test_copies_have_the_strides_of_what_they_are_of():
 def test_kept_inputs_and_the_gradients_after_them_take_one_arena():
     """Inputs of four blocks; then gradients from the last block on, each where inputs were; then inputs again."""
     pool = BufferPool()
-    lending = Lending(pool, 32 * KIBI)
+    lending = TransferPool(pool, 32 * KIBI)
     arena = pool.in_use_bytes
     inputs = [[lending.lend(4 * KIBI, "kept inputs")[0] for _ in range(2)] for _ in range(4)]
     grads = []
@@ -107,7 +107,7 @@ def test_no_byte_of_an_arena_is_taken_twice_and_none_is_lost(moves):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097])
 def test_bytes_for_io_are_those_of_the_tensor(nbytes):
-    flat, view = Lending(BufferPool(), 0).lend(nbytes, "inputs")
+    flat, view = TransferPool(BufferPool(), 0).lend(nbytes, "inputs")
     view[:] = bytes([7]) * len(view)
     assert len(view) == flat.numel() == max(nbytes, 1) and int(flat.min()) == 7
 
@@ -127,7 +127,7 @@ def test_lent_sizes_are_few():
     """Forty lengths of micro-batches, each lent and given back; none up to the planned size takes more than that."""
     pins, page = Pins(), 4096
     pool = BufferPool(pins, ("inputs",))
-    lending = Lending(pool, 0, in_classes=True, planned_bytes=40 * page)
+    lending = TransferPool(pool, 0, in_classes=True, planned_bytes=40 * page)
     for length in range(1, 41):
         flat, view = lending.lend(length * page, "inputs")
         assert len(view) == length * page

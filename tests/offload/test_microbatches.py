@@ -19,7 +19,7 @@ from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.offload.microbatches import (
     BlockCall,
     Coroutine,
-    Returned,
+    ForwardEnd,
     autocast_state,
     extract_loss,
     module_call,
@@ -35,7 +35,7 @@ def run_on_a_thread(function):
     coroutine = Coroutine(function)
     event = coroutine.start()
     coroutine.cancel()
-    assert isinstance(event, Returned)
+    assert isinstance(event, ForwardEnd)
     return event.value
 
 
@@ -240,7 +240,7 @@ def test_a_coroutine_stops_at_every_block_call_and_gets_its_reply():
     assert coroutine.start() == BlockCall(0, (1,), {}, modes)
     with torch.autocast("cpu"):  # of this thread, which is not the coroutine's
         assert coroutine.resume(10) == BlockCall(1, (2,), {"three": 3}, modes)
-    assert coroutine.resume(20) == Returned(30)
+    assert coroutine.resume(20) == ForwardEnd(30)
     assert coroutine.finished
     coroutine.cancel()
 

@@ -17,6 +17,7 @@ import torch
 import holdfast
 from combined import one_in
 from holdfast.io.buffers import BufferPool
+from holdfast.offload import engine as engine_module
 from holdfast.offload import entry
 from holdfast.offload.block_states import as_tensor
 from holdfast.offload.device import HostDevice
@@ -24,9 +25,10 @@ from holdfast.offload.ops.gradients import reduce
 from holdfast.offload.residency import Gradients, Residency
 from holdfast.plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.local import LocalStore
+from holdfast.update import optimizer
 from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter
 from streams import Apart
-from training import adamw, batches
+from training import adamw, batches, decoder
 
 OPTIONS = {
     "plain": {},
@@ -264,3 +266,21 @@ def test_waits_are_for_events_of_the_same_step():
     go.set()
     device.close()
     assert noticed == [] and len(device.problems) == 1
+
+
+def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
+    """The bits are those of updates by one thread each."""
+    monkeypatch.setattr(entry, "open_device", lambda name: Apart())
+    monkeypatch.setattr(optimizer, "SHARED_TILE_ELEMENTS", 4096)
+    states = []
+    for helpers in (0, 2):
+        monkeypatch.setattr(engine_module, "update_helpers", lambda unified, helpers=helpers: helpers)
+        model = decoder(blocks=2, width=128)
+        with holdfast.offload(model, adamw(model), tmp_path / str(helpers), dtype="fp32") as engine:
+            engine.step(batches(0, 2))
+            engine.step(batches(1, 2))
+            named = [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
+            states.append(engine.state_dict())
+        assert bool(named) == bool(helpers)
+    assert not [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

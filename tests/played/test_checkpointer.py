@@ -13,13 +13,23 @@ from delta.copy_order import Order
 from delta.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import async_copy, bases, comm_hook, device_staging, staging_buffers
+from holdfast.delta import (
+    async_copy,
+    bases,
+    comm_hook,
+    device_staging,
+    model_description,
+    replica_process,
+    staging_buffers,
+)
 from holdfast.delta.compact import compact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.rng_draws import draw_again, drawn_since, generators
 from holdfast.errors import BadInput
+from holdfast.events import read_events
 from holdfast.store.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
+from replica_run import Forked
 
 pytestmark = pytest.mark.usefixtures("played")
 
@@ -124,6 +134,49 @@ def test_compressed_records_come_back_there(tmp_path, codec):
         with again, pytest.warns(UserWarning, match="state-exact"):
             assert again.resume(step=step) == step
             assert same(script.state(), states[step]), step
+
+
+def forked(monkeypatch, tmp_path):
+    """A replica is a fork of this process, so that it has the device too, and keeps its state in ``tmp_path``."""
+    monkeypatch.setattr(replica_process, "start_process", Forked)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    return memory
+
+
+def test_replica_keeps_its_state_on_the_device(tmp_path, monkeypatch):
+    """Every step is the trainer's, and comes back from the snapshots that the replica made."""
+    script, states = Script(), {}
+    monkeypatch.setattr(device_staging, "StagedOnDevice", None)  # nothing is moved for an update
+    checkpointer = Checkpointer(
+        tmp_path / "run", model=script.model, optimizer=script.optimizer, keep=Keep(9),
+        replica=forked(monkeypatch, tmp_path),
+    )  # fmt: skip
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            script.step(i)
+            checkpointer.step()
+            checkpointer.save()
+            states[i + 1] = script.state()
+    assert not [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "drift"]
+    expected = plain_loop(4)
+    for step in reversed(states):
+        again = Script()
+        with Checkpointer(
+            tmp_path / "run", model=again.model, optimizer=again.optimizer, keep=Keep(9)
+        ) as resumed:
+            assert resumed.resume(step=step) == step
+            assert same(again.state(), states[step]) and same(states[step], expected[step]), step
+
+
+@pytest.mark.parametrize("free, there", [(4 * 4 * 8 * 100, True), (4 * 4 * 8 * 100 - 1, False)])
+def test_replica_takes_an_eighth_of_what_is_free(monkeypatch, free, there):
+    """Four times the parameters: with their gradients and two averages."""
+    monkeypatch.setattr(Module, "mem_get_info", lambda module, device=None: (free, 1 << 40))
+    items = [{"name": "weight", "shape": [10, 10], "dtype": "F32"}]
+    assert model_description._fits_on_devices(items, {"weight": HERE}) == there
+    assert not model_description._fits_on_devices(items, {"weight": torch.device("cpu")})
 
 
 def test_threads_say_which_device_is_theirs(tmp_path):
@@ -231,29 +284,31 @@ def mark_of_another_stream(patch):
 
 
 def slots_that_nobody_waits_for(patch):
-    patch.setattr(staging_buffers.Slot, "settle", lambda slot: slot._marks.clear())
+    patch.setattr(staging_buffers.StagingBuffer, "settle", lambda slot: slot._marks.clear())
 
 
 def buffers_that_nobody_waits_for(patch):
-    patch.setattr(async_copy.Leaving, "arrived", lambda this: this._copies)
+    patch.setattr(async_copy.AsyncHostCopy, "arrived", lambda this: this._copies)
 
 
 def bases_that_nobody_waits_for(patch):
-    real = bases.BaseMaker._write
+    real = bases.SnapshotWriter._write
     patch.setattr(
-        bases.BaseMaker, "_write", lambda maker, staged, buffer, marks: real(maker, staged, buffer, ())
+        bases.SnapshotWriter, "_write", lambda maker, staged, buffer, marks: real(maker, staged, buffer, ())
     )
 
 
 def one_buffer_for_all_bases(patch):
-    real = bases.Landing.give
+    real = bases.PinnedChunks.give
 
     def give(landing, buffer):
         landing._free = [each for each in landing._free if each is not buffer]
         real(landing, buffer)
 
-    patch.setattr(bases.Landing, "take", lambda landing, nbytes: landing._free[-1] if landing._free else None)
-    patch.setattr(bases.Landing, "give", give)
+    patch.setattr(
+        bases.PinnedChunks, "take", lambda landing, nbytes: landing._free[-1] if landing._free else None
+    )
+    patch.setattr(bases.PinnedChunks, "give", give)
 
 
 MUTANTS = {
@@ -302,12 +357,12 @@ def visits(monkeypatch, mutate=None, rounds=3):
     held = [Parameter(torch.randn(70, 5).t()), Parameter(torch.randn(3)), Parameter(torch.randn(0))]
     optimizer, homes = (
         SimpleNamespace(state={p: {"step": torch.zeros(())} for p in held}),
-        device_staging.Homes(HERE),
+        device_staging.PinnedHomes(HERE),
     )
     for _ in range(rounds):
         for p in held:
             homes.make_room()
-            visit = device_staging.Visit(p, optimizer, HERE, {"step"}, homes)
+            visit = device_staging.StagedOnDevice(p, optimizer, HERE, {"step"}, homes)
             assert p.device == HERE
             optimizer.state[p].setdefault("m", torch.zeros_like(p.data)).add_(p.data)
             p.data.mul_(0.5)
@@ -334,7 +389,7 @@ def test_a_visit_is_pinned_once_and_waited_for(monkeypatch):
 
 
 def homes_that_nobody_waits_for(patch):
-    patch.setattr(device_staging.Homes, "settle", lambda homes: None)
+    patch.setattr(device_staging.PinnedHomes, "settle", lambda homes: None)
 
 
 def updates_that_do_not_wait_for_their_data(patch):

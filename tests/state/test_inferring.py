@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.state.assembly import assemble
 from holdfast.state.atoms import Atom
-from holdfast.state.inferring import Held, inferred
+from holdfast.state.inferring import HeldRegion, inferred
 from holdfast.state.matching import StoredTensor
 from holdfast.state.regions import Box
 from holdfast.state.rules import Rules
@@ -22,7 +22,7 @@ def cut(draw, world):
     ranks = draw(st.permutations(range(world)))
     kind = draw(st.sampled_from(["whole", "spans", "grid"])) if shape else "whole"
     if kind == "whole":
-        return shape, [Held(ranks[0], Box.whole(shape))]
+        return shape, [HeldRegion(ranks[0], Box.whole(shape))]
     dims = [0] if kind == "spans" else list(range(len(shape)))
     boxes = [Box.whole(shape)]
     for dim in dims:
@@ -30,9 +30,9 @@ def cut(draw, world):
         boxes = [half for box in boxes for half in halves(box, dim, at)]
     boxes = boxes[:1] if len(boxes) > world else boxes
     if len(boxes) == 1:
-        return shape, [Held(ranks[0], Box.whole(shape))]
+        return shape, [HeldRegion(ranks[0], Box.whole(shape))]
     order = sorted(ranks[: len(boxes)]) if draw(st.booleans()) else ranks
-    return shape, [Held(rank, box) for rank, box in zip(order, boxes)]
+    return shape, [HeldRegion(rank, box) for rank, box in zip(order, boxes)]
 
 
 def halves(box, dim, at):
@@ -82,10 +82,10 @@ def test_rules_inferred_of_a_cut_make_it_again(case):
 def test_layers_that_are_cut_alike_share_a_rule_and_their_steps_need_none():
     atoms = []
     for n in range(3):
-        halves = [Held(rank, Box((2 * rank, 0), (2 * rank + 2, 3))) for rank in range(2)]
+        halves = [HeldRegion(rank, Box((2 * rank, 0), (2 * rank + 2, 3))) for rank in range(2)]
         for slot in ("param", "exp_avg"):
             atoms.append((Atom(f"h.{n}.w", slot, (4, 3), "F32"), halves))
-        atoms.append((Atom(f"h.{n}.w", "step", (), "F32"), [Held(n % 2, Box((), ()))]))
+        atoms.append((Atom(f"h.{n}.w", "step", (), "F32"), [HeldRegion(n % 2, Box((), ()))]))
     text = inferred(atoms, 2)
     assert text.count("[[rule]]") == 1
     assert "# 3 tensors: h.0.w [4, 3], to h.2.w\n" in text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.fragments import Piece, Pieces, dense, flat, flat_boxes, joined, row_major
+from holdfast.state.fragments import Fragments, Piece, dense, flat, flat_boxes, joined, row_major
 from holdfast.state.regions import Box
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
@@ -57,7 +57,7 @@ def test_flat_ranges_are_at_most_two_boxes_per_axis_but_one_and_hold_each_elemen
         parts.append(np.concatenate([np.full(3, -7), tensor.reshape(-1)[start:stop]]))  # 3 of something else
         pieces += flat(shape, start, stop, part=rank, offset=3)
     assert (gathered(pieces, parts, shape) == tensor).all()
-    table = Pieces.of(pieces, len(shape))
+    table = Fragments.of(pieces, len(shape))
     assert list(table) == pieces and table.overlap() is None
 
 
@@ -67,7 +67,7 @@ def test_what_lies_in_a_box_is_found_there(case, chance):
     tensor = numbered(shape)
     n = tensor.size
     middle = chance.randint(0, n)
-    pieces = Pieces.of([*flat(shape, 0, middle, 0), *flat(shape, middle, n, 1)], len(shape))
+    pieces = Fragments.of([*flat(shape, 0, middle, 0), *flat(shape, middle, n, 1)], len(shape))
     parts = [tensor.reshape(-1)[:middle], tensor.reshape(-1)[middle:]]
     found = pieces.within(box)
     assert found.elements.sum() == box.elements
@@ -78,7 +78,7 @@ def test_what_lies_in_a_box_is_found_there(case, chance):
 @given(SHAPES, st.randoms())
 def test_axes_can_be_permuted_lifted_and_sliced(shape, chance):
     tensor = numbered(shape)
-    pieces = Pieces.of([dense(Box.whole(shape), 0)], len(shape))
+    pieces = Fragments.of([dense(Box.whole(shape), 0)], len(shape))
     axes = list(range(len(shape)))
     chance.shuffle(axes)
     parts = [tensor.reshape(-1)]
@@ -114,7 +114,7 @@ def test_flat_partitions_of_local_tensors_are_pieces_of_the_whole(shape, chance)
             *flat(local.shape, middle, local.size, len(parts) + 1),
         ]
         parts += [local.reshape(-1)[:middle], local.reshape(-1)[middle:]]
-        found.append(Pieces.of(pieces, len(shape)).through(cut))
+        found.append(Fragments.of(pieces, len(shape)).through(cut))
     whole = joined(found, len(shape))
     assert (gathered(whole, parts, shape) == tensor).all()
     assert whole.overlap() is None
@@ -132,7 +132,7 @@ def test_boxes_that_meet_are_found_and_only_those(chance, rank):
         for b in boxes[i + 1 :]
         if a.elements and b.elements and a.intersect(b)
     }
-    found = Pieces.of([Piece(box, 0, 0, row_major(box.shape)) for box in boxes], rank).overlap()
+    found = Fragments.of([Piece(box, 0, 0, row_major(box.shape)) for box in boxes], rank).overlap()
     assert (found is None) == (not meeting)
     if found is not None:
         assert found in meeting or (found[1], found[0]) in meeting
@@ -141,12 +141,12 @@ def test_boxes_that_meet_are_found_and_only_those(chance, rank):
 def test_a_pinwheel_which_no_cut_goes_through_has_no_overlap():
     boxes = [((0, 0), (2, 1)), ((0, 1), (1, 3)), ((1, 2), (3, 3)), ((2, 0), (3, 2)), ((1, 1), (2, 2))]
     pieces = [dense(Box(*box), 0) for box in boxes]
-    assert Pieces.of(pieces, 2).overlap() is None
-    assert Pieces.of([*pieces, dense(Box((1, 1), (2, 3)), 0)], 2).overlap() is not None
+    assert Fragments.of(pieces, 2).overlap() is None
+    assert Fragments.of([*pieces, dense(Box((1, 1), (2, 3)), 0)], 2).overlap() is not None
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_no_pieces_are_pieces_too(rank):
-    none = Pieces.of([], rank)
+    none = Fragments.of([], rank)
     assert list(none) == [] and none.overlap() is None and len(joined([], rank)) == 0
     assert len(none.within(Box((0,) * rank, (1,) * rank))) == 0

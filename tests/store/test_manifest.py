@@ -10,7 +10,7 @@ import xxhash
 
 from holdfast.errors import ManifestCorrupt, RunMismatch
 from holdfast.store.checksummed_json import seal, unseal
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Share, Timeline, timeline_of_name
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, timeline_of_name
 
 MANIFEST = Manifest(
     step=12,
@@ -71,7 +71,7 @@ def test_a_path_at_which_no_run_has_a_file_is_not_believed(path):
     for odd in (
         replace(MANIFEST, files={"u": replace(ref, path=path)}),
         replace(MANIFEST, index={**MANIFEST.index, "path": "data/x" if path == "index/x" else path}),
-        replace(MANIFEST, shares={"s": Share(str(path).removeprefix("index/"), 1, "", 1, {}, {}, {})}),
+        replace(MANIFEST, shares={"s": RankShare(str(path).removeprefix("index/"), 1, "", 1, {}, {}, {})}),
     ):
         with pytest.raises(ManifestCorrupt, match="does not read as one"):
             Manifest.decode(odd.encode(), odd.path)
@@ -82,7 +82,7 @@ def test_a_path_at_which_no_run_has_a_file_is_not_believed(path):
         "progress": {},
     }
     with pytest.raises(ManifestCorrupt, match=r"index/ab.json .*does not read as one"):
-        Share.from_json(MANIFEST.index, table)
+        RankShare.from_json(MANIFEST.index, table)
 
 
 def test_a_path_on_a_drive_is_believed():

@@ -23,7 +23,7 @@ from torch import nn
 from holdfast.errors import ChunkCorrupt, Damaged
 from holdfast.state.atoms import Atom
 from holdfast.state.encoding import decode
-from holdfast.state.fragments import Piece, Pieces
+from holdfast.state.fragments import Fragments, Piece
 from holdfast.state.regions import Box
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
@@ -58,7 +58,7 @@ def read_tensors(archive, tensors):
     targets = {}
     for name, tensor in tensors.items():
         part = source.add_part(archive.part(tensor.storage))
-        pieces = Pieces.of([piece_of(tensor, part)], len(tensor.shape))
+        pieces = Fragments.of([piece_of(tensor, part)], len(tensor.shape))
         source.add(Stored(Atom(name, "param", tensor.shape, tensor.storage.dtype), pieces))
         size = source.parts[part].itemsize
         targets[name] = Target(
@@ -219,7 +219,7 @@ def test_a_storage_that_is_smaller_than_its_tensor_is_refused(tmp_path):
     part = source.add_part(archive.part(tensor.storage))
     wide = pickles.Tensor(tensor.storage, 0, (4, 2), (1, 1))
     with pytest.raises(Damaged, match="lies outside"):
-        source.add(Stored(Atom("a", "param", (4, 2), "F32"), Pieces.of([piece_of(wide, part)], 2)))
+        source.add(Stored(Atom("a", "param", (4, 2), "F32"), Fragments.of([piece_of(wide, part)], 2)))
 
 
 def test_a_tensor_that_was_expanded_very_far_says_how_it_is_saved(tmp_path):
@@ -329,7 +329,7 @@ def test_a_source_has_nothing_at_places_before_its_start_or_beyond_all_numbers(t
     shape = (5, 5) if strides[0] == 1 << 61 else (2, 2)  # 8 * 2**61 is 0 in 64 bits
     piece = Piece(Box.whole(shape), part, 1, strides)
     with pytest.raises(Damaged, match="lies outside of it"):
-        source.add(Stored(Atom("a", "param", shape, "F32"), Pieces.of([piece], 2)))
+        source.add(Stored(Atom("a", "param", shape, "F32"), Fragments.of([piece], 2)))
 
 
 def test_a_source_has_no_tensor_of_many_more_elements_than_are_stored(tmp_path):
@@ -338,7 +338,7 @@ def test_a_source_has_no_tensor_of_many_more_elements_than_are_stored(tmp_path):
     part = source.add_part(archive.part(archive.content["a"].storage))
     piece = Piece(Box.whole((1 << 11, 1 << 10)), part, 0, (0, 0))
     with pytest.raises(Damaged, match=r"a/param \[2048, 1024\] has many more elements.*\.contiguous"):
-        source.add(Stored(Atom("a", "param", (1 << 11, 1 << 10), "F32"), Pieces.of([piece], 2)))
+        source.add(Stored(Atom("a", "param", (1 << 11, 1 << 10), "F32"), Fragments.of([piece], 2)))
 
 
 def test_a_dictionary_that_hides_what_it_holds_is_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Damaged
 from holdfast.state.atoms import Atom
-from holdfast.state.fragments import Piece, Pieces, dense, flat, row_major
+from holdfast.state.fragments import Fragments, Piece, dense, flat, row_major
 from holdfast.state.regions import Box
 from holdfast.universal import load
 from holdfast.universal.load import Target, plan, read_all
@@ -35,7 +35,7 @@ class InMemory(Source):
 
 
 def stored(pieces, shape):
-    return Stored(Atom("w", "param", shape, "F32"), Pieces.of(pieces, len(shape)))
+    return Stored(Atom("w", "param", shape, "F32"), Fragments.of(pieces, len(shape)))
 
 
 def numbered(shape):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES, FLOATS, Atom
-from holdfast.state.fragments import Pieces, flat
+from holdfast.state.fragments import Fragments, flat
 from holdfast.state.regions import Box
 from holdfast.universal.convert import dcp_writer, huggingface
 from holdfast.universal.convert.dcp_writer import write_dcp
@@ -45,7 +45,7 @@ class Ranks(Source):
                 part = self.add_part(Part("memory", 0, (stop - start) * array.itemsize, dtype))
                 self._bytes.append(array.reshape(-1)[start:stop].tobytes())
                 pieces += flat(array.shape, start, stop, part)
-            self.add(Stored(Atom(name, slot, array.shape, dtype), Pieces.of(pieces, array.ndim)))
+            self.add(Stored(Atom(name, slot, array.shape, dtype), Fragments.of(pieces, array.ndim)))
         trained = [name for name, slot in tensors if slot == "exp_avg"]
         groups = {"groups": [{"lr": 0.5}], "group_parameters": [trained]} if trained else {}
         self.progress = {"step": 7, **groups}

@@ -12,6 +12,7 @@ from holdfast.state.atoms import STEP
 from holdfast.update import optimizer as host
 from holdfast.update.forms import Form, Slots
 from holdfast.update.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
+from holdfast.update.threads import update_helpers
 
 SIZES = (0, 1, 255, 256, 257, 4095, 4096, 4097, 10007)
 KINDS = [*(getattr(torch.optim, name) for name in ELEMENTWISE), AdamWBF16, AdamW8bit]
@@ -30,9 +31,10 @@ def plain(kind, shape, steps):
     return {"param": param.detach(), **{k: v for k, v in optimizer.state[param].items() if v is not None}}
 
 
-def by_the_host(kind, shape, steps):
+def by_the_host(kind, shape, steps, helpers=0):
     """The same of the host optimizer, and a copy in bf16."""
     optimizer = host.HostOptimizer(kind([nn.Parameter(torch.ones(1, 1))], lr=0.01))
+    optimizer.start_helpers(helpers)
     slots = optimizer.slots(0, shape)
     state = host.ParameterState(
         param=values(shape, 0), grad=torch.empty(shape), copy=torch.empty(shape, dtype=torch.bfloat16), group=0,
@@ -45,6 +47,7 @@ def by_the_host(kind, shape, steps):
     for step in range(1, steps + 1):
         state.grad = values(shape, step)
         optimizer.update(state, optimizer.snapshot())
+    optimizer.close()
     assert torch.equal(state.copy, state.param.bfloat16())
     return {"param": state.param, **state.tensors, **state.scalars}
 
@@ -65,6 +68,20 @@ def same(found, expected):
 def test_tiles_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elements):
     monkeypatch.setattr(host, "TILE_ELEMENTS", 4096)
     same(by_the_host(kind, (elements,), 7), plain(kind, (elements,), 7))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_threads_that_share_tiles_leave_the_bits(monkeypatch, kind):
+    monkeypatch.setattr(host, "SHARED_TILE_ELEMENTS", 4096)
+    same(by_the_host(kind, (10007,), 7, helpers=3), plain(kind, (10007,), 7))
+
+
+@pytest.mark.parametrize(
+    "cores, unified, count", [(16, False, 12), (6, False, 2), (5, False, 0), (16, True, 0)]
+)
+def test_idle_cores_help_beside_a_device(monkeypatch, cores, unified, count):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    assert update_helpers(unified) == count
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..delta.snapshot_image import Image
+from ..delta.snapshot_image import SnapshotImage
 from ..errors import BadInput
 from ..ranks import stream_of
 from ..state.atoms import Atom
@@ -159,7 +159,7 @@ def _write(
         return None, {}
     atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
     layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
-    image = Image(layout, Resolved(tensors, planner))
+    image = SnapshotImage(layout, Resolved(tensors, planner))
     files: Written = {save.unit: store.write_unit(save.unit, layout, image.fill)}
     index = store.put_index(index_of(save, items, tensors))
     if first is not None:

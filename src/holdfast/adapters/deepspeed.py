@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..delta.joint_scan import seen_together
-from ..delta.user_state import Script
+from ..delta.user_state import ScriptState
 from ..errors import BadInput
 from ..ranks import Ranks
 from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, opened_alike, told_of
@@ -31,7 +31,7 @@ from ..universal.matching import Match
 from ..universal.restore import matched, needs_of, restore
 from ..universal.source import Source
 from .saving import check_step
-from .zero import Shown, numbers_of, put_back, refresh, show
+from .zero import ShownState, numbers_of, put_back, refresh, show
 from .zero_optimizers import told_of_left
 from .zero_save import write
 
@@ -108,9 +108,9 @@ def _version() -> str:
     return str(getattr(sys.modules.get("deepspeed"), "__version__", "of no version"))
 
 
-def _seen(engine: Any, ranks: Ranks) -> Shown:
+def _seen(engine: Any, ranks: Ranks) -> ShownState:
     """Return the state of ``engine``, after checking that all ranks together hold each element once."""
-    made: list[Shown] = []
+    made: list[ShownState] = []
 
     def make() -> Any:
         made.append(show(engine, _version()))
@@ -120,7 +120,7 @@ def _seen(engine: Any, ranks: Ranks) -> Shown:
     return made[0]
 
 
-def _load(shown: Shown, start: From, source: Source, ranks: Ranks) -> int:
+def _load(shown: ShownState, start: From, source: Source, ranks: Ranks) -> int:
     check_between(ranks, source, start.place, partial(needs_of, shown.state, source, start))
     with ranks.agreeing():
         numbers = numbers_of(shown, source, matched(shown.state, source, start))
@@ -134,10 +134,10 @@ def _load(shown: Shown, start: From, source: Source, ranks: Ranks) -> int:
     return step
 
 
-def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match, list[str]]:
+def _bring(shown: ShownState, source: Source, start: From, rank: int) -> tuple[Match, list[str]]:
     """Restore the engine; return the match and a message for each difference."""
     scheduler = shown.engine.lr_scheduler
-    script = Script([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
+    script = ScriptState([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
     adopted = script.adopt(source.progress, rank)  # before the restore, as a schedule may refuse its state
     found, complete = restore(shown.state, source, start)
     told = told_of(found, source) + adopted + told_of_left(shown.base, shown.beside)

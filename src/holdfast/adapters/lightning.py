@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
 from ..checkpointer import Checkpointer
-from ..delta.closures import Computed
+from ..delta.closures import ComputedClosure
 from ..errors import BadInput, RunMismatch
 from ..regular import home_path
 from ..state.encoding import decode, encode
@@ -315,9 +315,9 @@ def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     here makes the gradients available when a step is recorded. The new closure refuses any other call.
     """
     closure = kwargs.get("closure")
-    if closure is None or isinstance(closure, Computed):
+    if closure is None or isinstance(closure, ComputedClosure):
         return None
-    return args, {**kwargs, "closure": Computed(optimizer, closure)}
+    return args, {**kwargs, "closure": ComputedClosure(optimizer, closure)}
 
 
 def _refuse(trainer: Any) -> None:

@@ -20,7 +20,7 @@ from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
 from ..state.live_state import LiveState
 from ..state.regions import Box
-from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
+from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Partition, PartitionMember, partitions_of
 from ..universal.matching import Match
 from ..universal.restore import read_tensors
 from ..universal.source import Source
@@ -40,7 +40,7 @@ COUNTS = ("step", "mu_product", "eta", "mu")
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class ShownState:
     """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of.
 
     ``name_of`` has the names of its own parameters, by id.
@@ -61,12 +61,12 @@ class Shown:
         """The optimizer that stands for ``base``, over the parameters of ``state``."""
         return self.state.optimizers[0]
 
-    def names(self, partition: Partition) -> list[tuple[str, Member]]:
+    def names(self, partition: Partition) -> list[tuple[str, PartitionMember]]:
         """Return the members of a partition, each with its name."""
         return [(self.name_of[id(member.parameter)], member) for member in partition.members]
 
 
-def show(engine: Any, version: str) -> Shown:
+def show(engine: Any, version: str) -> ShownState:
     """Return the state of ``engine``. Raises ``BadInput`` and related errors if its objects do not reveal the state."""
     refuse(engine)
     optimizer = engine.optimizer
@@ -78,10 +78,10 @@ def show(engine: Any, version: str) -> Shown:
     beside = optimizer_beside(optimizer.optimizer, trained)
     captures = [Captured(shown, captured.buffers, captured.absent)]
     name_of = {id(each.parameter): each.name for each in captured.parameters}
-    return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
+    return ShownState(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
 
 
-def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
+def _shown(captured: CapturedParameter, place: tuple[Partition, PartitionMember] | None) -> CapturedParameter:
     """Return ``captured`` with this rank's part as the parameter."""
     if place is None:
         whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
@@ -169,7 +169,7 @@ def _refused(why: str, instead: str = "") -> ModelNotSupported:
     return ModelNotSupported(f"the engine's state cannot be told from its objects: {why}. {instead}")
 
 
-def numbers_of(shown: Shown, source: Source, found: Match) -> list[Numbers]:
+def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]:
     """Return, by partition, the values of the match that are held once for the whole partition.
 
     Raises ``RunMismatch`` unless its members have equal values in equal slots: a flat tensor has one step count.
@@ -180,7 +180,7 @@ def numbers_of(shown: Shown, source: Source, found: Match) -> list[Numbers]:
     ]
 
 
-def _numbers_in(members: Sequence[tuple[str, Member]], source: Source, found: Match) -> Numbers:
+def _numbers_in(members: Sequence[tuple[str, PartitionMember]], source: Source, found: Match) -> Numbers:
     first: tuple[str, Collection[str], Numbers] | None = None
     for name, member in members:
         slots = {slot: each for slot, each in found.found.get(name, {}).items() if slot != "param"}
@@ -238,7 +238,7 @@ def _told(numbers: Mapping[str, Any], slot: str) -> str:
 
 
 @torch.no_grad()
-def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
+def put_back(shown: ShownState, numbers: Sequence[Numbers], found: Match) -> None:
     """Copy state and hyper-parameters from the optimizer beside DeepSpeed's to DeepSpeed's own."""
     put_hyper_parameters(shown.base, shown.beside)
     for partition, counts in zip(shown.partitions, numbers, strict=True):
@@ -257,7 +257,7 @@ def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
 
 
 def _joined(
-    shown: Shown, partition: Partition, found: Match, numbers: Collection[str]
+    shown: ShownState, partition: Partition, found: Match, numbers: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """Return a flat tensor of the members' state for each slot, with zeros elsewhere. Releases the members' tensors."""
     members = shown.names(partition)
@@ -280,7 +280,7 @@ def _joined(
 
 
 @torch.no_grad()
-def refresh(shown: Shown) -> None:
+def refresh(shown: ShownState) -> None:
     """Copy the partitions to the model on all ranks. Collective: every rank must call this."""
     optimizer = shown.engine.optimizer
     if type(optimizer).__name__ != BY_PARAMETER:

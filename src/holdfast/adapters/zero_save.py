@@ -15,27 +15,27 @@ import torch
 
 from ..delta.bases import settle_devices
 from ..delta.snapshot_chunks import divided, of_one_base
-from ..delta.snapshot_image import Image
+from ..delta.snapshot_image import SnapshotImage
 from ..errors import OptimizerNotSupported
 from ..ranks import Ranks, stream_of
 from ..state.capture import aliases_of
 from ..state.encoding import encode
 from ..state.live_state import BUFFERS, Held
 from ..state.progress import hyper_parameters, random_state
-from ..state.zero import Member, Partition
+from ..state.zero import Partition, PartitionMember
 from ..store.commit_writer import Written
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
 from ..store.retention import Keep
 from .saving import OpenedRun, joined_run, unit_of
-from .zero import Shown
+from .zero import ShownState
 from .zero_optimizers import shown_number
 
 ENGINE = "deepspeed_engine"
 """The key in a commit's progress that names the writer."""
 
 
-def write(shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, version: str) -> None:
+def write(shown: ShownState, run: str | Path, step: int, keep: Keep, ranks: Ranks, version: str) -> None:
     """Make the state a commit of ``run``, durable on return. Collective: every rank must call this."""
     with ranks.agreeing():
         show_state(shown)
@@ -65,7 +65,7 @@ def write(shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, ve
             run_of_first.close()
 
 
-def show_state(shown: Shown) -> None:
+def show_state(shown: ShownState) -> None:
     """Give the optimizer beside DeepSpeed's views of DeepSpeed's state.
 
     Raises ``OptimizerNotSupported`` for state that is neither elementwise nor one value for all elements.
@@ -80,7 +80,7 @@ def show_state(shown: Shown) -> None:
 
 
 def _views(
-    base: torch.optim.Optimizer, held: Mapping[str, Any], partition: Partition, member: Member
+    base: torch.optim.Optimizer, held: Mapping[str, Any], partition: Partition, member: PartitionMember
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for slot, value in held.items():
@@ -96,7 +96,9 @@ def _views(
     return found
 
 
-def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, rank: int) -> dict[str, Any]:
+def _share(
+    store: LocalStore, shown: ShownState, step: int, name: str, version: str, rank: int
+) -> dict[str, Any]:
     """Write what a rank stores, and return the reference of its share of the commit. Durable on return."""
     state = shown.state
     owned: dict[str, Held] = {p.name: state.owned(p) for p in state.stored if not state.lacks(p.name)}
@@ -107,7 +109,7 @@ def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, 
     for unit in units:
         tensors = unit.tensors_of(owned)
         settle_devices(tensors.values())
-        files[unit.name] = store.write_unit(unit.name, unit.layout, Image(unit.layout, tensors).fill)
+        files[unit.name] = store.write_unit(unit.name, unit.layout, SnapshotImage(unit.layout, tensors).fill)
     progress = _progress(shown, version)
     return store.share(
         step,
@@ -118,7 +120,7 @@ def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, 
     ).ref
 
 
-def _progress(shown: Shown, version: str) -> dict[str, Any]:
+def _progress(shown: ShownState, version: str) -> dict[str, Any]:
     """Return what is no tensor, as JSON."""
     engine, state = shown.engine, shown.state
     groups = shown.beside.param_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..delta.compact import compact
-from ..delta.recovery_progress import Recovery
+from ..delta.recovery_progress import RecoveryProgress
 from ..store.pruning import said_spans
 from ..units import counted, format_bytes
 from ..watch.recovery import progress_bar
@@ -15,7 +15,7 @@ from .runs import directory_of
 
 def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
     """Make a snapshot of step ``to``, or of the newest step, and print what it took."""
-    watch = Recovery(progress_bar(error_console()))
+    watch = RecoveryProgress(progress_bar(error_console()))
     done = compact(directory_of(run, "compact"), to, watch)
     base = done.base
     if as_json:

@@ -58,7 +58,7 @@ Told = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class ConvertOptions:
     """The options of the command.
 
     ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that rules name, ``model`` the folder of the
@@ -74,7 +74,7 @@ class How:
     model: Path | None = None
 
 
-def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
+def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: bool) -> None:
     """Write ``source`` to ``destination``, and print what that took."""
     _refuse(destination, how)
     began, to = time.perf_counter(), how.to
@@ -121,7 +121,7 @@ class Export:
         return to != "huggingface" or self.source.atoms[key].atom.slot in ("param", "buffer")
 
 
-def _export_of(text: str, opened: Source, how: How) -> Export:
+def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
     """Return how ``opened``, which ``text`` names, becomes a folder that transformers or PEFT loads whole.
 
     Raises ``BadInput`` if nothing tells its model, ``RunMismatch`` if it belongs to another model, ``Damaged`` if
@@ -176,7 +176,7 @@ def _write_beside(destination: Path, *, name: str, data: bytes) -> None:
     write_durably(Disk(destination), name, data, why="configuration")
 
 
-def _under_rules(opened: Source, how: How) -> Source:
+def _under_rules(opened: Source, how: ConvertOptions) -> Source:
     """Return ``opened`` as seen through the given rules."""
     return UnderRules(opened, packs.find(how.rules or "", how.values, opened.numbers))
 
@@ -192,7 +192,7 @@ def _is_folder_of_others(path: Path, opened: Source) -> bool:
     return opened.format in ("safetensors", "torch.save") and (path / CONFIG).is_file()
 
 
-def _type_in(source: Source, how: How) -> str:
+def _type_in(source: Source, how: ConvertOptions) -> str:
     """Return the name in ``config.json`` of the written dtype: the requested one, else that of most elements."""
     if how.dtype is not None:
         return NAMES[DTYPES[how.dtype]]
@@ -239,7 +239,7 @@ def _kept(run: Path | Url) -> Path | None:
     return kept_folder(run) if isinstance(run, Path) else None
 
 
-def _refuse(destination: Path, how: How) -> None:
+def _refuse(destination: Path, how: ConvertOptions) -> None:
     to, dtype, stage = how.to, how.dtype, how.stage
     if to not in FORMATS:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
@@ -262,7 +262,7 @@ def _refuse(destination: Path, how: How) -> None:
         raise BadInput(f"--to torch writes one file, and {destination} does not end in .pt or .pth")
 
 
-def _write(export: Export, destination: Path, how: How, told: Told) -> dict[str, Any]:
+def _write(export: Export, destination: Path, how: ConvertOptions, told: Told) -> dict[str, Any]:
     source, adapter = export.source, export.adapter
     tensors = sum(export.has(key, how.to) for key in source.atoms)
     dtype = DTYPES.get(how.dtype or "")

@@ -256,10 +256,12 @@ def convert(
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
-    from .convert import How
+    from .convert import ConvertOptions
     from .convert import convert as convert_state
 
-    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model)
+    how = ConvertOptions(
+        to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model
+    )
     convert_state(source, destination, how, as_json=json)
 
 

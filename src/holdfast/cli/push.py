@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, DiskFailed
-from ..store.pushing import Pushed, Pusher
+from ..store.copying import PushResult
+from ..store.pushing import Pusher
 from ..store.retention import Keep
 from ..store.target import Url, place_of
 from ..units import counted, format_bytes
@@ -49,7 +50,7 @@ def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool
     return whole
 
 
-def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
+def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> PushResult:
     began = time.perf_counter()
     with transfer_progress("copying", quiet=as_json) as bar:
         task = bar.add_task("copying", total=None)
@@ -59,7 +60,7 @@ def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
     return done
 
 
-def _say(done: Pushed, place: Url, seconds: float, follow: bool, as_json: bool) -> None:
+def _say(done: PushResult, place: Url, seconds: float, follow: bool, as_json: bool) -> None:
     if as_json:
         document = _document(done, seconds)
         print(json.dumps(document), flush=True) if follow else print_json(document)
@@ -84,7 +85,7 @@ def _say(done: Pushed, place: Url, seconds: float, follow: bool, as_json: bool) 
         print(f"Everything up to step {done.durable_step:,} can be recovered from there", flush=True)
 
 
-def _document(done: Pushed, seconds: float) -> dict[str, Any]:
+def _document(done: PushResult, seconds: float) -> dict[str, Any]:
     return {
         "commits": [{"step": ref.step, "timeline": ref.timeline} for ref in done.commits],
         "removed": [{"step": ref.step, "timeline": ref.timeline} for ref in done.removed],

@@ -35,7 +35,7 @@ COLUMNS = 72
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedOrder:
     """One order, with its placement."""
 
     placement: Placement
@@ -111,12 +111,12 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
     )
 
 
-def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> Played:
+def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> SimulatedOrder:
     found = play(setting, placement, schedule, steps)
-    return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
+    return SimulatedOrder(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 
-def _document(setting: Setting, played: Mapping[str, Played]) -> dict[str, Any]:
+def _document(setting: Setting, played: Mapping[str, SimulatedOrder]) -> dict[str, Any]:
     vertical_, horizontal_ = played["vertical"], played["horizontal"]
     return {
         "model": setting.model.description,
@@ -129,7 +129,7 @@ def _document(setting: Setting, played: Mapping[str, Played]) -> dict[str, Any]:
     }
 
 
-def _order_document(run: Played) -> dict[str, Any]:
+def _order_document(run: SimulatedOrder) -> dict[str, Any]:
     lane, seconds = run.found.busiest()
     start, stop = window(run.found)
     return {
@@ -146,7 +146,7 @@ def _order_document(run: Played) -> dict[str, Any]:
     }
 
 
-def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -> None:
+def _print(setting: Setting, played: Mapping[str, SimulatedOrder], trace: Path | None) -> None:
     model, out = setting.model, console()
     print(f"{model.description} on {setting.machine.description}")
     print(

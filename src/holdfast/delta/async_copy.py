@@ -8,8 +8,7 @@ Copies go into pinned memory. The writing thread waits for their end, not the tr
 3. The writing thread (``recorder``, ``record_sender``) waits for the event behind that copy. It selects the device
    first, because a new thread has device 0 and would make a context there.
 
-Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time. Never
-run on a device so far.
+Where the device has no room for step 1, gradients are copied on the training stream, which stops for that time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..accelerators import (
 from ..units import format_bytes
 
 
-class Leaving:
+class AsyncHostCopy:
     """Asynchronous copies of ``tensors`` to the host."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +52,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", non_blocking=True, copy=True)
 
 
-class Departures:
+class DeviceCopies:
     """Starter of copies from ``devices`` to pinned memory. Called by the training thread."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

@@ -1,9 +1,9 @@
 """Snapshots: commits of the whole state, made beside training, a bounded number of bytes in each step.
 
-The state is divided into chunks (``Unit``): some parameters with what belongs to them, or some rows of a large one.
-Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of the step at
-which the last chunk was copied. It names the step of each chunk, and the log records from there on bring the chunk to
-the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
+The state is divided into chunks (``SnapshotChunk``): some parameters with what belongs to them, or some rows of a
+large one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of
+the step at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring
+the chunk to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
 
 Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
 training thread.
@@ -30,30 +30,30 @@ from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.live_state import Held, LiveState
 from ..store.local import LocalStore
-from ..store.manifest import Manifest, Share
+from ..store.manifest import Manifest, RankShare
 from ..units import PAGE, format_bytes, round_up
-from .async_copy import Departures, pinned
-from .recorder import Inline, Recorder, Task
-from .snapshot_chunks import Unit, atoms_of, divided, of_one_base, owned_by
-from .snapshot_image import Image, place_in, write_tensor
+from .async_copy import DeviceCopies, pinned
+from .recorder import InlineRecorder, Recorder, Task
+from .snapshot_chunks import SnapshotChunk, atoms_of, divided, of_one_base, owned_by
+from .snapshot_image import SnapshotImage, place_in, write_tensor
 
 
 @dataclass
 class _Staged:
-    unit: Unit
+    unit: SnapshotChunk
     step: int
     generation: int = -1
     written: Future[tuple[str, ...]] | None = None
 
 
-class Landing:
+class PinnedChunks:
     """Two pinned buffers, each of ``unit_bytes``, for copies of chunks on ``devices``.
 
     The training thread takes them. They are given back when their content is on the disk.
     """
 
     def __init__(self, devices: Sequence[torch.device], unit_bytes: int) -> None:
-        self.departures, self.unit_bytes = Departures(devices), unit_bytes
+        self.departures, self.unit_bytes = DeviceCopies(devices), unit_bytes
         self._lock = threading.Lock()
         self._free: list[Buffer] = []
         self.is_made = False
@@ -92,7 +92,7 @@ class Landing:
             self._free.clear()
 
 
-class BaseMaker:
+class SnapshotWriter:
     """Writer of one snapshot at a time, or of this rank's share of one (``prefix``).
 
     The training thread divides and copies. The recorder's thread does all that touches the disk, so that a hanging disk
@@ -103,7 +103,7 @@ class BaseMaker:
         self,
         store: LocalStore,
         state: LiveState,
-        recorder: Recorder | Inline,
+        recorder: Recorder | InlineRecorder,
         prefix: str = "",
         sized: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
@@ -112,10 +112,10 @@ class BaseMaker:
         """
         self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
         self._sized = sized
-        self._units: list[Unit] = []
+        self._units: list[SnapshotChunk] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
-        self._left: list[Unit] = []
+        self._left: list[SnapshotChunk] = []
         self._staged: list[_Staged] = []
         self._counting = threading.Lock()
         self.memory_bytes = 0
@@ -124,7 +124,7 @@ class BaseMaker:
         self.write_seconds = 0.0
         """The approximate seconds in which there was something to write."""
         self._last_write = 0.0
-        self._landing: Landing | None = None
+        self._landing: PinnedChunks | None = None
         """None unless the state is on a device."""
 
     def watch(self, state: LiveState) -> None:
@@ -195,7 +195,7 @@ class BaseMaker:
         return True
 
     def _copied(
-        self, unit: Unit, tensors: dict[str, torch.Tensor], now: bool
+        self, unit: SnapshotChunk, tensors: dict[str, torch.Tensor], now: bool
     ) -> tuple[Buffer, Sequence[Any]] | None:
         """Copy the tensors of ``unit``, and return the buffer with the events of copies under way into it.
 
@@ -205,7 +205,7 @@ class BaseMaker:
         nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
         largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
         if devices and largest and self._landing is None:
-            self._landing = Landing(devices, largest)
+            self._landing = PinnedChunks(devices, largest)
             self._recorder.put(Task(self._landing.make, at_once=True))
         landing = self._landing if devices else None
         buffer = landing.take(nbytes) if landing is not None else None
@@ -254,7 +254,7 @@ class BaseMaker:
         self._store.measure()
         return manifest
 
-    def share(self, progress: dict[str, Any]) -> Share:
+    def share(self, progress: dict[str, Any]) -> RankShare:
         """Write this rank's share of a commit of all ranks, instead of ``publish``. It is durable when this returns."""
         share = self._store.share(self._staged[-1].step, *self._all_written(progress))
         failpoints.reach("after_share_written")
@@ -310,7 +310,7 @@ class BaseMaker:
 
     # Called by the recorder's thread from here on.
 
-    def _make(self, before: list[Unit], units: list[Unit], index: dict[str, Any]) -> None:
+    def _make(self, before: list[SnapshotChunk], units: list[SnapshotChunk], index: dict[str, Any]) -> None:
         """Make files for ``units``, and drop those of ``before``.
 
         The name of a chunk encodes its form, since the size of a file never changes. Raises ``DoesNotFit``.
@@ -371,7 +371,7 @@ class BaseMaker:
         began = time.perf_counter()
         staged.generation = self._store.free_generation(files)
         checksums = files.write_through(
-            staged.generation, Image(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
+            staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
             beat=self._recorder.beat,
         )  # fmt: skip
         staged.written = Future()

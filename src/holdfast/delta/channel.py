@@ -26,7 +26,7 @@ class Message(NamedTuple):
     """Writable memory that belongs to this message alone."""
 
 
-class Gone(Exception):
+class ChannelClosed(Exception):
     """The other end is closed, and everything that it sent has been read."""
 
 
@@ -39,8 +39,9 @@ class Inbox:
         threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
 
     def next(self, timeout: float) -> Message | None:
-        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone`` on every call after
-        the end.
+        """Return the next message; None if none arrives within ``timeout`` seconds.
+
+        Raises ``ChannelClosed`` on every call after the end.
         """
         try:
             message = self._messages.get(timeout=timeout)
@@ -48,7 +49,7 @@ class Inbox:
             return None
         if message is None:
             self._messages.put(None)
-            raise Gone
+            raise ChannelClosed
         return message
 
     @property
@@ -57,7 +58,7 @@ class Inbox:
         return self._channel.has_unread
 
     def _read(self) -> None:
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             while True:
                 self._messages.put(self._channel.receive())
         self._messages.put(None)
@@ -81,7 +82,7 @@ class Channel:
             self._socket.sendall(data)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``Gone``."""
+        """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``ChannelClosed``."""
         while (message := self._parsed()) is None:
             self._idle = True
             if not is_readable(self._socket, timeout):
@@ -94,7 +95,7 @@ class Channel:
             except ConnectionError:
                 piece = b""
             if not piece:
-                raise Gone
+                raise ChannelClosed
             self._received += piece
         return message
 
@@ -104,7 +105,7 @@ class Channel:
         return is_readable(self._socket, 0) or not self._idle
 
     def end(self) -> None:
-        """End the connection: a thread that receives gets ``Gone``. The descriptor stays open."""
+        """End the connection: a thread that receives gets ``ChannelClosed``. The descriptor stays open."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 

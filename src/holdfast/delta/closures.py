@@ -36,7 +36,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-class Computed:
+class ComputedClosure:
     """A closure of one step of ``optimizer`` that returns the loss which ``closure`` computed before the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:

@@ -22,8 +22,8 @@ from ..state.ownership import local_of
 from ..store.layout import METADATA, Layout
 from .byte_shuffle import squeeze, unsqueeze
 from .quantise import scaled
-from .sparse import Arrays, Spread, Take, spread, spread_into
-from .staging_buffers import Slot, tensors_of
+from .sparse import Arrays, SparseScratch, Take, spread, spread_into
+from .staging_buffers import StagingBuffer, tensors_of
 
 Trained = Sequence[tuple[str, torch.Tensor]]
 """The parameters that have a gradient now, with their names."""
@@ -53,7 +53,7 @@ class Codec:
         """
         raise NotImplementedError
 
-    def write(self, slot: Slot, index: int, consumed: Any) -> memoryview | None:
+    def write(self, slot: StagingBuffer, index: int, consumed: Any) -> memoryview | None:
         """Write the result of ``consume`` into part ``index`` of the staging buffer ``slot``.
 
         Returns the memory to be written; None if it does not fit.
@@ -100,7 +100,7 @@ class Exact(Codec):
     def consume(self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool) -> Any:
         return {name: local_of(p.grad) for name, p in trained if p.grad is not None}
 
-    def write(self, slot: Slot, index: int, consumed: Any) -> memoryview | None:
+    def write(self, slot: StagingBuffer, index: int, consumed: Any) -> memoryview | None:
         part = slot.parts[index]
         if consumed:
             slot.put([slot.tensors[index][name] for name in consumed], list(consumed.values()))
@@ -143,7 +143,7 @@ def _width(part: memoryview) -> int:
     return max(nbytes, key=lambda width: nbytes[width], default=1) or 1
 
 
-Spreads = dict[tuple[Any, ...], Spread]
+Spreads = dict[tuple[Any, ...], SparseScratch]
 """Buffers that are reused for the gradients of the next record of one optimizer and one rank."""
 
 
@@ -190,7 +190,7 @@ def _spread(
     key = (block, dtype, device, *((name, like.numel()) for name, like in likes.items()))
     if key not in spreads:
         spreads.clear()
-        spreads[key] = Spread([like.numel() for like in likes.values()], dtype, block, device)
+        spreads[key] = SparseScratch([like.numel() for like in likes.values()], dtype, block, device)
     spreads[key].fill(arrays.on(device))
     return dict(zip(likes, spreads[key].tensors, strict=True))
 

@@ -7,21 +7,21 @@ from typing import Any
 
 from ..ranks import Ranks, stream_of
 from ..store.local import LocalStore
-from ..store.manifest import Share
-from .bases import BaseMaker
-from .coordinator import Agreement
-from .rank_consistency import Alike
-from .storage_share import Allotment
+from ..store.manifest import RankShare
+from .bases import SnapshotWriter
+from .coordinator import RankCoordinator
+from .rank_consistency import RankConsistency
+from .storage_share import StorageShare
 
 
-class Together:
-    """The parts of ``Pace`` that differ with several ranks. ``emit`` writes an event."""
+class CollectiveSnapshot:
+    """The parts of ``SnapshotScheduler`` that differ with several ranks. ``emit`` writes an event."""
 
     def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
         self._ranks, self._store, self._emit = ranks, store, emit
-        self.agreement: Agreement | None = None
-        self.room: Allotment
-        self.alike = Alike(ranks, emit)
+        self.agreement: RankCoordinator | None = None
+        self.room: StorageShare
+        self.alike = RankConsistency(ranks, emit)
         self._number = 0
         self.sharing = False
         """True while the share of the snapshot under way waits for the records before it."""
@@ -31,7 +31,7 @@ class Together:
         assert self.agreement is not None
         self.agreement.call()
 
-    def is_due(self, due: bool, bases: BaseMaker) -> bool:
+    def is_due(self, due: bool, bases: SnapshotWriter) -> bool:
         """Return whether this rank is to begin a snapshot.
 
         The first rank begins one when it is ``due`` there. The others follow when they learn of it.
@@ -48,7 +48,7 @@ class Together:
         bases.give_up()
         return True
 
-    def see_published(self, bases: BaseMaker) -> int | None:
+    def see_published(self, bases: SnapshotWriter) -> int | None:
         """Return the step of the snapshot under way if the first rank has published it; otherwise None."""
         assert self.agreement is not None
         if not (bases.under_way and self.agreement.standing.published >= self._number > 0):
@@ -56,7 +56,7 @@ class Together:
         bases.published()
         return self._store.line()[0].step
 
-    def share(self, share: Share) -> None:
+    def share(self, share: RankShare) -> None:
         """Report that this rank's share of the snapshot under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
@@ -72,7 +72,7 @@ class Together:
         if self._ranks.rank:
             self._store.follow()
 
-    def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
+    def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
         """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
 
         Collective: every rank must call this.

@@ -18,13 +18,13 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ..store.retention import Keep
-from .lineage import Differs, Line
+from .lineage import Lineage, ReplayMismatch
 from .recovery import recover
-from .recovery_progress import Recovery
+from .recovery_progress import RecoveryProgress
 from .snapshot_chunks import divided, of_one_base, owned_by
-from .snapshot_image import Image
+from .snapshot_image import SnapshotImage
 from .snapshot_state import beside_records, rebuilt
-from .user_state import NoScript
+from .user_state import NoScriptState
 
 EVERYTHING = Keep(last=2**62)
 
@@ -46,7 +46,7 @@ class Compacted:
     """Commits or records that cannot be read and may need the old snapshot, so that it stays, too."""
 
 
-def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
+def compact(root: Path, to: int | None, watch: RecoveryProgress | None = None) -> Compacted:
     """Make a snapshot of step ``to`` by replay, and drop the snapshot before it with its steps.
 
     The old snapshot stays if a later step needs it. With ``to=None`` the new one is of the newest step, and nothing is
@@ -61,7 +61,7 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
     """
     with LocalStore.open(root, keep=EVERYTHING) as store:
         old = _base_before(store, to)
-        line = Line.of(store, old, to)
+        line = Lineage.of(store, old, to)
         target = line.step
         if target == old.step or (to is not None and target != to):
             raise NoCommit(f"{root}: {_nothing_to_do(old, to, target)}")
@@ -112,17 +112,17 @@ def _refuse_damaged(store: LocalStore, base: Manifest) -> None:
         raise Damaged(f"nothing was changed, since the base of step {base.step} is damaged: {damaged[0]}")
 
 
-def _alone(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
+def _alone(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> Manifest:
     """Make the snapshot of one process, replayed in ``state``. It is durable on return."""
     store, target, [stream] = line.store, line.step, line.chains
-    found = recover(store, state, NoScript(), ranks=Ranks(), target=target, watch=watch)
+    found = recover(store, state, NoScriptState(), ranks=Ranks(), target=target, watch=watch)
     _refuse_earlier(line, target, found.point.step, found.odd)
     files, index = _written(store, state, found.point)
     progress = _progress(line, stream, state)
     return store.insert(found.point, files, store.put_index(index), progress)
 
 
-def _shared(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
+def _shared(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> Manifest:
     """Make the snapshot of several ranks. It is durable on return.
 
     Each share is replayed in its writer's sharding, so that its log records can follow.
@@ -138,13 +138,13 @@ def _shared(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
             progress = _progress(line, stream, ghost)
             steps = dict.fromkeys(files, target)
             shares[stream] = store.share(target, files, store.put_index(index), progress, steps)
-    except Differs as error:
+    except ReplayMismatch as error:
         _refuse_earlier(line, target, error.step - 1, [str(error)])
     line.watch.ended()
     return store.insert_shares(point, shares)
 
 
-def _refuse_earlier(line: Line, target: int, step: int, odd: list[str]) -> None:
+def _refuse_earlier(line: Lineage, target: int, step: int, odd: list[str]) -> None:
     """Raise ``BadInput`` where replay ended before ``target``."""
     if step != target:
         raise BadInput(
@@ -161,12 +161,12 @@ def _written(
     units, index = divided(owned, state, prefix)
     files: Written = {}
     for unit in units:
-        fill = Image(unit.layout, unit.tensors_of(owned)).fill
+        fill = SnapshotImage(unit.layout, unit.tensors_of(owned)).fill
         files[unit.name] = store.write_unit(unit.name, unit.layout, fill, phase="base")
     return files, of_one_base(index, point.timeline, point.step, prefix)
 
 
-def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
+def _progress(line: Lineage, stream: str, state: LiveState) -> dict[str, Any]:
     """Return the progress of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
     return {**line.chains[stream].progress, **state.standing(), **beside_records(old)}

@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import RankFailed
 from ..ranks import Ranks
 from . import running_clock
-from .rank_consistency import Alike
+from .rank_consistency import RankConsistency
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 """Seconds between two reads of the board: while something is expected, and otherwise."""
@@ -43,7 +43,7 @@ GRACE_SECONDS = 20.0
 
 
 @dataclass
-class Standing:
+class RankStatus:
     """The state of all ranks, as one rank knows it."""
 
     durable_step: int
@@ -64,7 +64,7 @@ class Standing:
     """The ranks that have not written their share of the current snapshot, each with its last heartbeat."""
 
 
-class Agreement:
+class RankCoordinator:
     """The connection of one rank to the board, with the thread that serves it.
 
     ``publish``, ``follow`` and ``hear`` run on that thread. ``how_far``, ``steps_done`` and ``is_there`` are
@@ -75,7 +75,7 @@ class Agreement:
         steps_done: Returns the steps that this rank has done.
         publish: Called on the first rank with the shares of a snapshot, by rank.
         follow: Called on the other ranks once ``publish`` has returned on the first.
-        hear: Called on all ranks with the newest ``Standing``.
+        hear: Called on all ranks with the newest ``RankStatus``.
         sure: The word for a step that all ranks have, for messages.
         is_there: Returns on the first rank whether the process of another rank still writes the run.
         survives: Returns how many steps of a rank remain after its process has ended.
@@ -89,11 +89,11 @@ class Agreement:
         steps_done: Callable[[], int],
         publish: Callable[[list[dict[str, Any]]], Any],
         follow: Callable[[], None],
-        hear: Callable[[Standing], None] = lambda standing: None,
+        hear: Callable[[RankStatus], None] = lambda standing: None,
         sure: str = "durable",
         is_there: Callable[[int], bool] = lambda rank: True,
         survives: Callable[[int, int], int] = lambda rank, step: step,
-        alike: Alike | None = None,
+        alike: RankConsistency | None = None,
         deadline_seconds: float,
     ) -> None:
         """Start the thread. Collective: every rank must call this, and waits for the others."""
@@ -101,7 +101,7 @@ class Agreement:
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
         self._is_there, self._survives, self._probe_at = is_there, survives, 0.0
-        self._alike = alike or Alike(ranks, lambda event, **fields: None)
+        self._alike = alike or RankConsistency(ranks, lambda event, **fields: None)
         self._alike.tell = self.tell
         self._seen: set[int] = set()
         self._missed: set[int] = set()
@@ -116,11 +116,11 @@ class Agreement:
             "called": "0",
             "settled": json.dumps([0, 0, ""]),
             "failed": "",
-            **Alike.common,
+            **RankConsistency.common,
         }
         own = {
             "own": str(start), "share": "", "beat": "", "at": "", "leaving": "", "closed": "", "heard": "",
-            "alike": Alike.NOTHING,
+            "alike": RankConsistency.NOTHING,
         }  # fmt: skip
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
@@ -128,7 +128,7 @@ class Agreement:
         self._said: dict[str, str] = {}
         self._say: dict[str, str] = {}
         self._lock = threading.Condition()
-        self.standing = Standing(start)
+        self.standing = RankStatus(start)
         self.stopping = False
         """True once all ranks are about to stop."""
         self._met = self._answered = 0

@@ -1,12 +1,12 @@
 """Device updates of tensors that are stored on the host and copied to the device a few at a time.
 
 A device's kernels round otherwise than the host's. So the replica of a trainer on a device runs its updates on the same
-device, and both have the same bits. Sizes are bytes. Never run on a device so far.
+device, and both have the same bits. Sizes are bytes.
 
 1. Host memory is pinned once. One stream copies tensors from there, while the device updates earlier ones.
 2. The compute stream waits for the copies' event, and updates the tensors.
 3. A third stream waits for the update and copies the tensors back. The host memory must not be read before
-   ``Homes.settle``.
+   ``PinnedHomes.settle``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AWAY = 2
 """Groups of parameters that may still be on their way back when the next group is copied."""
 
 
-class Homes:
+class PinnedHomes:
     """Pinned host memory for tensors that are updated on ``device``, and the streams of both directions."""
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class Homes:
         return torch.frombuffer(view[start : start + nbytes], dtype=torch.uint8)
 
 
-class Visit:
+class StagedOnDevice:
     """A stay of ``parameter`` on ``device``, with its state in ``optimizer`` except for the names ``on_host``.
 
     With ``homes``, copies may still be under way after construction.
@@ -131,7 +131,7 @@ class Visit:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         on_host: Iterable[str],
-        homes: Homes | None = None,
+        homes: PinnedHomes | None = None,
     ) -> None:
         self._parameter, self._optimizer, self._pinned = parameter, optimizer, homes
         held = optimizer.state.get(parameter, {})

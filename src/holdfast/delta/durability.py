@@ -14,30 +14,30 @@ from typing import Any
 
 from ..events import EventLog
 from ..store.local import LocalStore
-from .coordinator import Agreement
-from .optimizer_hooks import Tap, Update
+from .coordinator import RankCoordinator
+from .optimizer_hooks import OptimizerHooks, Update
 from .options import Options
-from .record_builder import Sealer
-from .recorder import Sealed
-from .recovery import Recovered
-from .recovery_progress import Recovery
-from .staging_buffers import Slot, SlotPool
-from .training_state import Loop, is_schedule
+from .record_builder import RecordBuilder
+from .recorder import FinalizedStep
+from .recovery import RecoveryResult
+from .recovery_progress import RecoveryProgress
+from .staging_buffers import StagingBuffer, StagingPool
+from .training_state import TrainingState, is_schedule
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResumeRequest:
     """The request of a ``resume``: the step ``target``, the newest up to it unless ``exact``, or the newest of all."""
 
     target: int | None
     exact: bool
     continuing: bool
     """Accept only a step from which training continues bit for bit."""
-    show: Callable[[Recovery], None] | None
+    show: Callable[[RecoveryProgress], None] | None
     """Called with the progress of the recovery."""
 
 
-class Survival(ABC):
+class DurabilityBackend(ABC):
     """The interface of a survival backend, for the steps of a training state.
 
     1. ``enter`` and ``begin``.
@@ -50,13 +50,13 @@ class Survival(ABC):
     beside = False
     """True if a replica does every step as well."""
 
-    def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
+    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
         """Prepare the backend. Raises ``BadInput`` if the memory is too small for two steps."""
         self._loop, self._options, self._events = loop, options, events
         self.staging_bytes = options.staging_bytes
         self._num_slots = self._slots_that_fit()
-        self._sealer = Sealer(loop.state, shortens=not self.beside)  # a replica's record stands alone
-        self.agreement: Agreement | None = None
+        self._sealer = RecordBuilder(loop.state, shortens=not self.beside)  # a replica's record stands alone
+        self.agreement: RankCoordinator | None = None
         """The agreement with the other ranks, from ``begin`` on; None for one process."""
         self.begun = False
 
@@ -106,26 +106,26 @@ class Survival(ABC):
     # Start
 
     @abstractmethod
-    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         """Become the run's writer, and restore the newest recoverable step; None if the run has none."""
 
     @abstractmethod
-    def begin(self, found: Recovered | None) -> None:
+    def begin(self, found: RecoveryResult | None) -> None:
         """Continue after the recovered step, with the loop where it is now. The current step is safe on return."""
 
     @abstractmethod
-    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
         """Return the tap that sees the steps of the loop."""
 
     # Every step
 
     @property
     @abstractmethod
-    def pool(self) -> SlotPool:
+    def pool(self) -> StagingPool:
         """The staging buffers into which updates are copied."""
 
     @abstractmethod
-    def take_slot(self) -> Slot | None:
+    def take_slot(self) -> StagingBuffer | None:
         """Return a staging buffer for the next step; None where the disk is behind and nobody shall wait."""
 
     @abstractmethod
@@ -245,7 +245,7 @@ class Survival(ABC):
 
     # Helpers of both
 
-    def _seal(self, updates: Sequence[Update]) -> Sealed:
+    def _seal(self, updates: Sequence[Update]) -> FinalizedStep:
         loop = self._loop
         return self._sealer.seal(loop.state, loop.steps_done, updates, loop.now, self.base_step)
 

@@ -25,8 +25,8 @@ from ..state.encoding import encode
 from ..state.ownership import is_distributed, local_of
 from .codecs import Trained
 from .early_averages import AveragingState
-from .optimizer_hooks import Tap, Update
-from .staging_buffers import Slot
+from .optimizer_hooks import OptimizerHooks, Update
+from .staging_buffers import StagingBuffer
 
 SAMPLES = 16
 """The number of values of a gradient that are compared with its copy."""
@@ -34,23 +34,23 @@ SAMPLES = 16
 
 @dataclass(frozen=True)
 class _Copied:
-    slot: Slot
+    slot: StagingBuffer
     version: tuple[int, int]
     address: int
 
     @classmethod
-    def of(cls, slot: Slot, grad: torch.Tensor) -> _Copied:
+    def of(cls, slot: StagingBuffer, grad: torch.Tensor) -> _Copied:
         held = local_of(grad)
         return cls(slot, (grad._version, held._version), held.data_ptr())
 
 
-class LayerTap(Tap):
+class LayerHooks(OptimizerHooks):
     """A tap that copies while backward runs; where it clips, it returns the factor for the copies."""
 
     def __init__(
         self, *args: Any, alone: bool = True, averaging: AveragingState | None = None, **kwargs: Any
     ) -> None:
-        """Prepare a tap; all other arguments are those of ``Tap``.
+        """Prepare a tap; all other arguments are those of ``OptimizerHooks``.
 
         Args:
             alone: True if no other ranks reduce their gradients with these.
@@ -60,7 +60,7 @@ class LayerTap(Tap):
         self._alone, self._averaging = alone, averaging
         self.copied_again = 0
         """The number of gradients copied a second time since the tap was made."""
-        self._early: Slot | None = None
+        self._early: StagingBuffer | None = None
         self._copied: dict[str, _Copied] = {}
         self._seen: dict[str, int] = {}
         self._expected: dict[str, int] = {}
@@ -164,13 +164,13 @@ class LayerTap(Tap):
             self._copied[name] = _Copied.of(self._early, parameter.grad)
             failpoints.reach("after_gradient_copied")
 
-    def _slot_for(self, index: int) -> Slot | None:
+    def _slot_for(self, index: int) -> StagingBuffer | None:
         if not self.updates and self._early is not None and self._early.tensors:
             return self._early
         return super()._slot_for(index)
 
     def _consume(
-        self, slot: Slot | None, index: int, trained: Trained, skipped: bool
+        self, slot: StagingBuffer | None, index: int, trained: Trained, skipped: bool
     ) -> tuple[memoryview | None, Any]:
         self._stop_copying()
         grads = {name: p.grad for name, p in trained if p.grad is not None}
@@ -184,7 +184,9 @@ class LayerTap(Tap):
         told = None if coefficient is None else encode(coefficient)
         return None if slot is None else slot.parts[index], told
 
-    def _stale(self, slot: Slot, index: int, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _stale(
+        self, slot: StagingBuffer, index: int, grads: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return those of ``grads`` whose current values ``slot`` does not hold."""
         as_copied, again = {}, {}
         for name, grad in grads.items():

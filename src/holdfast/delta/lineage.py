@@ -28,13 +28,13 @@ from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .numerics import computing_as, needs_threads, told_in
 from .recorder import BOUND
-from .recovery_progress import Recovery
-from .replay import OtherCut, Taken, apply, fingerprint
-from .shard_state import Ghost, pour
-from .snapshot_shard import Share
+from .recovery_progress import RecoveryProgress
+from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
+from .shard_state import ShardState, pour
+from .snapshot_shard import SnapshotShard
 
 
-class Differs(HoldfastError):
+class ReplayMismatch(HoldfastError):
     """Replay of the log record of ``step`` did not give the state that training had."""
 
     def __init__(self, step: int) -> None:
@@ -45,7 +45,7 @@ class Differs(HoldfastError):
 
 
 @dataclass
-class Line:
+class Lineage:
     """A snapshot with its log records, all cut to the same last ``step``.
 
     ``chains`` holds the records by stream. ``odd`` is the reason why there are no more, if that is known.
@@ -56,13 +56,13 @@ class Line:
     chains: dict[str, Chain]
     step: int
     odd: Damaged | None
-    watch: Recovery = field(default_factory=Recovery)
+    watch: RecoveryProgress = field(default_factory=RecoveryProgress)
     """Observer of the recovery's progress."""
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
 
     @classmethod
-    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Line:
+    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Lineage:
         """Build the line from ``base`` to at most ``target``, by headers alone.
 
         Args:
@@ -95,9 +95,9 @@ class Line:
         return bool(updated) and not uses_feedback(updated[-1].about)
 
     @cached_property
-    def shares(self) -> dict[str, Share]:
+    def shares(self) -> dict[str, SnapshotShard]:
         """The share of each stream in the snapshot."""
-        return {stream: Share(self.store, self.base, stream) for stream in self.chains}
+        return {stream: SnapshotShard(self.store, self.base, stream) for stream in self.chains}
 
     def progress(self, rank: int) -> dict[str, Any]:
         """Return the progress of ``rank`` after the last step; the first rank's if there was no such rank."""
@@ -120,8 +120,8 @@ class Line:
         """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
         before.
 
-        Raises ``Damaged`` if the snapshot cannot be loaded, ``Differs`` with the state unusable, and ``RunMismatch`` if
-        the run is another model's, with nothing changed.
+        Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
+        ``RunMismatch`` if the run is another model's, with nothing changed.
         """
         kinds = {
             key: (atom["dtype"], tuple(atom["shape"]))
@@ -237,13 +237,13 @@ class Line:
         if state.own:
             state.load_own(next(iter(self.shares.values())).progress)
 
-    def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
+    def parts(self, state: LiveState) -> Iterator[tuple[str, ShardState]]:
         """Yield each stream with its state after the last step, in its writer's sharding.
 
         ``state`` provides the parameters' form and the optimizers.
         """
         for stream, share in self.shares.items():
-            ghost = Ghost(state, share.boxes, self._shared(stream) or [])
+            ghost = ShardState(state, share.boxes, self._shared(stream) or [])
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
             yield stream, ghost
 
@@ -308,14 +308,14 @@ class Line:
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
                         apply(state, taken, again)
-                except OtherCut as error:  # of a later timeline, whose own snapshot is not whole
-                    raise Differs(step) from error
+                except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
+                    raise ReplayMismatch(step) from error
                 for each in taking.values():
                     if units := each.later.get(step):
                         each.share.load(state, units, each.owners)  # counts as replay time
                 self.watch.replayed(len(records))
                 if step >= self.base.step and any(each.differs(record) for each, record, _ in records):
-                    raise Differs(step)
+                    raise ReplayMismatch(step)
 
     def end_before_feedback(self) -> None:
         """End the line before the first record that changed residuals after the snapshot had copied them."""
@@ -353,24 +353,29 @@ class Line:
 class _Taking:
     """The content that a replay takes from one stream: that of ``owners``."""
 
-    def __init__(self, share: Share, owners: set[str], state: LiveState) -> None:
+    def __init__(self, share: SnapshotShard, owners: set[str], state: LiveState) -> None:
         self.share, self.owners, self.later = share, owners, share.later_rows(owners)
         self._loaded = share.steps_loaded
         # in the writer's order; a fingerprint can be compared only where all parameters are taken
         names = share.boxes if share.boxes.keys() <= owners else ()
         self._compared = [state.parameter(name) for name in names]
         self._strides = share.progress.get("replay", {}).get("strides")
+        self._views = FlatViews()
         self._spreads: dict[int, Spreads] = {}
 
-    def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> Taken:
+    def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> ReplayRecord:
         """Return the part of ``record`` that the replay takes."""
         skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
-        return Taken(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
+        return ReplayRecord(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
 
     def differs(self, record: StoredRecord) -> bool:
         """Return whether the state differs from that of training after ``record``, as far as fingerprints tell."""
         told = record.about["fingerprint"]
-        return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
+        if not self._compared:
+            return False
+        if self._strides is None:
+            return told != fingerprint(self._compared, record.step, self._views)
+        return told != fingerprint_as(self._compared, record.step, self._strides)
 
 
 def _chains(

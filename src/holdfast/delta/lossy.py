@@ -22,7 +22,7 @@ from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained
 from .grids import Grid, alike, give, gradient_of, largest_places, residuals_of, tails_of
 from .quantise import quantise, quantise_rows, scaled_rows
 from .sparse import BITS, Arrays, num_blocks, pick
-from .staging_buffers import Slot
+from .staging_buffers import StagingBuffer
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """The dtype and the number of elements of each array of a parameter."""
@@ -141,7 +141,7 @@ class Lossy(Codec):
             grad.copy_(given.view(grad.shape))
         return arrays
 
-    def write(self, slot: Slot, index: int, consumed: dict[str, Arrays]) -> memoryview | None:
+    def write(self, slot: StagingBuffer, index: int, consumed: dict[str, Arrays]) -> memoryview | None:
         pieces: dict[str, list[torch.Tensor]] = {}
         for name in sorted(consumed):
             for key, array in _keyed(consumed[name]).items():

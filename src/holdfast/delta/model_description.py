@@ -8,6 +8,7 @@ stores: the regions of parameters that it holds, as separate tensors.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection
 from importlib import import_module
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..accelerators import is_accelerator, use_device
+from ..accelerators import is_accelerator, unclaimed_bytes, use_device
 from ..errors import BadInput
 from ..state.capture import CapturedParameter
 from ..state.dtypes import FROM_NAME, TO_NAME
@@ -30,18 +31,25 @@ from ..state.regions import Box
 from ..units import packed
 from ..update.kinds import is_elementwise
 from . import device_staging
-from .device_staging import Homes, Visit, visit_bytes
+from .device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from .model_factory import members_of, module_of, optimizer_of
 from .optimizer_attributes import OF_TORCH
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 
+SHARE_OF_DEVICE = 1 / 8
+"""The largest share of a device's free memory that a replica's state takes there."""
+
+HOST = torch.device("cpu")
+TIMES_PARAMETERS = 4
+"""Assumed bytes of parameters, gradients and optimizer state, as a multiple of the parameters'."""
+
 
 class Part(LiveState):
     """One rank's shard of a training state, with the region ``box`` of each parameter as a tensor.
 
-    Tensor entries are named by their place in the whole parameter. Everything is stored on the host. A tensor with an
-    entry in ``devices`` is copied to that device for each update.
+    Tensor entries are named by their place in the whole parameter. A tensor with an entry in ``devices`` is stored on
+    the host and copied to that device for each update. All others are updated where they are stored.
     """
 
     def __init__(
@@ -58,13 +66,15 @@ class Part(LiveState):
         Args:
             boxes: The region of each parameter.
             wholes: The shapes of the whole parameters.
-            devices: The device on which a parameter is updated, if not the host.
+            devices: The device on which a parameter is updated, if that is not where it is stored.
             on_host: Names of optimizer state that stays on the host during an update, where that is known.
         """
         super().__init__(model, optimizers)
         self.boxes, self.wholes = boxes, wholes
         self._devices, self._on_host = devices, on_host
-        self._homes = {device: Homes(device) for device in {*devices.values()} if is_accelerator(device)}
+        self._homes = {
+            device: PinnedHomes(device) for device in {*devices.values()} if is_accelerator(device)
+        }
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """Yield the parameters to update, in groups, while each group is on its device.
@@ -96,13 +106,13 @@ class Part(LiveState):
             for homes in self._homes.values():
                 homes.settle()
 
-    def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Visit:
+    def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> StagedOnDevice:
         stays = self._on_host.get(name)
         if stays is None:  # it was loaded to where a new optimizer would have it
             group = optimizer.param_groups[self.parameter(name).group or 0]
             stays = {"step"} if counts_on_host(group) else set()
         device = self._devices[name]
-        return Visit(parameter, optimizer, device, stays, self._homes.get(device))
+        return StagedOnDevice(parameter, optimizer, device, stays, self._homes.get(device))
 
     def free(self) -> None:
         """Free the memory of tensors that are updated on devices. The state is invalid afterwards."""
@@ -207,13 +217,27 @@ def adopt(about: dict[str, Any]) -> None:
     torch.set_float32_matmul_precision(about["precision"])
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     sys.path[:] = about["path"]
-    for device in [item["device"] for item in about["parameters"] if item["device"]][:1]:
-        use_device(torch.device(device))
+    for device in updating_devices(about)[:1]:
+        use_device(device)
+
+
+def updating_devices(about: dict[str, Any]) -> list[torch.device]:
+    """Return the devices other than the host on which the described parameters are updated, each once."""
+    return [
+        torch.device(name) for name in dict.fromkeys(item["device"] for item in about["parameters"]) if name
+    ]
 
 
 def rebuild(about: dict[str, Any]) -> Part:
-    """Build the described state, with undefined values. Raises ``BadInput`` if that is impossible here."""
-    parameters = {item["name"]: _parameter(item) for item in about["parameters"]}
+    """Build the described state, with undefined values. Raises ``BadInput`` if that is impossible here.
+
+    Where it fits beside the trainer's memory it is stored on the device that updates it, so that no step moves it over
+    the bus.
+    """
+    items = about["parameters"]
+    visiting = {item["name"]: torch.device(item["device"]) for item in items if item["device"]}
+    stored = visiting if _fits_on_devices(items, visiting) else {}
+    parameters = {item["name"]: _parameter(item, stored.get(item["name"], HOST)) for item in items}
     buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
     optimizers = [
         optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
@@ -224,7 +248,7 @@ def rebuild(about: dict[str, Any]) -> Part:
         optimizers,
         {item["name"]: Box.from_json(item["box"]) for item in about["parameters"]},
         {item["name"]: tuple(item["whole"]) for item in about["parameters"]},
-        {item["name"]: torch.device(item["device"]) for item in about["parameters"] if item["device"]},
+        {} if stored else visiting,
         {item["name"]: set(item["on_host"]) for item in about["parameters"] if item["on_host"] is not None},
     )
     there, here = json.dumps(list(parameters)), json.dumps([p.name for p in state.parameters])
@@ -233,10 +257,26 @@ def rebuild(about: dict[str, Any]) -> Part:
     return state
 
 
-def _parameter(item: dict[str, Any]) -> nn.Parameter:
-    tensor = torch.empty_strided(item["shape"], item["stride"], dtype=FROM_NAME[item["dtype"]])
+def _fits_on_devices(items: list[dict[str, Any]], devices: dict[str, torch.device]) -> bool:
+    """Return whether the parameters with an entry in ``devices`` fit there with their optimizer state.
+
+    The trainer may not have allocated all that it needs yet, so a replica takes a small share of the free memory.
+    """
+    needed = dict.fromkeys(devices.values(), 0)
+    for item in items:
+        if item["name"] in devices:
+            nbytes = math.prod(item["shape"]) * FROM_NAME[item["dtype"]].itemsize
+            needed[devices[item["name"]]] += TIMES_PARAMETERS * nbytes
+    return all(
+        is_accelerator(device) and nbytes <= SHARE_OF_DEVICE * unclaimed_bytes(device)
+        for device, nbytes in needed.items()
+    )
+
+
+def _parameter(item: dict[str, Any], device: torch.device) -> nn.Parameter:
+    tensor = torch.empty_strided(item["shape"], item["stride"], dtype=FROM_NAME[item["dtype"]], device=device)
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        tensor = torch.empty(item["shape"], dtype=tensor.dtype)
+        tensor = torch.empty(item["shape"], dtype=tensor.dtype, device=device)
     return nn.Parameter(tensor.zero_(), requires_grad=item["requires_grad"])
 
 

@@ -22,10 +22,10 @@ from ..store.manifest import Timeline
 from . import retained_state, shared_memory
 from .channel import Channel, Message
 from .replay import clip_as_told
-from .replica_config import Terms
+from .replica_config import ReplicaConfig
 from .replica_process import LAST_WORD
-from .replica_rendezvous import HERE, KEPT, Notes
-from .replica_server import Host
+from .replica_rendezvous import HERE, KEPT, ReplicaNotes
+from .replica_server import ReplicaServer
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
 """The longest times that a replica without trainer waits for a sign of the others, and for their work."""
@@ -34,10 +34,10 @@ ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
 """The same times while another trainer waits, the second one for the other ranks' shares of a snapshot."""
 
 
-class HostAmongOthers(Host):
+class MultiRankReplicaServer(ReplicaServer):
     """A server for the trainer of one rank."""
 
-    def __init__(self, channel: Channel, terms: Terms) -> None:
+    def __init__(self, channel: Channel, terms: ReplicaConfig) -> None:
         self._ranks = Ranks(terms.rank, terms.world_size, "that of the trainers")
         super().__init__(channel, terms)
         self._prefix = self._ranks.prefix
@@ -157,7 +157,7 @@ class HostAmongOthers(Host):
             self._say(word=LAST_WORD)
         elif self._begun and self._equal:
             assert self._door is not None
-            notes = Notes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
+            notes = ReplicaNotes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
             with suppress(HoldfastError, OSError):  # memory may have room where the disk has none
                 notes.leave(HERE)
             records = self._held_back()
@@ -170,7 +170,7 @@ class HostAmongOthers(Host):
                 if not shared:
                     notes.give_up()
 
-    def _persist(self, notes: Notes) -> bool:
+    def _persist(self, notes: ReplicaNotes) -> bool:
         """Make a snapshot of the newest step that all replicas have, if all are there.
 
         Returns whether this replica has written its share.

@@ -39,7 +39,7 @@ Marks = tuple[list[int], list[int], list[int], list[Any]]
 """
 
 
-class Unseen:
+class MutationCheck:
     """A detector of external changes to ``state``.
 
     Call ``settle`` at the end of each step, and ``stepped`` after each optimizer's step.

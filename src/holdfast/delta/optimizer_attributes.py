@@ -71,7 +71,7 @@ Told = list[list[Any]]
 """Leaves as JSON: the path and the value of each; no value for a leaf that was removed."""
 
 
-class OwnState:
+class OptimizerAttributes:
     """The own state of ``optimizer``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -25,11 +25,11 @@ from ..state.live_state import LiveState
 from ..state.ownership import is_distributed, local_of
 from ..state.plain_tensors import is_plain, odd_kind
 from ..state.progress import hyper_parameters
-from .closures import WAY_OUT, Computed
+from .closures import WAY_OUT, ComputedClosure
 from .codecs import Codec, Trained, trained_of
-from .mutation_check import Unseen
+from .mutation_check import MutationCheck
 from .rng_draws import drawn_since, generators
-from .staging_buffers import Slot
+from .staging_buffers import StagingBuffer
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes through which a ``GradScaler`` passes values to a fused optimizer."""
@@ -43,7 +43,7 @@ class Update:
     """One optimizer step: its hyper-parameters by group, as JSON, and the names of parameters without gradient."""
 
     optimizer: int
-    slot: Slot | None
+    slot: StagingBuffer | None
     """The staging buffer that owns ``part``; None where there was no room."""
     part: memoryview | None
     """The memory to be written for the gradients; None where there is none."""
@@ -76,14 +76,14 @@ class Update:
         }
 
 
-class Tap:
+class OptimizerHooks:
     """A collector of the updates of an iteration. ``take_slot`` returns memory for the next one, or None."""
 
     def __init__(
         self,
         state: LiveState,
         codec: Codec,
-        take_slot: Callable[[], Slot | None],
+        take_slot: Callable[[], StagingBuffer | None],
         clip_norm: float | None = None,
     ) -> None:
         self._codec, self._take_slot, self._clip_norm = codec, take_slot, clip_norm
@@ -114,7 +114,7 @@ class Tap:
         self._open = [0 for _ in state.optimizers]
         self._generators: list[Any] = [None for _ in state.optimizers]
         """The state of the random generators before the open update of each optimizer."""
-        self._changes = Unseen(state)
+        self._changes = MutationCheck(state)
         self._settled = False
         """True if no watched state was changed by intention since the last scan for changes."""
 
@@ -263,7 +263,7 @@ class Tap:
         """
         started = time.perf_counter()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and not isinstance(closure, Computed):
+        if closure is not None and not isinstance(closure, ComputedClosure):
             raise BadInput(
                 "an optimizer step with a closure may compute several gradients, of which only the last could be"
                 " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
@@ -315,7 +315,7 @@ class Tap:
         self.seconds += time.perf_counter() - started
 
     def _consume(
-        self, slot: Slot | None, index: int, trained: Trained, skipped: bool
+        self, slot: StagingBuffer | None, index: int, trained: Trained, skipped: bool
     ) -> tuple[memoryview | None, Any]:
         """Turn the gradients into those that the optimizer consumes, and write them into ``slot`` if there is one.
 
@@ -347,7 +347,7 @@ class Tap:
         optimizer, hook = self._hooks[index]
         return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
 
-    def _slot_for(self, index: int) -> Slot | None:
+    def _slot_for(self, index: int) -> StagingBuffer | None:
         """Return the iteration's staging buffer, or another one if this optimizer steps again and is recorded."""
         if self.updates and (self.changed or all(update.optimizer != index for update in self.updates)):
             return self.updates[-1].slot
@@ -358,7 +358,7 @@ class Tap:
 class _Hook:
     """The pre-hook of one optimizer."""
 
-    tap: Tap
+    tap: OptimizerHooks
     index: int
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -379,7 +379,7 @@ def _is_within(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:
     return False
 
 
-def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
+def _end_hook_of(tap: OptimizerHooks, index: int) -> Callable[..., None]:
     def end(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             tap.after_step(index)
@@ -446,7 +446,7 @@ def _refuse_odd(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _arguments(args: tuple, kwargs: dict[str, Any], closure: Computed | None) -> Any:
+def _arguments(args: tuple, kwargs: dict[str, Any], closure: ComputedClosure | None) -> Any:
     """Return the arguments of ``step`` as JSON, without a closure that is None; None if nothing is left.
 
     A called closure is stored as what a replay needs. Raises ``BadInput`` for an argument that no record holds by

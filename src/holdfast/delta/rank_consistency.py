@@ -22,7 +22,7 @@ import xxhash
 
 from ..ranks import Ranks
 from ..state.live_state import LiveState
-from ..state.ownership import Copied
+from ..state.ownership import ReplicatedRegion
 from ..units import MiB, packed, shown
 from .drift import digests
 
@@ -34,7 +34,7 @@ Told = dict[str, str]
 """Digests by what was digested."""
 
 
-class Verdict(NamedTuple):
+class ComparisonResult(NamedTuple):
     """The result of comparison ``number``.
 
     ``different`` names the ranks that differ from the rank that stores the region, and in which tensors.
@@ -45,21 +45,21 @@ class Verdict(NamedTuple):
     different: str = ""
 
 
-class Alike:
+class RankConsistency:
     """The comparison of replicated state, as one rank takes part in it.
 
     ``tell`` writes to the board, ``emit`` writes an event. The training thread calls ``go_on`` and ``compare``; the
     thread of the agreement calls ``lead`` and ``note``.
     """
 
-    common: ClassVar = {"compare": "[0, 0]", "verdict": json.dumps(Verdict())}
+    common: ClassVar = {"compare": "[0, 0]", "verdict": json.dumps(ComparisonResult())}
     NOTHING = "[0, null]"
     """The entry of each rank on the board before any comparison."""
 
     def __init__(self, ranks: Ranks, emit: Callable[..., None]) -> None:
         self._ranks, self._emit = ranks, emit
         self.tell: Callable[[str, str], None] = lambda name, value: None
-        self._wanted, self._verdict = (0, 0), Verdict()
+        self._wanted, self._verdict = (0, 0), ComparisonResult()
         self._number = self._warned = self._judged = 0
         self._left: list[list[int]] = []
         self._found: Told = {}
@@ -105,7 +105,9 @@ class Alike:
         if not state.copies:
             return
         found = self._digests(state, range(len(state.copies)))
-        self._take(Verdict(self._verdict.number, step, _judged(self._ranks.everyone(found), state.copies)))
+        self._take(
+            ComparisonResult(self._verdict.number, step, _judged(self._ranks.everyone(found), state.copies))
+        )
         self._report()
         self._warn()
 
@@ -123,9 +125,9 @@ class Alike:
         groups = {group for each in told for group in each[1]}
         if any(len({each[1].get(group) for each in told if group in each[1]}) > 1 for group in groups):
             every = [json.loads(board.get(f"digests/{rank}")) for rank in ranks]
-            verdict = Verdict(number, step, _judged(every, self._state.copies))
+            verdict = ComparisonResult(number, step, _judged(every, self._state.copies))
         else:
-            verdict = Verdict(number, step)
+            verdict = ComparisonResult(number, step)
         self._take(verdict)
         self._report()
         board.set("verdict", json.dumps(verdict))
@@ -134,7 +136,7 @@ class Alike:
         """Read the announcement and the verdict from the board."""
         number, at = json.loads(found["compare"])
         self._wanted = max(self._wanted, (number, at))
-        verdict = Verdict(*json.loads(found["verdict"]))
+        verdict = ComparisonResult(*json.loads(found["verdict"]))
         if verdict.number > self._judged and self._ranks.rank:
             self._judged = verdict.number
             self._take(verdict)
@@ -156,7 +158,7 @@ class Alike:
             for place in mine
         }
 
-    def _take(self, verdict: Verdict) -> None:
+    def _take(self, verdict: ComparisonResult) -> None:
         if verdict.step < self._verdict.step:  # older than the last comparison at once
             return
         self._verdict = verdict
@@ -179,12 +181,12 @@ class Alike:
             )
 
 
-def _batches(copies: Sequence[Copied]) -> list[list[int]]:
+def _batches(copies: Sequence[ReplicatedRegion]) -> list[list[int]]:
     """Return the places in ``copies`` in batches that are digested at the end of one step each."""
     return list(packed(range(len(copies)), lambda place: copies[place].nbytes, BYTES_PER_STEP)) or [[]]
 
 
-def _joined(found: Told, copies: Sequence[Copied]) -> Told:
+def _joined(found: Told, copies: Sequence[ReplicatedRegion]) -> Told:
     """Return one digest for each set of ranks that hold something together."""
     joined: dict[str, Any] = {}
     for place, digest in sorted(found.items()):
@@ -193,7 +195,7 @@ def _joined(found: Told, copies: Sequence[Copied]) -> Told:
     return {group: each.hexdigest() for group, each in joined.items()}
 
 
-def _judged(found: Sequence[Told], copies: Sequence[Copied]) -> str:
+def _judged(found: Sequence[Told], copies: Sequence[ReplicatedRegion]) -> str:
     """Describe for a person which ranks differ from the rank that stores the region."""
     other: dict[tuple[int, int], list[str]] = {}
     for place, copied in enumerate(copies):

@@ -11,18 +11,18 @@ from ..accelerators import devices_of
 from ..errors import BadInput
 from ..state.live_state import LiveState
 from ..state.text_delta import shorten
-from .async_copy import Leaving
+from .async_copy import AsyncHostCopy
 from .drift import digest
 from .optimizer_hooks import Update
-from .recorder import Sealed
-from .replay import hashed, sampled
+from .recorder import FinalizedStep
+from .replay import FlatViews, hashed, sampled
 from .snapshot_image import image_of
 
 SAMPLES = ""
 """The key, beside those of buffers, of the bytes from which the fingerprint is made."""
 
 
-class Sealer:
+class RecordBuilder:
     """The builder of one run's records.
 
     Buffers are recorded when they differ from the last recorded value. With ``shortens``, so are long texts of the
@@ -31,6 +31,7 @@ class Sealer:
 
     def __init__(self, state: LiveState, shortens: bool = False) -> None:
         self._digests: dict[str, str] = {}
+        self._views = FlatViews()
         self._shortens = shortens
         self._progress: dict[str, Any] | None = None
         """The progress of the record before, with full texts; None if the next record must not depend on it."""
@@ -43,7 +44,7 @@ class Sealer:
 
     def seal(
         self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
-    ) -> Sealed:
+    ) -> FinalizedStep:
         """Build the record of ``step``, at which ``state`` is.
 
         Data on a device is added to the record once it has left the device.
@@ -59,17 +60,17 @@ class Sealer:
             parts.append(update.part)
             if update.slot not in slots:
                 slots.append(update.slot)
-        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step)}
-        sealed = Sealed(step, about, tuple(parts), tuple(slots))
+        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step, self._views)}
+        sealed = FinalizedStep(step, about, tuple(parts), tuple(slots))
         if devices_of(seen.values()):
-            leaving = Leaving(seen)
+            leaving = AsyncHostCopy(seen)
             sealed.finish = lambda: self._put(sealed, leaving.arrived(), forgotten)
             sealed.late_bytes = sum(tensor.nbytes for tensor in seen.values())
         else:
             self._put(sealed, seen, forgotten)
         return sealed
 
-    def _put(self, sealed: Sealed, seen: dict[str, torch.Tensor], forgotten: bool) -> None:
+    def _put(self, sealed: FinalizedStep, seen: dict[str, torch.Tensor], forgotten: bool) -> None:
         """Add to the record the fingerprint and the changed buffers among ``seen``. Called in the order of steps."""
         if forgotten:
             self._digests.clear()

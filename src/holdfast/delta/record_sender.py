@@ -14,20 +14,20 @@ import torch
 
 from ..accelerators import use_device
 from ..update.threads import keep_torch_threads, one_torch_thread
-from .recorder import Sealed
+from .recorder import FinalizedStep
 
 
-class Post:
+class RecordSender:
     """A sender that calls ``send`` with each complete step."""
 
-    def __init__(self, send: Callable[[Sealed], None], devices: Sequence[torch.device] = ()) -> None:
+    def __init__(self, send: Callable[[FinalizedStep], None], devices: Sequence[torch.device] = ()) -> None:
         """Prepare a sender for steps that come from ``devices``."""
         self._send, self._devices = send, list(devices)
         self._failure: BaseException | None = None
-        self._waiting: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[FinalizedStep | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, sealed: Sealed) -> None:
+    def put(self, sealed: FinalizedStep) -> None:
         if self._thread is None and not sealed.is_late:
             return self._send(sealed)
         if self._thread is None:

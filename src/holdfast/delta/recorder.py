@@ -27,7 +27,7 @@ from ..store.journal import JournalWriter, Record
 from ..units import PAGE
 from ..update.threads import keep_torch_threads, one_torch_thread
 from . import running_clock
-from .staging_buffers import Slot, SlotPool
+from .staging_buffers import StagingBuffer, StagingPool
 
 T = TypeVar("T")
 
@@ -39,13 +39,13 @@ MAX_DELAY_SECONDS = 1.0
 
 
 @dataclass
-class Sealed:
+class FinalizedStep:
     """A finalized step: the JSON and the memory of its log record, and the staging buffers of that memory."""
 
     step: int
     about: dict[str, Any]
     parts: tuple[memoryview, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[StagingBuffer, ...]
     finish: Callable[[], None] | None = None
     """Completes the record once its data has left the device. Called by the thread that writes or sends the record."""
     late_bytes: int = 0
@@ -82,7 +82,7 @@ def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[
     return parts
 
 
-class Inline:
+class InlineRecorder:
     """A stand-in for a ``Recorder`` where no training waits: it does every task at once, in the caller's thread.
 
     ``beat`` is called from time to time while a snapshot is written.
@@ -108,7 +108,7 @@ class Recorder:
     def __init__(
         self,
         journal: JournalWriter,
-        pool: SlotPool,
+        pool: StagingPool,
         *,
         durable_step: int,
         group: int = 1,
@@ -125,7 +125,7 @@ class Recorder:
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
-        self._waiting: deque[Sealed | Task] = deque()
+        self._waiting: deque[FinalizedStep | Task] = deque()
         self._at_once: deque[Task] = deque()
         self._held = False
         self._changed = threading.Condition()
@@ -155,7 +155,7 @@ class Recorder:
     def pending_bytes(self) -> int:
         """The most bytes of these steps' records, without headers."""
         with self._changed:
-            return sum(item.nbytes for item in self._waiting if isinstance(item, Sealed))
+            return sum(item.nbytes for item in self._waiting if isinstance(item, FinalizedStep))
 
     @property
     def segment_free_bytes(self) -> int:
@@ -166,7 +166,7 @@ class Recorder:
         """Set how many records are needed at once: those from one snapshot to the next."""
         self._journal.records_ahead = count
 
-    def put(self, item: Sealed | Task) -> None:
+    def put(self, item: FinalizedStep | Task) -> None:
         """Hand over a step or a task. Raises the error of an earlier write."""
         with self._changed:
             self._raise_failure()
@@ -174,7 +174,7 @@ class Recorder:
                 self._at_once.append(item)
             else:
                 self._waiting.append(item)
-            if isinstance(item, Sealed):
+            if isinstance(item, FinalizedStep):
                 self.last_put = item.step
             self._changed.notify_all()
 
@@ -201,7 +201,7 @@ class Recorder:
             assert not self._waiting
             self._held = True
 
-    def use(self, pool: SlotPool) -> None:
+    def use(self, pool: StagingPool) -> None:
         """Use the staging buffers of ``pool`` from here on. Called while nothing waits."""
         with self._changed:
             assert not self._waiting
@@ -217,7 +217,7 @@ class Recorder:
             self.last_put = max(step, self.last_put)
             self._changed.notify_all()
 
-    def take_slot(self, wait: bool) -> Slot | None:
+    def take_slot(self, wait: bool) -> StagingBuffer | None:
         """Return a staging buffer for the next step; with ``wait``, once one is free.
 
         Raises the error of a failed write, ``WriterHung`` after the deadline, and ``BadInput`` if none will ever be
@@ -334,12 +334,12 @@ class Recorder:
                     self._changed.notify_all()
                 return
 
-    def _next_group(self) -> list[Sealed] | Task | None:
+    def _next_group(self) -> list[FinalizedStep] | Task | None:
         """Wait for the next work and return it; None at the end. Called with the lock."""
         while True:
             if self._at_once:
                 return self._at_once[0]
-            steps: list[Sealed] = []
+            steps: list[FinalizedStep] = []
             for item in self._waiting:
                 if isinstance(item, Task):
                     if not steps:
@@ -357,7 +357,7 @@ class Recorder:
             else:
                 self._changed.wait()
 
-    def _do(self, group: list[Sealed] | Task) -> None:
+    def _do(self, group: list[FinalizedStep] | Task) -> None:
         steps = [] if isinstance(group, Task) else group
         records: list[Record] = []
         started = time.perf_counter()

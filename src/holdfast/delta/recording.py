@@ -16,29 +16,29 @@ from ..store import rank_entry
 from ..store.local import LocalStore
 from ..units import counted, format_seconds
 from . import retained_state
-from .collective_snapshot import Together
-from .coordinator import Agreement
-from .durability import Asked, Survival
-from .optimizer_hooks import Tap, Update
+from .collective_snapshot import CollectiveSnapshot
+from .coordinator import RankCoordinator
+from .durability import DurabilityBackend, ResumeRequest
+from .optimizer_hooks import OptimizerHooks, Update
 from .options import Options
 from .recorder import Recorder
-from .recovery import BY, RECORDS, Recovered, recover
-from .recovery_progress import Recovery, announced
+from .recovery import BY, RECORDS, RecoveryResult, recover
+from .recovery_progress import RecoveryProgress, announced
 from .snapshot_chunks import owned_by
-from .snapshot_scheduler import Means, Pace
-from .staging_buffers import Slot, SlotPool
-from .storage_share import Allotment
-from .training_state import Loop
+from .snapshot_scheduler import SnapshotResources, SnapshotScheduler
+from .staging_buffers import StagingBuffer, StagingPool
+from .storage_share import StorageShare
+from .training_state import TrainingState
 
 
-class Recording(Survival):
-    """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``Pace`` schedules."""
+class LogBackend(DurabilityBackend):
+    """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
 
-    def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
+    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
         super().__init__(loop, options, events)
-        self._pool: SlotPool | None = None
+        self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
-        self._pace: Pace | None = None
+        self._pace: SnapshotScheduler | None = None
 
     @property
     def recorder(self) -> Recorder:
@@ -46,12 +46,12 @@ class Recording(Survival):
         return self._recorder
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> SnapshotScheduler:
         assert self._pace is not None
         return self._pace
 
     @property
-    def pool(self) -> SlotPool:
+    def pool(self) -> StagingPool:
         assert self._pool is not None
         return self._pool
 
@@ -99,9 +99,9 @@ class Recording(Survival):
 
     # Start
 
-    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         loop, self._store = self._loop, store
-        self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
+        self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         loop.ranks.first_does(store.enter)
         rank_entry.see_alike(store, loop.ranks)
         for error in store.unread:
@@ -118,7 +118,7 @@ class Recording(Survival):
             loop.ranks.all_do(partial(retained_state.refuse_to_leave, store.root, store, found.point.step))
         return found
 
-    def begin(self, found: Recovered | None) -> None:
+    def begin(self, found: RecoveryResult | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
@@ -138,27 +138,27 @@ class Recording(Survival):
             pace.recovered(self._recovery)
         self._pace = pace
 
-    def _slot_pool(self) -> SlotPool:
+    def _slot_pool(self) -> StagingPool:
         state = self._loop.state
         devices = devices_of(p.parameter for p in state.parameters)
-        return SlotPool(self._loop.codec.layouts(state), self._num_slots, devices)
+        return StagingPool(self._loop.codec.layouts(state), self._num_slots, devices)
 
-    def _make_recorder(self, pool: SlotPool) -> Recorder:
+    def _make_recorder(self, pool: StagingPool) -> Recorder:
         loop = self._loop
         return Recorder(
             self._store.journal(loop.ranks.stream), pool, durable_step=loop.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds, pack=loop.codec.pack,
         )  # fmt: skip
 
-    def _make_pace(self, recorder: Recorder) -> Pace:
+    def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:
         """Return the snapshot scheduler; with several ranks one that makes this rank's share."""
         loop, options, emit = self._loop, self._options, self._events.emit
-        means = Means(
+        means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
             options.when_behind,
         )  # fmt: skip
-        together = None if loop.ranks.alone else Together(loop.ranks, self._store, emit)
-        pace = Pace(
+        together = None if loop.ranks.alone else CollectiveSnapshot(loop.ranks, self._store, emit)
+        pace = SnapshotScheduler(
             self._store, loop.state, recorder, means, progress=loop.progress, emit=emit,
             restarted=self._sealer.forget, prefix=loop.ranks.prefix, together=together,
         )  # fmt: skip
@@ -166,13 +166,13 @@ class Recording(Survival):
             self._agree(together, recorder)
         return pace
 
-    def _agree(self, together: Together, recorder: Recorder) -> None:
+    def _agree(self, together: CollectiveSnapshot, recorder: Recorder) -> None:
         """Start the background agreement with the other ranks."""
         loop, store, options = self._loop, self._store, self._options
-        together.room = Allotment(
+        together.room = StorageShare(
             loop.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
         )
-        self.agreement = together.agreement = Agreement(
+        self.agreement = together.agreement = RankCoordinator(
             loop.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: loop.steps_done,
             publish=together.publish_shares, follow=store.follow, is_there=store.has_writer, alike=together.alike,
             deadline_seconds=options.deadline_seconds,
@@ -182,12 +182,12 @@ class Recording(Survival):
         """Return the bytes of the state that this rank stores."""
         return sum(atom.nbytes for held in owned_by(self._loop.state).values() for atom, _ in held.values())
 
-    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
-        return Tap(self._loop.state, self._loop.codec, take_slot, clip_norm)
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
+        return OptimizerHooks(self._loop.state, self._loop.codec, take_slot, clip_norm)
 
     # Every step
 
-    def take_slot(self) -> Slot | None:
+    def take_slot(self) -> StagingBuffer | None:
         return self.recorder.take_slot(wait=self._options.when_behind == "block")
 
     def record(self, updates: Sequence[Update]) -> None:

@@ -25,19 +25,19 @@ from ..store.segments import streams
 from ..store.target import Url
 from ..store.verifying import NONE_WHOLE
 from ..units import shown
-from .lineage import Differs, Line
+from .lineage import Lineage, ReplayMismatch
 from .model_factory import members_of, places_of
 from .numerics import needs_threads, told_in, told_of_other
-from .recovery_progress import Recovery
+from .recovery_progress import RecoveryProgress
 from .snapshot_state import strides_of
-from .user_state import Script
+from .user_state import ScriptState
 
 BY, RECORDS = "by", "records"
 """The key, and a value, in a timeline's record that name how the writer's steps survive."""
 
 
 @dataclass
-class Recovered:
+class RecoveryResult:
     """The point where the run continues.
 
     ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
@@ -58,7 +58,7 @@ class Recovered:
 def recover(
     store: LocalStore,
     state: LiveState,
-    script: Script,
+    script: ScriptState,
     *,
     ranks: Ranks,
     target: int | None = None,
@@ -66,8 +66,8 @@ def recover(
     exact: bool = False,
     continuing: bool = False,
     after_update: Callable[[int], None] | None = None,
-    watch: Recovery | None = None,
-) -> Recovered:
+    watch: RecoveryProgress | None = None,
+) -> RecoveryResult:
     """Restore model, optimizers and user state to the newest recoverable step.
 
     Collective: every rank must call this; all ranks restore the same step.
@@ -143,7 +143,7 @@ def recover(
         script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost, trained, progress)
+        return RecoveryResult(line.point, odd, same_cut, lost, trained, progress)
     if not bases:
         elsewhere = store.said_of_timelines(target) if exact and tip is None and target is not None else ""
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.{elsewhere}")
@@ -152,7 +152,7 @@ def recover(
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
-def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
+def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
     """Add to ``odd`` which steps up to ``durable_step`` are lost.
 
     Raises ``Damaged`` where the log itself is missing.
@@ -201,12 +201,12 @@ def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> b
     """
     try:
         base = store.load(ref)
-        return Line.of(store, base, base.step, tip).residuals_lost
+        return Lineage.of(store, base, base.step, tip).residuals_lost
     except (Damaged, DiskFailed):  # reported where the snapshot is loaded
         return False
 
 
-def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
+def _stores_alike(line: Lineage, state: LiveState, ranks: Ranks) -> bool:
     """Return whether this rank stores what the rank of its number stored, with the same memory layout."""
     here = strides_of(state)
     there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
@@ -215,12 +215,12 @@ def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
     return alike and line.shares[ranks.stream].boxes == boxes
 
 
-def _updated(line: Line, here: bool) -> bool:
+def _updated(line: Lineage, here: bool) -> bool:
     """Return whether the snapshot was made with ``after_update=``; ``here`` where its version does not say."""
     return line.base.progress_of(line.base.streams[0]).get("replay", {}).get("after_update", here)
 
 
-def _refuse_other_updates(line: Line, here: bool) -> None:
+def _refuse_other_updates(line: Lineage, here: bool) -> None:
     """Raise ``RunMismatch`` where records were made with ``after_update=`` and it is missing here, or the reverse.
 
     A replay would give other bits.
@@ -236,7 +236,7 @@ def _refuse_other_updates(line: Line, here: bool) -> None:
     raise RunMismatch(f"{told}; a base from save() can be gone on from either way.")
 
 
-def _other_members(line: Line, state: LiveState) -> dict[str, str]:
+def _other_members(line: Lineage, state: LiveState) -> dict[str, str]:
     """Return a text for each parameter that is in another group than the snapshot says.
 
     The text is empty for a parameter that was in no group.
@@ -276,7 +276,7 @@ def _said(place: tuple[int, int] | None) -> str:
     return "no parameter group" if place is None else "parameter group {1} of optimizer {0}".format(*place)
 
 
-def _refuse_other_members(line: Line, state: LiveState) -> None:
+def _refuse_other_members(line: Lineage, state: LiveState) -> None:
     """Raise ``RunMismatch`` where records have a parameter in another group than here.
 
     A replay would give other bits.
@@ -310,26 +310,26 @@ class _Search:
 
     store: LocalStore
     state: LiveState
-    script: Script
+    script: ScriptState
     ranks: Ranks
     target: int | None
     tip: int | None
     continuing: bool
     after_update: Callable[[int], None] | None
-    watch: Recovery | None
+    watch: RecoveryProgress | None
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
     odd: list[str] = field(default_factory=list)
     unread: dict[str, int] = field(default_factory=dict)
     """The step of each snapshot that the device did not return, by the device's message."""
 
-    def line_from(self, ref: CommitRef) -> Line | None:
+    def line_from(self, ref: CommitRef) -> Lineage | None:
         """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
 
         If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
         call this.
         """
-        tried: list[Line] = []
+        tried: list[Lineage] = []
         ended: list[Unreadable] = []
         target = self.target
 
@@ -337,7 +337,7 @@ class _Search:
             tried.clear(), ended.clear()
             try:
                 tried.append(self._replayed(ref, target))
-            except Differs as error:
+            except ReplayMismatch as error:
                 return _Outcome(-1, error.step - 1, str(error))
             except Unreadable as error:
                 ended.append(error)
@@ -362,9 +362,9 @@ class _Search:
             if all(each.has == target for each in outcomes):
                 return tried[0]
 
-    def _replayed(self, ref: CommitRef, target: int | None) -> Line:
+    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
         """Return the line up to ``target``, with the state at its end."""
-        line = Line.of(self.store, self.store.load(ref), target, self.tip)
+        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
         line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
             line.end_before_feedback()
@@ -384,7 +384,7 @@ def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
         raise Unreadable(ended[0].error, step) from ended[0]
 
 
-def _said_end(line: Line) -> str | None:
+def _said_end(line: Lineage) -> str | None:
     """Return the reason why ``line`` ends; None if there are no later records."""
     harmless = (
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn

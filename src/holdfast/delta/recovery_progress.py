@@ -18,11 +18,13 @@ Both rates are assumed until a recovery of the run was timed.
 """
 
 
-class Recovery:
+class RecoveryProgress:
     """The progress of one recovery. ``tell`` is called with this object whenever it has advanced."""
 
     def __init__(
-        self, tell: Callable[[Recovery], None] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        tell: Callable[[RecoveryProgress], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._tell, self._clock = tell, clock
         self._rates: dict[str, float] = {}
@@ -123,11 +125,11 @@ class Recovery:
 
 
 def announced(
-    emit: Callable[..., None], show: Callable[[Recovery], None] | None = None
-) -> Callable[[Recovery], None]:
+    emit: Callable[..., None], show: Callable[[RecoveryProgress], None] | None = None
+) -> Callable[[RecoveryProgress], None]:
     """Return a callback that passes progress to ``show``, and announces the recovery in the log by ``emit``."""
 
-    def tell(recovery: Recovery) -> None:
+    def tell(recovery: RecoveryProgress) -> None:
         if not recovery.loaded_bytes and not recovery.over:
             emit(
                 "recovering", base_step=recovery.base_step, to_step=recovery.to_step, text=recovery.text,

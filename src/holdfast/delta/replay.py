@@ -37,13 +37,42 @@ Strides = Mapping[str, Sequence[int]]
 """Strides of parameters that are not contiguous, by name."""
 
 
-def fingerprint(parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None) -> str:
+class FlatViews:
+    """The bytes of parameters as flat views, found again only for a parameter whose memory is another one.
+
+    Finding them takes most of the time of a fingerprint. A view keeps its memory alive, so an address cannot be reused.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[tuple[Any, ...], torch.Tensor]] = {}
+        """By position: the place of the parameter's memory, and the view."""
+
+    def view(self, position: int, parameter: torch.Tensor) -> torch.Tensor:
+        """Return all bytes of this process's part of ``parameter``, in memory order."""
+        if is_distributed(parameter):
+            return _bytes_of(local_of(parameter.detach()))
+        place = (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        known = self._views.get(position)
+        if known is not None and known[0] == place:
+            return known[1]
+        view = _bytes_of(parameter.detach())
+        if view.data_ptr() == parameter.data_ptr():  # not a copy
+            self._views[position] = place, view
+        return view
+
+
+def fingerprint(parameters: Sequence[CapturedParameter], step: int, views: FlatViews | None = None) -> str:
     """Return the xxh3_64 of some bytes of this process's part of each parameter.
 
-    The sampled bytes differ from ``step`` to step. Memory order is that of the parameters here, or that of ``strides``
-    if these are given.
+    The sampled bytes differ from ``step`` to step. ``views`` are those of the same parameters in earlier steps.
     """
-    return hashed(sampled(parameters, step, strides))
+    return hashed(sampled(parameters, step, views or FlatViews()))
+
+
+def fingerprint_as(parameters: Sequence[CapturedParameter], step: int, strides: Strides) -> str:
+    """Return the fingerprint of parameters whose memory order is that of ``strides``."""
+    flats = [_bytes_of(_laid(local_of(p.parameter.detach()), strides.get(p.name))) for p in parameters]
+    return hashed(_samples(flats, step))
 
 
 def hashed(samples: torch.Tensor) -> str:
@@ -51,14 +80,15 @@ def hashed(samples: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(samples.cpu().numpy().data) if samples.numel() else ""
 
 
-def sampled(
-    parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None
-) -> torch.Tensor:
+def sampled(parameters: Sequence[CapturedParameter], step: int, views: FlatViews) -> torch.Tensor:
     """Return the bytes that a fingerprint is made of, on the parameters' device."""
+    return _samples([views.view(position, p.parameter) for position, p in enumerate(parameters)], step)
+
+
+def _samples(flats: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+    """Return some bytes of each of ``flats``, one after the other."""
     samples = []
-    for position, parameter in enumerate(parameters):
-        held = local_of(parameter.parameter.detach())
-        flat = _bytes_of(held if strides is None else _laid(held, strides.get(parameter.name)))
+    for position, flat in enumerate(flats):
         places = max(1, flat.numel() // SAMPLED_BYTES)
         start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
         samples.append(flat[start : start + SAMPLED_BYTES])
@@ -87,12 +117,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-class OtherCut(HoldfastError):
+class ShardingMismatch(HoldfastError):
     """A record belongs to another parallelism than the state that it is applied to."""
 
 
 @dataclass
-class Taken:
+class ReplayRecord:
     """The part of a log record that a replay uses; ``about`` is the record's JSON.
 
     ``skipped`` names parameters that stay as they are: their loaded values are of a later step, or other records have
@@ -107,7 +137,9 @@ class Taken:
     spreads: dict[int, codecs.Spreads] = field(default_factory=dict)
 
 
-def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[], None] | None = None) -> None:
+def apply(
+    state: LiveState, records: Sequence[ReplayRecord], after_update: Callable[[], None] | None = None
+) -> None:
     """Replay one step from ``records``, each of which holds a part of the gradients.
 
     The first record provides everything else. May overwrite the memory of the parts.
@@ -152,7 +184,9 @@ def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
             scale(used, decode(update.pop("coefficient")))
 
 
-def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    record: ReplayRecord, number: int, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return by parameter the gradients that update ``number`` consumed and this record provides."""
     update = record.about["updates"][number]
     stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
@@ -195,16 +229,17 @@ def _step(
 def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> torch.Tensor:
     """Return ``grad`` with the memory layout and the distribution of ``parameter``.
 
-    Raises ``OtherCut`` if the shapes differ.
+    Raises ``ShardingMismatch`` if the shapes differ.
     """
     held = local_of(parameter.detach())
     if held.shape != grad.shape:
-        raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
+        raise ShardingMismatch(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
     alike = grad.device == held.device and grad.stride() == held.stride()
     if may_be_itself and alike and not is_distributed(parameter):
         return grad
     made = torch.empty_like(parameter.detach())
-    local_of(made).copy_(grad)
+    # From pinned memory, which a replica's ring is, the copy is only queued; the fingerprint waits for it.
+    local_of(made).copy_(grad, non_blocking=grad.is_pinned())
     return made
 
 

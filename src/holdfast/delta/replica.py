@@ -28,16 +28,16 @@ from ..store.manifest import Point
 from ..store.retention import Keep
 from . import drift, retained_state, shared_memory
 from .codecs import Exact
-from .coordinator import Agreement
+from .coordinator import RankCoordinator
 from .model_description import describe, refuse_what_cannot_be_rebuilt
-from .record_sender import Post
-from .recorder import Sealed
-from .recovery import Recovered, recover
-from .replica_config import Terms
-from .replica_process import Helper
+from .record_sender import RecordSender
+from .recorder import FinalizedStep
+from .recovery import RecoveryResult, recover
+from .replica_config import ReplicaConfig
+from .replica_process import ReplicaProcess
 from .ring import RING, SharedPool
-from .staging_buffers import Slot
-from .user_state import Script
+from .staging_buffers import StagingBuffer
+from .user_state import ScriptState
 
 LINGER_SECONDS = 600.0
 """The time that a replica waits for another trainer when its own has died and everything is on the disk."""
@@ -76,7 +76,7 @@ class Replica:
         self._place = shared_memory.place_of(run, memory, self._suffix)
         """The directory of the shared-memory store, as ``start`` finds it."""
         self._memory = memory
-        self._terms = Terms(
+        self._terms = ReplicaConfig(
             os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
             failpoints.armed, ranks.rank, ranks.world_size,
         )  # fmt: skip
@@ -89,9 +89,9 @@ class Replica:
         self._under_way = False
         self._states = 0
         """The number of whole states that were handed over."""
-        self._helper = Helper(self._hear, deadline_seconds)
-        self._post = Post(self._send, devices_of(p.parameter for p in state.parameters))
-        self.agreement: Agreement | None = None
+        self._helper = ReplicaProcess(self._hear, deadline_seconds)
+        self._post = RecordSender(self._send, devices_of(p.parameter for p in state.parameters))
+        self.agreement: RankCoordinator | None = None
         """The agreement with other ranks; None for one process."""
         self._started = False
 
@@ -158,13 +158,13 @@ class Replica:
         found = shared_memory.strays_of(self._terms.run, self._memory, self._key())
         return [place for place in found if shared_memory.suffix_of(place) == self._suffix]
 
-    def _kept(self, store: LocalStore) -> list[retained_state.Kept]:
+    def _kept(self, store: LocalStore) -> list[retained_state.RetainedState]:
         """Return the kept states that this rank finds in memory, those of its own store first."""
         return [
             each for place in (self._place, *self._strays()) for each in retained_state.look(place, store)
         ]
 
-    def _told_of_stray(self, own: retained_state.Kept) -> list[str]:
+    def _told_of_stray(self, own: retained_state.RetainedState) -> list[str]:
         """Return a warning where a step is taken from a shared-memory store that stays as it is."""
         if Path(own.place) == self._place:
             return []
@@ -181,7 +181,9 @@ class Replica:
         self._helper.send({"terms": asdict(self._terms)})
         self._helper.wait_for_word("entered")
 
-    def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
+    def recover(
+        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
+    ) -> RecoveryResult:
         """Recover as ``recovery.recover`` does, or from memory if a replica kept a step that is at least as new."""
         odd: list[str] = []
         mine = self._kept(store)
@@ -196,7 +198,7 @@ class Replica:
             else:
                 durable = self._helper.durable_step = retained_state.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
-                return Recovered(found, self._told_of_stray(own), progress=progress)
+                return RecoveryResult(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
@@ -234,7 +236,7 @@ class Replica:
         return [""]
 
     def _beginning(self, fork: Point | None) -> dict[str, Any]:
-        point = None if fork is None else asdict(retained_state.Fork(fork.step, fork.timeline, fork.key))
+        point = None if fork is None else asdict(retained_state.ForkPoint(fork.step, fork.timeline, fork.key))
         return {"fork": point, "durable": self.durable_step}
 
     def sync(
@@ -283,10 +285,10 @@ class Replica:
 
     # Every step
 
-    def take_slot(self) -> Slot:
+    def take_slot(self) -> StagingBuffer:
         """Return a free staging buffer for the next step. Raises the replica's error."""
         assert self.pool is not None
-        pool, taken = self.pool, list[Slot]()
+        pool, taken = self.pool, list[StagingBuffer]()
 
         def tried() -> bool:
             idle = not self.pending
@@ -302,7 +304,7 @@ class Replica:
             )
         return taken[0]
 
-    def put(self, sealed: Sealed) -> None:
+    def put(self, sealed: FinalizedStep) -> None:
         """Hand over a step. When this returns the step survives the trainer's death.
 
         A step with copies under way from a device does so once they have arrived, as ``replica_step`` says.
@@ -311,7 +313,7 @@ class Replica:
             self.last_put = sealed.step
         self._post.put(sealed)
 
-    def _send(self, sealed: Sealed) -> None:
+    def _send(self, sealed: FinalizedStep) -> None:
         """Send a step to the replica once its data has arrived."""
         assert self.pool is not None
         places, data = [], bytearray()
@@ -329,7 +331,7 @@ class Replica:
             self._helper.changed.notify_all()
         failpoints.reach("after_step_handed")
 
-    def _place_of(self, part: memoryview, sealed: Sealed) -> list[int] | None:
+    def _place_of(self, part: memoryview, sealed: FinalizedStep) -> list[int] | None:
         """Return the number of the staging buffer that holds ``part``, and the number of the part in it.
 
         Returns None if no staging buffer holds it.

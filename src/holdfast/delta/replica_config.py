@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReplicaConfig:
     """The configuration of a replica's process. ``memory`` bounds the copies for a snapshot, in bytes."""
 
     run: str

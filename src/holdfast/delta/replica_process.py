@@ -20,7 +20,7 @@ import holdfast.errors
 
 from ..errors import EngineFailed, ReplicaDied, WriterHung
 from . import running_clock
-from .channel import Channel, Gone
+from .channel import Channel, ChannelClosed
 
 LAST_WORD = "closed"
 
@@ -50,7 +50,7 @@ def start_process(sock: socket.socket) -> Process:
     )  # fmt: skip
 
 
-class Helper:
+class ReplicaProcess:
     """A helper process as this one sees it.
 
     ``hear`` is called with each message, with the lock ``changed`` held. After an error every call raises it.
@@ -174,7 +174,7 @@ class Helper:
 
     def _listen(self) -> None:
         assert self._channel is not None
-        with suppress(Gone, OSError, ValueError):
+        with suppress(ChannelClosed, OSError, ValueError):
             while True:
                 message = self._channel.receive()
                 assert message is not None

@@ -31,7 +31,7 @@ GAVE_UP = "gave-up"
 """The note of a replica that ends the attempt to make a snapshot of all."""
 
 
-class Locks:
+class ReplicaLocks:
     """The locks of a run's replicas, which the system releases when a process ends.
 
     Locks held on another host may be invisible; such replicas are never reported as gone.
@@ -49,7 +49,7 @@ class Locks:
         return rank in self._seen
 
 
-class Notes:
+class ReplicaNotes:
     """The notes of the replicas of ``ranks`` about one ``timeline``.
 
     ``asked`` returns whether a trainer is waiting.
@@ -57,7 +57,7 @@ class Notes:
 
     def __init__(self, disk: AnyDisk, timeline: int, ranks: Ranks, asked: Callable[[], bool]) -> None:
         self._disk, self._timeline, self._ranks, self._asked = disk, timeline, ranks, asked
-        self._locks = Locks(disk)
+        self._locks = ReplicaLocks(disk)
 
     def leave(self, what: str, about: Any = None) -> None:
         path = self._path(what, self._ranks.rank)

@@ -38,18 +38,18 @@ from ..store.manifest import this_writer
 from ..store.retention import Keep
 from ..units import shown
 from . import drift, retained_state, shared_memory
-from .bases import BaseMaker
-from .channel import Channel, Gone, Inbox, Message
-from .model_description import Part, adopt, rebuild
+from .bases import SnapshotWriter
+from .channel import Channel, ChannelClosed, Inbox, Message
+from .model_description import Part, adopt, rebuild, updating_devices
 from .numerics import computing_as, needs_threads
-from .recorder import Inline
+from .recorder import InlineRecorder
 from .recovery import BY, recover
-from .replay import Taken, apply, clip_as_told, fingerprint
-from .replica_config import Terms
+from .replay import FlatViews, ReplayRecord, apply, clip_as_told, fingerprint
+from .replica_config import ReplicaConfig
 from .replica_process import LAST_WORD
 from .ring import Ring
 from .snapshot_state import beside_records
-from .user_state import NoScript
+from .user_state import NoScriptState
 
 PATIENCE_SECONDS = 5.0
 """The longest time that another process may hold the run's lock."""
@@ -62,18 +62,19 @@ BEAT_SECONDS = 1.0
 """Seconds between two heartbeats while a snapshot is written."""
 
 
-class Host:
+class ReplicaServer:
     """A server for the trainer at the other end of ``channel``."""
 
-    def __init__(self, channel: Channel, terms: Terms) -> None:
+    def __init__(self, channel: Channel, terms: ReplicaConfig) -> None:
         self._channel, self._terms, self._place = channel, terms, Path(terms.place)
         self._inbox = Inbox(channel)
         self._events = EventLog(Path(terms.run) / "events.jsonl")
         self._store = self._look()
-        self._door: retained_state.Door | None = None
+        self._door: retained_state.ReplicaListener | None = None
         self._state: LiveState | None = None
+        self._views = FlatViews()
         self._ring: Ring | None = None
-        self._bases: BaseMaker | None = None
+        self._bases: SnapshotWriter | None = None
         self._step = self._base_step = -1
         self._state_number = 0
         self._progress: dict[str, Any] = {}
@@ -132,7 +133,7 @@ class Host:
         """Prepare the shared-memory store. What an earlier replica kept stays there until a state is handed over."""
         shared_memory.make(self._place)
         self._say_owner()
-        self._door = retained_state.Door(self._place)
+        self._door = retained_state.ReplicaListener(self._place)
 
     def _say_owner(self) -> None:
         """Write into the shared-memory store which run owns it, by the run's key where that is known."""
@@ -150,7 +151,7 @@ class Host:
             try:
                 all_read = not alive and not self._inbox.has_more
                 message = self._inbox.next(0.02 if alive and self._base_under_way else LOOK_SECONDS)
-            except Gone:
+            except ChannelClosed:
                 return None
             if message is not None:
                 return message
@@ -177,20 +178,22 @@ class Host:
         state = rebuild(about["sync"])
         with shared_memory.opened(self._place / retained_state.SYNC) as store:
             self._progress = retained_state.unmarked(store.load(store.line()[0]).progress)
-            recover(store, state, NoScript(), ranks=Ranks())
+            recover(store, state, NoScriptState(), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
+        for device in updating_devices(about["sync"])[:1]:
+            self._ring.pin(device)
         if "begin" in about:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
-        before, self._state = self._state, state
+        before, self._state, self._views = self._state, state, FlatViews()
         self._step, self._equal = about["step"], True
         self._state_number = about["number"]
         if "again" in about:  # the snapshot of this step lacks something
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
-            self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
+            self._bases = SnapshotWriter(self._store, state, InlineRecorder(self._beat), self._prefix)
         self._bases.watch(state)
         if isinstance(before, Part):
             before.free()
@@ -204,7 +207,7 @@ class Host:
         """Open the timeline in which the trainer continues."""
         fork = about["fork"]
         about = {BY: "replica", retained_state.REPLICA_IN: str(self._place.parent)}
-        self._store.begin(None if fork is None else retained_state.Fork(**fork), about=about)
+        self._store.begin(None if fork is None else retained_state.ForkPoint(**fork), about=about)
         self._run = [self._store.opened.id, self._store.opened.key]
         self._say_owner()
 
@@ -224,11 +227,11 @@ class Host:
             failpoints.reach("before_replica_update")
             with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
                 clip_as_told(record, parts)
-                apply(self._state, [Taken(record, parts)])
+                apply(self._state, [ReplayRecord(record, parts)])
             failpoints.reach("after_replica_update")
             standing = {**self._state.standing(), **beside_records(self._progress)}
             self._step, self._progress = about["step"], {**record["progress"], **standing}
-            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
+            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step, self._views)
             if not self._equal:
                 self._say(drift=f"after step {self._step} its fingerprint is another one")
         self._say(done=about["step"], slots=about["slots"])
@@ -353,7 +356,7 @@ class Host:
 
     def _take_what_waits(self) -> None:
         """Do the steps that were handed over before the trainer could learn of a failure."""
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             while True:
                 all_read = not self._inbox.has_more
                 message = self._inbox.next(0.02)
@@ -422,14 +425,14 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # ends when its trainer has ended
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
-    with suppress(Gone):
+    with suppress(ChannelClosed):
         message = channel.receive()
         assert message is not None
-        terms = Terms(**message.about["terms"])
+        terms = ReplicaConfig(**message.about["terms"])
         failpoints.armed = terms.failpoint
-        kind: type[Host] = Host
+        kind: type[ReplicaServer] = ReplicaServer
         if terms.world_size > 1:
-            from .multi_rank_server import HostAmongOthers as kind
+            from .multi_rank_server import MultiRankReplicaServer as kind
         kind(channel, terms).serve()
 
 

@@ -2,8 +2,8 @@
 
 A step survives the trainers' death once all ranks have handed it over. So replicas hold back steps that some rank may
 not have, and what all of them have leads to one step. A snapshot is of one step on all ranks, found by counting. It
-becomes a commit when every replica has its share on the disk. Messages between ranks go over the ``Agreement``, as for
-records.
+becomes a commit when every replica has its share on the disk. Messages between ranks go over the ``RankCoordinator``,
+as for records.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from . import drift, retained_state, shared_memory
-from .coordinator import Agreement, Standing
+from .coordinator import RankCoordinator, RankStatus
 from .model_description import describe, rebuild
 from .rank_exchange import give_to_others
-from .recorder import Sealed
-from .recovery import Recovered, recover
+from .recorder import FinalizedStep
+from .recovery import RecoveryResult, recover
 from .replica import Replica
-from .replica_rendezvous import Locks, has_kept, is_orphan
+from .replica_rendezvous import ReplicaLocks, has_kept, is_orphan
 from .shard_state import pour
-from .straggler_monitor import Others
-from .user_state import Script
+from .straggler_monitor import StragglerMonitor
+from .user_state import ScriptState
 
 
 def cut_of(state: LiveState, ranks: Ranks) -> str:
@@ -60,7 +60,7 @@ class Replicas(Replica):
         self._heard_of = (-1, 0)
         self._timeline: dict[str, Any] = {}
         self._run = Disk(self._terms.run)
-        self._locks = Locks(self._run)
+        self._locks = ReplicaLocks(self._run)
 
     @property
     def replica_step(self) -> int:
@@ -87,7 +87,9 @@ class Replicas(Replica):
         ranks.first_does(self._start)  # the first rank's replica acquires the run
         ranks.all_do(lambda: self._start() if ranks.rank else None)
 
-    def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
+    def recover(
+        self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
+    ) -> RecoveryResult:
         """Recover as a single replica does: from memory if all ranks can reach the same step there."""
         ranks, odd = self._ranks, list[str]()
         mine = [each for each in self._kept(store) if each.cut == cut_of(self._state, ranks)]
@@ -110,7 +112,7 @@ class Replicas(Replica):
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
-                return Recovered(found, self._told_of_stray(own), progress=progress)
+                return RecoveryResult(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
@@ -119,7 +121,7 @@ class Replicas(Replica):
         return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
     def _load(
-        self, own: retained_state.Kept, step: int, script: Script, progress: dict[str, Any]
+        self, own: retained_state.RetainedState, step: int, script: ScriptState, progress: dict[str, Any]
     ) -> str | None:
         """Bring this rank's part of the state to ``step``, from its kept state ``own``, and fill ``progress``.
 
@@ -150,7 +152,7 @@ class Replicas(Replica):
         for rank in range(ranks.world_size):  # all replicas exist now
             self._locks.gone(rank)
         self._clean_up_after_others()
-        self.agreement = Agreement(
+        self.agreement = RankCoordinator(
             ranks, how_far=self._how_far, steps_done=lambda: self.last_put, publish=self._publish,
             follow=lambda: None, hear=self._hear_of_all, sure="with the replicas, or durable,",
             is_there=self._is_there, survives=self._survives, deadline_seconds=self._deadline,
@@ -199,7 +201,7 @@ class Replicas(Replica):
 
     # Every step
 
-    def _send(self, sealed: Sealed) -> None:
+    def _send(self, sealed: FinalizedStep) -> None:
         super()._send(sealed)
         self._look_soon()
 
@@ -268,7 +270,7 @@ class Replicas(Replica):
         self._helper.send({"publish": refs})
         self._helper.wait_for_word("published")
 
-    def _hear_of_all(self, standing: Standing) -> None:
+    def _hear_of_all(self, standing: RankStatus) -> None:
         """Tell the replica what all ranks have, and how a snapshot ended."""
         ended = max(standing.published, standing.given_up)
         if (standing.durable_step, ended) == self._heard_of or not self._started:
@@ -312,7 +314,7 @@ class Replicas(Replica):
         agreement = self.agreement
         if agreement is None:
             return super()._wait_for(reached)
-        others = Others(agreement, self._deadline, self.last_put, self._number, self._base_at)
+        others = StragglerMonitor(agreement, self._deadline, self.last_put, self._number, self._base_at)
 
         def owes() -> bool:
             if self._is_late:

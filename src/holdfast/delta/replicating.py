@@ -10,25 +10,25 @@ from ..accelerators import devices_of
 from ..events import EventLog
 from ..store.local import LocalStore
 from ..store.rank_entry import see_alike
-from .durability import Asked, Survival
+from .durability import DurabilityBackend, ResumeRequest
 from .early_averages import averaging
-from .layers import LayerTap
-from .optimizer_hooks import Tap, Update
+from .layers import LayerHooks
+from .optimizer_hooks import OptimizerHooks, Update
 from .options import Options
-from .recovery import Recovered
+from .recovery import RecoveryResult
 from .replica import Replica
 from .replicas import Replicas
-from .staging_buffers import Slot, SlotPool
-from .training_state import Loop
+from .staging_buffers import StagingBuffer, StagingPool
+from .training_state import TrainingState
 
 
-class Replicating(Survival):
+class ReplicaBackend(DurabilityBackend):
     """Survival by the replica of the run in ``run``, which keeps its shared-memory store in ``memory``."""
 
     beside = True
 
     def __init__(
-        self, loop: Loop, options: Options, events: EventLog, *, run: str | Path, memory: Path
+        self, loop: TrainingState, options: Options, events: EventLog, *, run: str | Path, memory: Path
     ) -> None:
         """Prepare the replica. Raises ``BadInput`` if the training state cannot have one."""
         super().__init__(loop, options, events)
@@ -40,7 +40,7 @@ class Replicating(Survival):
         )  # fmt: skip
 
     @property
-    def pool(self) -> SlotPool:
+    def pool(self) -> StagingPool:
         assert self.replica.pool is not None
         return self.replica.pool
 
@@ -71,7 +71,7 @@ class Replicating(Survival):
 
     # Start
 
-    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         """Start the replica, and restore the state from memory or from the disk; None if the run has no step.
 
         With a replica there are no residuals, so training continues exactly from every step. Of several ranks none can
@@ -83,7 +83,7 @@ class Replicating(Survival):
             return None
         return self.replica.recover(store, self._loop.script, target=asked.target, exact=asked.exact)
 
-    def begin(self, found: Recovered | None) -> None:
+    def begin(self, found: RecoveryResult | None) -> None:
         self.begun, loop = True, self._loop
         point = None if found is None else found.point
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
@@ -92,7 +92,7 @@ class Replicating(Survival):
         finally:  # even after an error, which the other ranks must learn
             self.agreement = self.replica.agreement
 
-    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
         """Return the tap: one that copies early, unless gradients are on a device.
 
         Copies by a device take its time whenever they begin, so early ones gain nothing. The device would also have to
@@ -100,14 +100,14 @@ class Replicating(Survival):
         """
         loop = self._loop
         if devices_of(p.parameter for p in loop.state.parameters):
-            return Tap(loop.state, loop.codec, take_slot, clip_norm)
+            return OptimizerHooks(loop.state, loop.codec, take_slot, clip_norm)
         alone = loop.ranks.alone
         state = None if alone else averaging(loop.model)
-        return LayerTap(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)
+        return LayerHooks(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)
 
     # Every step
 
-    def take_slot(self) -> Slot:
+    def take_slot(self) -> StagingBuffer:
         return self.replica.take_slot()
 
     def record(self, updates: Sequence[Update]) -> None:

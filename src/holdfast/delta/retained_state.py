@@ -29,8 +29,8 @@ from ..store.manifest import ALONE, FileRef
 from ..store.payload_files import index_of_stream, read_file
 from ..store.retention import ancestry
 from . import shared_memory
-from .channel import Channel, Gone, is_readable
-from .lineage import Line
+from .channel import Channel, ChannelClosed, is_readable
+from .lineage import Lineage
 from .snapshot_chunks import of_one_base
 
 KEPT, SYNC = shared_memory.FOLDERS
@@ -45,7 +45,7 @@ MARKS = ("run", "cut")
 
 
 @dataclass(frozen=True)
-class Fork:
+class ForkPoint:
     """The step that a run continues, wherever its state was found."""
 
     step: int
@@ -54,7 +54,7 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedState:
     """The content of ``folder`` in a shared-memory store: the steps ``first`` to ``last`` of a timeline.
 
     ``timeline`` and ``key`` name the timeline. ``cut`` says which part of the state this is.
@@ -116,7 +116,7 @@ def take_sync(place: Path) -> None:
     Disk(place).rename(SYNC, KEPT)
 
 
-def look(place: Path, store: LocalStore) -> list[Kept]:
+def look(place: Path, store: LocalStore) -> list[RetainedState]:
     """Return what is kept and lies on the current timeline of the run in ``store``.
 
     Whether it is whole shows when it is loaded.
@@ -151,13 +151,13 @@ def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
         )
 
 
-def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:
+def _look(place: Path, folder: str, store: LocalStore) -> RetainedState | None:
     if not (place / folder / "commits").is_dir():
         return None
     with shared_memory.opened(place / folder) as memory:
         try:
             commits = memory.commits()
-            line = Line.of(memory, memory.load(commits[0]), None) if commits else None
+            line = Lineage.of(memory, memory.load(commits[0]), None) if commits else None
         except Damaged:
             return None
     timelines = store.timelines()[0]
@@ -173,10 +173,12 @@ def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:
     if last < line.base.step:
         return None
     cut = line.base.progress.get("cut", "")
-    return Kept(line.base.step, last, timeline, key, cut, folder, str(place))
+    return RetainedState(line.base.step, last, timeline, key, cut, folder, str(place))
 
 
-def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None, exact: bool) -> Fork | None:
+def agreed(
+    found: Sequence[Sequence[RetainedState]], newest_step: int, target: int | None, exact: bool
+) -> ForkPoint | None:
     """Return the newest step to which every rank with kept states can be brought, with its timeline.
 
     Args:
@@ -192,11 +194,11 @@ def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None
             return None
         if None not in there:
             newest = max(filter(None, there), key=lambda each: each.timeline)
-            return Fork(step, newest.timeline, newest.key)
+            return ForkPoint(step, newest.timeline, newest.key)
     return None
 
 
-def leading_to(step: int, own: Sequence[Kept]) -> Kept | None:
+def leading_to(step: int, own: Sequence[RetainedState]) -> RetainedState | None:
     """Return the kept state in ``own`` that can be brought to ``step``."""
     return next((each for each in own if each.first <= step <= each.last), None)
 
@@ -212,7 +214,7 @@ def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Call
         return None
     with shared_memory.opened(place / KEPT) as memory:
         base = memory.load(memory.line()[0])
-        store.begin(Fork(own.last, own.timeline, own.key))
+        store.begin(ForkPoint(own.last, own.timeline, own.key))
         files = {}
         for name, ref in base.files.items():
             if stop():
@@ -253,11 +255,11 @@ def newest(store: LocalStore, target: int | None) -> int:
     for ref in store.line():
         if target is None or ref.step <= target:
             with suppress(Damaged):
-                return Line.of(store, store.load(ref), target).step
+                return Lineage.of(store, store.load(ref), target).step
     return -1
 
 
-class Door:
+class ReplicaListener:
     """The socket at which the next trainer asks for the state, and says whether it takes what was kept.
 
     Opened by the holder of the run's lock.
@@ -318,7 +320,7 @@ class Door:
         try:
             while (word := self._asking.receive(timeout)) is not None:
                 self._takes, timeout = word.about.get("takes", False), 0.0
-        except Gone:
+        except ChannelClosed:
             self._let_go().close()
 
     def _let_go(self) -> Channel:
@@ -364,7 +366,7 @@ def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float, takes
         channel = Channel(sock)
         with suppress(OSError):  # the replica may have answered and gone
             channel.send({"takes": takes})
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             answer = channel.receive(deadline_seconds)
             if answer is not None and answer.about.get("busy") == os.getpid():
                 raise RunLocked(own_text(run))

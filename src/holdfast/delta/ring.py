@@ -7,16 +7,17 @@ ended, in whatever way. Sizes are bytes.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ..accelerators import CannotPin, pin
 from ..io.threads import open_file
 from ..store.files import Disk
 from ..store.layout import Layout
-from .staging_buffers import Slot, SlotPool
+from .staging_buffers import StagingBuffer, StagingPool
 
 RING = "ring"
 
@@ -24,7 +25,7 @@ ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhe
 """Advice where the shared memory cannot be pinned."""
 
 
-class SharedPool(SlotPool):
+class SharedPool(StagingPool):
     """A pool of ``count`` staging buffers in the new file ``ring`` of a shared-memory store.
 
     Every page is faulted in. Pinned where gradients come from ``devices``.
@@ -41,7 +42,7 @@ class SharedPool(SlotPool):
         )  # otherwise a write without free space would end the process
         self._ring = Ring(place, self.part_bytes, count)
         self.slots = [
-            Slot(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
+            StagingBuffer(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
             for number in range(count)
         ]
         self._free = list(self.slots)
@@ -60,6 +61,7 @@ class Ring:
         with open_file(place / RING, write=True, direct=False) as file:
             self._memory = mmap.mmap(file.fd, nbytes)
         self._view = memoryview(self._memory)
+        self._unpin: Callable[[], object] | None = None
 
     def parts(self, slot: int) -> list[memoryview]:
         start, parts = slot * sum(self._part_bytes), []
@@ -68,8 +70,16 @@ class Ring:
             start += nbytes
         return parts
 
+    def pin(self, device: torch.device) -> None:
+        """Pin the memory, so that copies from it to ``device`` are fast. Where that is refused they are slow."""
+        with suppress(CannotPin):
+            self._unpin = pin(self._view, device)
+
     def close(self) -> None:
         """Release the memory; buffers that still refer to it keep it alive."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         with suppress(BufferError):
             self._view.release()
             self._memory.close()

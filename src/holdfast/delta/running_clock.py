@@ -16,7 +16,7 @@ MOST_SECONDS = 2.0
 """The most seconds that count between two readings."""
 
 
-class AwakeClock:
+class RunningClock:
     """A clock that stands still while the process is suspended. Safe to use from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,5 +32,5 @@ class AwakeClock:
             return self._now
 
 
-now = AwakeClock().now
+now = RunningClock().now
 """The clock of this process."""

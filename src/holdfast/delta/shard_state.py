@@ -21,7 +21,7 @@ from ..state.live_state import Held, LiveState
 from ..state.overlaps import Memory, Shared
 
 
-class Ghost(LiveState):
+class ShardState(LiveState):
     """One writer's shard of the training state, rebuilt on plain tensors.
 
     Replay must use the shapes the writer used: fused kernels round differently on other shapes. After a change of

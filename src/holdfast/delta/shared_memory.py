@@ -34,8 +34,8 @@ from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.manifest import ALONE
 from ..store.reader import RunReader
-from .bases import BaseMaker
-from .recorder import Inline
+from .bases import SnapshotWriter
+from .recorder import InlineRecorder
 
 MEMORY = Path("/dev/shm")
 
@@ -222,7 +222,7 @@ def put(
             journal = store.journal(ALONE)
             journal.append(records)
             journal.close()
-        bases = BaseMaker(store, state, Inline())
+        bases = SnapshotWriter(store, state, InlineRecorder())
         bases.begin()
         while not bases.all_staged:
             bases.write_next(step)

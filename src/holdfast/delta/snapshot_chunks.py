@@ -1,4 +1,4 @@
-"""Division of the state into chunks (``Unit``), each copied and written by itself in a snapshot. Sizes are bytes."""
+"""Division of the state into chunks, each copied and written by itself in a snapshot. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A larger parameter is divided by rows if its optimizer is elementwise, and is on
 
 
 @dataclass
-class Unit:
+class SnapshotChunk:
     name: str
     owners: tuple[str, ...]
     layout: Layout
@@ -77,7 +77,9 @@ def owned_by(state: LiveState) -> dict[str, Held]:
     return owned | {key: {key: held} for key, held in state.residuals_held().items()}
 
 
-def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
+def divided(
+    owned: dict[str, Held], state: LiveState, prefix: str = ""
+) -> tuple[list[SnapshotChunk], dict[str, Any]]:
     """Divide what is ``owned`` into chunks, without files yet, and return them with the index of their content."""
     units = [_unit(prefix, number, *of, owned, state) for number, of in enumerate(_groups(owned, state))]
     return units, _index_of(units, owned, state)
@@ -98,7 +100,7 @@ def _unit(
     rows: range | None,
     owned: dict[str, Held],
     state: LiveState,
-) -> Unit:
+) -> SnapshotChunk:
     held, stretches = _held_of(owned, owners, rows), _stretches(state, owners, rows)
     entries = [
         (key, atom.dtype, tuple(tensor.shape))
@@ -108,7 +110,7 @@ def _unit(
     layout = Layout.build(entries, METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
     name = f"{prefix}unit_{number:03d}-{form}"
-    return Unit(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
+    return SnapshotChunk(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
 
 
 def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, Stretch]:
@@ -209,7 +211,7 @@ def _whole_shape(held: Held) -> tuple[int, ...]:
     return next(iter(held.values()))[0].shape
 
 
-def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
+def _index_of(units: Sequence[SnapshotChunk], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     whole = atoms_of(owned)
     for unit in units:
@@ -226,7 +228,7 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
     return {"version": 1, "atoms": atoms}
 
 
-def _fragments(unit: Unit, part: Atom, region: Region) -> list[dict[str, Any]]:
+def _fragments(unit: SnapshotChunk, part: Atom, region: Region) -> list[dict[str, Any]]:
     """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
     if isinstance(region, Box):
         return [fragment(unit.name, part.key, region)]

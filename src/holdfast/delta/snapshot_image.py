@@ -10,7 +10,7 @@ from ..state.plain_tensors import flat_bytes
 from ..store.layout import METADATA, Layout
 
 
-class Image:
+class SnapshotImage:
     """The bytes of a file of ``layout`` that holds ``tensors``, a block at a time."""
 
     def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:

@@ -22,10 +22,10 @@ from ..plan.tuner import FIRST_STEPS, Tuner, prior
 from ..state.live_state import LiveState
 from ..store.local import LocalStore
 from ..units import format_bytes
-from .bases import BaseMaker
-from .collective_snapshot import Together
+from .bases import SnapshotWriter
+from .collective_snapshot import CollectiveSnapshot
 from .recorder import Recorder, Task
-from .recovery_progress import Recovery
+from .recovery_progress import RecoveryProgress
 from .storage_share import LEAST_STORAGE, left_bytes
 
 POLICIES = ("block", "skip", "commit")
@@ -35,7 +35,7 @@ PRIOR_BYTES_PER_SECOND = 500_000_000.0
 
 
 @dataclass(frozen=True)
-class Means:
+class SnapshotResources:
     """The resources that snapshots may use."""
 
     staging_bytes: int
@@ -54,7 +54,7 @@ class Means:
     when_behind: str = "block"
 
 
-class Pace:
+class SnapshotScheduler:
     """The scheduler and maker of a run's snapshots.
 
     Args:
@@ -70,18 +70,18 @@ class Pace:
         store: LocalStore,
         state: LiveState,
         recorder: Recorder,
-        means: Means,
+        means: SnapshotResources,
         *,
         progress: Callable[[], dict[str, Any]],
         emit: Callable[..., None],
         restarted: Callable[[], None],
         prefix: str = "",
-        together: Together | None = None,
+        together: CollectiveSnapshot | None = None,
     ) -> None:
         self._store, self._state, self._recorder, self._means = store, state, recorder, means
         self._progress = progress if together is None else lambda: together.alike.marked(progress())
         self._emit, self._restarted = emit, restarted
-        self.bases = BaseMaker(store, state, recorder, prefix, self._set_cap)
+        self.bases = SnapshotWriter(store, state, recorder, prefix, self._set_cap)
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
@@ -94,7 +94,10 @@ class Pace:
         self._failed_beside = False
         """True if a snapshot that was to end the gap beside training failed; training waits for the next one."""
         self._published: deque[int] = deque()
-        self._told: dict[BaseMaker | Recorder, tuple[int, float]] = {self.bases: (0, 0.0), recorder: (0, 0.0)}
+        self._told: dict[SnapshotWriter | Recorder, tuple[int, float]] = {
+            self.bases: (0, 0.0),
+            recorder: (0, 0.0),
+        }
         self._stall = self._stall_of_base = 0.0
         self._num_stages = 0
         self._dropped = 0
@@ -266,7 +269,7 @@ class Pace:
         self._set_cap(full)
         self.tuner.restarted(*self._store.restarts())
 
-    def recovered(self, recovery: Recovery) -> None:
+    def recovered(self, recovery: RecoveryProgress) -> None:
         """Tell the tuner how long the resume took. Called before the first step."""
         assert self.tuner is not None
         self.tuner.replayed(

@@ -20,7 +20,7 @@ from ..store.payload_files import index_of_stream, read_file
 from .staging_buffers import tensors_of
 
 
-class Share:
+class SnapshotShard:
     """The share of ``stream`` in the snapshot ``base``.
 
     Its tensors have *owners*: the parameter that they belong to, or all buffers.

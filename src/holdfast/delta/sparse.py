@@ -106,7 +106,7 @@ def _taken(
     return torch.repeat_interleave(starts, counts) + within, values
 
 
-class Spread:
+class SparseScratch:
     """Flat tensors of several parameters, of ``sizes`` elements, whose memory is reused from record to record.
 
     Each has the values that ``spread`` gives. Only what the record before wrote is cleared.

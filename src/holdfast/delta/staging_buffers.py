@@ -18,10 +18,10 @@ from ..io.buffers import Buffer
 from ..state.dtypes import FROM_NAME
 from ..store.layout import Layout
 from ..units import PAGE
-from .async_copy import Departures, pinned
+from .async_copy import DeviceCopies, pinned
 
 
-class Slot:
+class StagingBuffer:
     """A staging buffer for one iteration.
 
     ``parts`` holds its memory by optimizer. ``tensors`` holds the views of each part by parameter name, or by key where
@@ -32,7 +32,7 @@ class Slot:
         self,
         layouts: Sequence[Layout],
         parts: Sequence[memoryview] | None = None,
-        departures: Departures | None = None,
+        departures: DeviceCopies | None = None,
         advice: str = "",
     ) -> None:
         """Allocate the buffer, or use ``parts``, which the caller frees. Pinned where there are ``departures``.
@@ -96,18 +96,18 @@ class Slot:
             buffer.free()
 
 
-class SlotPool:
+class StagingPool:
     """A pool of ``count`` staging buffers, for gradients on ``devices``. One thread takes, another gives back."""
 
     def __init__(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()) -> None:
         self.devices = list(devices)
-        self._departures = Departures(devices) if devices else None
-        self.slots = [Slot(layouts, departures=self._departures) for _ in range(count)]
+        self._departures = DeviceCopies(devices) if devices else None
+        self.slots = [StagingBuffer(layouts, departures=self._departures) for _ in range(count)]
         self.slot_bytes = sum(layout.file_bytes for layout in layouts)
         self._free = list(self.slots)
         self._changed = threading.Condition()
 
-    def take(self, timeout: float = 0.0) -> Slot | None:
+    def take(self, timeout: float = 0.0) -> StagingBuffer | None:
         """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:
             if not self._free and timeout > 0:
@@ -117,7 +117,7 @@ class SlotPool:
             slot.settle()  # a buffer given back without a record may have copies under way
         return slot
 
-    def give(self, slots: Sequence[Slot]) -> None:
+    def give(self, slots: Sequence[StagingBuffer]) -> None:
         with self._changed:
             self._free.extend(slots)
             self._changed.notify_all()

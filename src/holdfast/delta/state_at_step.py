@@ -15,10 +15,10 @@ from ..store.local import LocalStore
 from ..store.target import Url
 from .recovery import recover
 from .snapshot_state import rebuilt
-from .user_state import NoScript
+from .user_state import NoScriptState
 
 
-class _Kept(NoScript):
+class _Kept(NoScriptState):
     """A stand-in for the script that keeps the progress which would be restored."""
 
     def restore(self, progress: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ Standing = Callable[[], dict[str, Any]]
 """Returns further fields of a line; its ``written_bytes`` counts since the run was opened."""
 
 
-class Pulse:
+class StepLog:
     """The writer of step lines."""
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:

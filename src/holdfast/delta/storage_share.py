@@ -52,7 +52,7 @@ def left_bytes(store: LocalStore, recorder: Recorder) -> int:
     return store.cap_bytes - (store.used_bytes - free + pending)
 
 
-class Allotment:
+class StorageShare:
     """The storage share of this rank.
 
     Args:

@@ -10,13 +10,13 @@ import warnings
 
 from ..errors import RankFailed
 from . import running_clock
-from .coordinator import PROBE_SECONDS, Agreement
+from .coordinator import PROBE_SECONDS, RankCoordinator
 
 GRACE_SECONDS = 2 * PROBE_SECONDS
 """The extra time that other ranks get beyond this rank's replica: the failing one knows the cause better."""
 
 
-class Others:
+class StragglerMonitor:
     """Detects ranks that stopped making progress while this rank waits for them.
 
     The wait is for all ranks to have ``step``, and for snapshot ``number``, of ``base_step``, to end. Warns once about
@@ -24,7 +24,7 @@ class Others:
     """
 
     def __init__(
-        self, agreement: Agreement, deadline_seconds: float, step: int, number: int, base_step: int
+        self, agreement: RankCoordinator, deadline_seconds: float, step: int, number: int, base_step: int
     ) -> None:
         self._agreement, self._deadline = agreement, deadline_seconds
         self._step, self._number, self._base_step = step, number, base_step

@@ -17,7 +17,7 @@ from ..state.capture import aliases_of
 from ..state.joined_buffers import buffers_within, joined_buffers
 from ..state.live_state import LiveState
 from ..state.prepared_models import refuse_away
-from ..state.schedules import Forgotten
+from ..state.schedules import UngivenSchedulers
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -25,7 +25,7 @@ from .comm_hook import HookState, hooked, warn_of_hook_state
 from .joint_scan import look
 from .lossy import Sparse, TopK
 from .mutation_check import changes_of
-from .optimizer_attributes import OwnState, StateCheck
+from .optimizer_attributes import OptimizerAttributes, StateCheck
 from .optimizer_hooks import Update
 from .options import (
     optimizers_of,
@@ -34,10 +34,10 @@ from .options import (
     refuse_taken,
     refuse_without_values,
 )
-from .recovery import Recovered
+from .recovery import RecoveryResult
 from .snapshot_state import replay_info
-from .transient_buffers import PassingBuffers
-from .user_state import Script
+from .transient_buffers import TransientBuffers
+from .user_state import ScriptState
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
@@ -58,7 +58,7 @@ def is_no_place(name: str, thing: Any) -> bool:
     return name != "loader" and not hasattr(thing, "__iter__")
 
 
-class Loop:
+class TrainingState:
     """The training state on one rank, with everything that was given to a ``Checkpointer``.
 
     Call order:
@@ -97,8 +97,8 @@ class Loop:
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
-        self.script = Script(self.optimizers, things)
-        self._forgotten = Forgotten(self.optimizers, things.values())
+        self.script = ScriptState(self.optimizers, things)
+        self._forgotten = UngivenSchedulers(self.optimizers, things.values())
         self._looks_for_scaler = scaler is None
         self.model, self._averages, self._scaler, self._schedule = model, averages, scaler, scheduler
         self._ends_again = loader is not None and not getattr(loader, "endless", False)
@@ -116,10 +116,10 @@ class Loop:
         """Parameters that did not require gradients at the first scan."""
         self._looks: list[int] = []
         """The steps of the last scans."""
-        self._own = [OwnState(optimizer) for optimizer in self.optimizers]
+        self._own = [OptimizerAttributes(optimizer) for optimizer in self.optimizers]
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
-        self._passing = PassingBuffers(ranks.alone)
+        self._passing = TransientBuffers(ranks.alone)
         self._joined: set[str] = set()
         """Names of buffers that overlapped only with one another at a scan; a forward pass may separate them."""
         self.has_new_buffers = False
@@ -204,7 +204,7 @@ class Loop:
         self.ranks.all_do(self.script.refuse_large)
         self.state.forget_residuals()  # of steps before the run
 
-    def go_on(self, found: Recovered) -> None:
+    def go_on(self, found: RecoveryResult) -> None:
         """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
         self._passing.restore(self.state, found.progress)

@@ -31,7 +31,7 @@ SMALL = 16
 Kind = tuple[torch.dtype, torch.Size]
 
 
-class PassingBuffers:
+class TransientBuffers:
     """The non-persistent buffers of the model of one training loop, which is ``alone`` if it has one process."""
 
     def __init__(self, alone: bool) -> None:

@@ -51,7 +51,7 @@ Stateful = Mapping[str, Any]
 """Objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 
-class Script:
+class ScriptState:
     """The user state: the hyper-parameters of ``optimizers``, and ``things`` with a state of their own."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], things: Stateful) -> None:
@@ -279,7 +279,7 @@ def _large(nbytes: Mapping[str, int]) -> str:
     )
 
 
-class NoScript(Script):
+class NoScriptState(ScriptState):
     """A stand-in where there is no script: it checks and restores nothing."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import Damaged
 from ..state.atoms import Atom
 from ..state.dtypes import FROM_NAME, TO_NAME
-from ..state.fragments import Pieces, dense
+from ..state.fragments import Fragments, dense
 from ..state.plain_tensors import host_bytes
 from ..state.regions import Box
 from ..universal.load import read_flat
@@ -178,7 +178,7 @@ class Converted(Made):
             atom = Atom(_under(name, self._renamings) if group.converter else name, slot, shape, dtype)
             part = self.add_part(Part(self.path, 0, atom.nbytes, dtype))
             self._of_part.append((group, name))
-            self.add(Stored(atom, Pieces.of([dense(Box.whole(shape), part)], len(shape))))
+            self.add(Stored(atom, Fragments.of([dense(Box.whole(shape), part)], len(shape))))
 
     def _converted(self, group: Group) -> dict[str, torch.Tensor]:
         key = id(group)

@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Suspect:
+class WatchedTensor:
     """A tensor in an attribute whose reads are watched.
 
     ``block`` is the block that keeps the tensor, if a block does.
@@ -89,7 +89,7 @@ class Attributes:
         ]
         self._done: set[bool] = set()
         self._set_by: dict[str, int] = {}
-        self._suspects: dict[tuple[int, str], Suspect] = {}
+        self._suspects: dict[tuple[int, str], WatchedTensor] = {}
         self._watches: dict[tuple[type, str], _Watch] = {}
         self.looking = self.interleaved = False
         self.place: Place | None = None
@@ -157,15 +157,15 @@ class Attributes:
                 if suspect.read_elsewhere:
                     raise _refused(suspect.name, *KEEPS_GRADIENT)
 
-    def suspect_of(self, module: nn.Module, attribute: str) -> Suspect | None:
+    def suspect_of(self, module: nn.Module, attribute: str) -> WatchedTensor | None:
         return self._suspects.get((id(module), attribute))
 
-    def _suspect(self, holder: str, name: str) -> Suspect:
+    def _suspect(self, holder: str, name: str) -> WatchedTensor:
         """Return the suspect for attribute ``name`` of module ``holder``, watched from now on."""
         module = next(module for path, module in self._all if path == holder)
         key, kind = (id(module), name), type(module)
         if key not in self._suspects:
-            self._suspects[key] = Suspect(f"{holder}.{name}" if holder else name)
+            self._suspects[key] = WatchedTensor(f"{holder}.{name}" if holder else name)
             self._watches.setdefault((kind, name), _Watch(self, kind, name)).install()
         return self._suspects[key]
 

@@ -20,13 +20,13 @@ import torch
 from ..errors import ModelNotSupported
 from ..plan.auto import Choice, Question, answer, play
 from ..plan.work import StepShape, Work
-from ..probe.cached import Known, machine_at
+from ..probe.cached import CachedProfile, machine_at
 from ..probe.machine import BlockTimes
 from ..profiles import MachineProfile
 from ..units import format_seconds
 from .block_times import Times, time_model
 from .device import Device
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .process import give_back_freed
 
 Limits = tuple[int | None, int | None, int | None]
@@ -46,7 +46,7 @@ class Prediction:
     """Names of the values that were given instead of chosen."""
     tried: int
     by_linear_program: bool
-    known: Known
+    known: CachedProfile
     times: Times | None
     """None where the model could not be timed; its floating-point operations are used instead."""
     ssd_adjusted: bool
@@ -128,7 +128,7 @@ class Planner:
         self,
         ask: Callable[[MachineProfile, Work], Question],
         work: Work,
-        parts: Parts,
+        parts: ModelParts,
         device: Device,
         sample: Any,
         loss_fn: Callable[..., Any] | None,
@@ -230,7 +230,9 @@ def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
 # -- helpers ----------------------------------------------------------------------------------------
 
 
-def _timed(parts: Parts, device: Device, sample: Any, loss_fn: Callable[..., Any] | None) -> Times | None:
+def _timed(
+    parts: ModelParts, device: Device, sample: Any, loss_fn: Callable[..., Any] | None
+) -> Times | None:
     """Return the measured times; None, with a warning, where the model cannot be timed."""
     try:
         times = time_model(parts.model, parts.blocks, sample, parts.resident.dtype, device, loss_fn)

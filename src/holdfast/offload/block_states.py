@@ -48,7 +48,7 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class ParameterEntry:
     """One parameter of a unit, with its offsets in bytes. ``grad_offset`` is -1 for a frozen one."""
 
     owned: Owned
@@ -102,7 +102,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return (*(dim for dim, size in enumerate(tensor.shape) if size == 1), *order)
 
 
-class Unit:
+class BlockState:
     """The forms of one unit's bytes."""
 
     def __init__(
@@ -121,14 +121,14 @@ class Unit:
         """Lay the unit out. ``prefix`` begins the names of this rank's files."""
         self.name, self.dtype, self._optimizer = name, dtype, optimizer
         self.buffers, self._absent = buffers or {}, absent or {}
-        self.members: list[Member] = []
+        self.members: list[ParameterEntry] = []
         copy_end = grad_end = 0
         for trained in (True, False):
             for one in owned:
                 if one.captured.trained != trained:
                     continue
                 elements = one.captured.parameter.numel()
-                self.members.append(Member(one, copy_end, grad_end if trained else -1))
+                self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1))
                 copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN)
                 grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
             copy_end = round_up(copy_end)
@@ -200,11 +200,11 @@ class Unit:
         """Number of trained elements."""
         return sum(m.elements for m in self.trained)
 
-    def kept(self, member: Member | Piece) -> Slots:
+    def kept(self, member: ParameterEntry | Piece) -> Slots:
         """Return what the optimizer keeps for a parameter, or for a fragment of one."""
         return self._optimizer.slots(member.group, member.shape)
 
-    def member_slots(self, member: Member | Piece) -> Slots:
+    def member_slots(self, member: ParameterEntry | Piece) -> Slots:
         """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
         slots = self.kept(member)
         return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
@@ -258,12 +258,12 @@ class Unit:
     def frozen_view(self, image: torch.Tensor, name: str) -> torch.Tensor:
         return _view(self.frozen_layout, image, f"{name}/param")
 
-    def copy_view(self, copy: torch.Tensor, member: Member) -> torch.Tensor:
+    def copy_view(self, copy: torch.Tensor, member: ParameterEntry) -> torch.Tensor:
         """Return a parameter inside a compute copy."""
         end = member.copy_offset + member.elements * self.dtype.itemsize
         return member.arranged(copy[member.copy_offset : end].view(self.dtype))
 
-    def grad_view(self, grads: torch.Tensor, member: Member) -> torch.Tensor:
+    def grad_view(self, grads: torch.Tensor, member: ParameterEntry) -> torch.Tensor:
         """Return a parameter's gradient inside the gradients."""
         end = member.grad_offset + member.elements * 4
         return grads[member.grad_offset : end].view(torch.float32).view(member.shape)

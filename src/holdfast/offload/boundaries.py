@@ -32,7 +32,7 @@ Seed = tuple[GradientEdge, torch.Tensor]
 """A point of the graph where an input begins, and the gradient that the input has before the backward pass."""
 
 
-class Delivery:
+class BlockOutput:
     """The output of one block for one micro-batch, on its way to the model's thread.
 
     ``device`` and ``host`` are its float tensors where they are at present. ``grads`` are their gradients as they come
@@ -86,7 +86,7 @@ class Graph:
     """The part of the autograd graph that one computation of a block made."""
 
     roots: list[GradientEdge | None]
-    """Edges at which the gradients of the block's float outputs arrive, in the order of ``Delivery.grads``."""
+    """Edges at which the gradients of the block's float outputs arrive, in the order of ``BlockOutput.grads``."""
     leaves: list[torch.Tensor]
     """The moving inputs at which the graph begins."""
 
@@ -130,7 +130,7 @@ class Source:
 
     def __init__(
         self,
-        delivery: Delivery | None = None,
+        delivery: BlockOutput | None = None,
         index: int = 0,
         edge: GradientEdge | None = None,
         running: threading.Event | None = None,
@@ -283,16 +283,16 @@ class Boundary:
         self.roots.clear()
 
 
-class Tracker:
+class OriginTracker:
     """Finds, for one micro-batch, the origin of every tensor that reaches a block."""
 
     def __init__(self) -> None:
-        self._deliveries: list[Delivery] = []
+        self._deliveries: list[BlockOutput] = []
         self._thread_sources: dict[GradientEdge, Source] = {}
         self.running = threading.Event()
         """Event that is set while a backward pass of this micro-batch runs."""
 
-    def delivered(self, delivery: Delivery) -> None:
+    def delivered(self, delivery: BlockOutput) -> None:
         self._deliveries.append(delivery)
 
     def boundary(self, call: BlockCall, name: str) -> Boundary:

@@ -16,26 +16,26 @@ from ..store.manifest import Manifest
 from ..units import round_up
 from ..update.forms import anew
 from . import rng
-from .block_states import Unit, as_tensor
+from .block_states import BlockState, as_tensor
 from .blocks import Patch
-from .data_parallel import Fellows
+from .data_parallel import DataParallelGroup
 from .device import Device
 from .drives import Drives
 from .existing_state import held_for, part_of
 from .initial_values import Init, initial_values
 from .microbatches import hand_over
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .planning import Plan
-from .resharded_commit import Recut
+from .resharded_commit import ReshardedCommit
 from .residency import Residency
 from .resume import other_layout
 from .runtime import InputScratch, Runtime, Stored
 from .starting_state import Beginning
 from .transfer_pool import CROSSING
-from .zeroth import Zeroth
+from .zeroth import ZerothOrderState
 
 
-def stored_units(parts: Parts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
+def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
     """Return the generation files of every unit, by the name that commits use. Writes nothing yet."""
     found = {}
     for unit in parts.all_units:
@@ -47,12 +47,12 @@ def stored_units(parts: Parts, store: LocalStore, drives: Drives) -> dict[str, G
 
 
 def build(
-    parts: Parts,
+    parts: ModelParts,
     plan: Plan,
     store: LocalStore,
     stored: dict[str, Generations],
     device: Device,
-    fellows: Fellows,
+    fellows: DataParallelGroup,
     seed: int,
 ) -> Runtime:
     """Build the runtime with all its files and resident memory, not yet filled with values."""
@@ -90,7 +90,7 @@ def build(
             resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
             resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
             parameter_order=[parameter.name for parameter in parts.captured.parameters],
-            zeroth=None if parts.optimizer.takes_gradients else Zeroth(),
+            zeroth=None if parts.optimizer.takes_gradients else ZerothOrderState(),
         )
         undo.pop_all()
     return run
@@ -141,7 +141,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
 
 
 def _values(
-    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
     """Return the values of a unit's parameters, as the first rank has them."""
     if run.fellows.rank == 0:
@@ -156,7 +156,7 @@ def _values(
 
 
 def _own_values(
-    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
     if beginning is None:
         return initial_values(run.model, unit, init, run.seed)
@@ -172,7 +172,7 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
 
     State in other files (of another number of ranks, or on another drive) is written to this rank's own files.
     """
-    recut = Recut(run.store, manifest)
+    recut = ReshardedCommit(run.store, manifest)
     for block, unit in enumerate(run.units):
         state, frozen = _images(run, block)
         _fill_image(run, recut, unit, unit.file_name, state)
@@ -182,7 +182,7 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
     run.resident.read_buffers(as_tensor(run.resident_buffer))
 
 
-def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer) -> None:
+def _fill_image(run: Runtime, recut: ReshardedCommit, unit: BlockState, name: str, image: Buffer) -> None:
     """Fill one unit's image from the file of the same name, or from other files."""
     files = run.stored[name]
     ref = recut.file(name, name == unit.frozen_name, files.is_mine)
@@ -235,7 +235,7 @@ def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> N
         residency.pool.give(frozen)
 
 
-def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
+def _place_copy(run: Runtime, block: int, unit: BlockState, copy: Buffer) -> None:
     if run.placement.params[block]:
         run.residency.copies[block] = copy
         return

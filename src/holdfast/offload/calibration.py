@@ -40,7 +40,7 @@ LEAST_PART = 0.5
 """Fraction of a step during which a resource must work to be corrected."""
 
 
-class Corrections:
+class Calibration:
     """Corrections by the steps of one engine, which calls ``begins`` and ``returns`` around each."""
 
     def __init__(self, executor: Executor, prediction: Prediction | None, events: EventLog) -> None:

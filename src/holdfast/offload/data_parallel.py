@@ -15,14 +15,14 @@ import torch
 from ..errors import BadInput, RankFailed
 from ..ranks import Ranks, this_machine
 from ..state.plain_tensors import flat_bytes, tensor_of
-from .block_states import Unit
+from .block_states import BlockState
 from .residency import Gradients
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Fellows:
+class DataParallelGroup:
     """This rank and the others, or a process by itself."""
 
     control: Ranks
@@ -32,7 +32,7 @@ class Fellows:
     """Number of ranks on this host, this one included."""
 
     @classmethod
-    def here(cls, deadline_seconds: float) -> Fellows:
+    def here(cls, deadline_seconds: float) -> DataParallelGroup:
         """Return the ranks of torch.distributed, or a process by itself if it is not in use.
 
         Collective: every rank must call this; it waits for all of them.
@@ -106,12 +106,12 @@ class Fellows:
 
     # What the operations exchange
 
-    def gather_copy(self, unit: Unit, copy: torch.Tensor) -> None:
+    def gather_copy(self, unit: BlockState, copy: torch.Tensor) -> None:
         """Complete a compute copy on all ranks, of which each rank has put its own part in place."""
         for ranges in zip(*unit.copy_ranges, strict=True):
             self.exchange.fill(copy, ranges)
 
-    def gather_value(self, unit: Unit, name: str, value: torch.Tensor) -> None:
+    def gather_value(self, unit: BlockState, name: str, value: torch.Tensor) -> None:
         """Complete a parameter on all ranks, of which each rank has put its own fragment in place."""
         if value.numel():
             self.exchange.fill(value.view(-1), unit.owners[name])
@@ -126,7 +126,7 @@ class Fellows:
             self.control.fill(flat, [(0, len(flat))])
             tensor.copy_(tensor_of(flat, tensor.dtype, tensor.shape))
 
-    def reduce(self, unit: Unit, summed: Gradients, share: torch.Tensor) -> Gradients:
+    def reduce(self, unit: BlockState, summed: Gradients, share: torch.Tensor) -> Gradients:
         """Sum a unit's gradients over all ranks, and return this rank's shard of the sum, put into ``share``.
 
         ``summed`` are the gradients that this rank has summed over its micro-batches. Collective: every rank must call
@@ -141,7 +141,7 @@ class Fellows:
             self.exchange.sum_into(share.view(torch.float32), summed.flat.view(torch.float32), ranges)
         return Gradients(share, None, touched)
 
-    def _touched(self, unit: Unit, here: set[str]) -> set[str]:
+    def _touched(self, unit: BlockState, here: set[str]) -> set[str]:
         """Return the names of the unit's parameters that have a gradient on any rank."""
         return set().union(*self.exchange.everyone(here)) if unit.trained else set()
 
@@ -164,7 +164,7 @@ class Fellows:
         }
 
 
-def refuse_alone_only(fellows: Fellows, schedule: str) -> None:
+def refuse_alone_only(fellows: DataParallelGroup, schedule: str) -> None:
     """Raise ``BadInput`` for a schedule that several ranks cannot run."""
     if fellows.alone:
         return

@@ -15,6 +15,7 @@ what it needs is over on the device, which one thread per stream detects. Theref
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,9 @@ from .executor import Lane
 
 Lends = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 """Function that provides host memory for copies of tensors."""
+
+Held = tuple[list[torch.Tensor], Callable[[], object] | None]
+"""Tensors that copies use, and a function to call when these are over."""
 
 
 class HostDevice:
@@ -120,10 +124,7 @@ class HostDevice:
 
 
 class SeparateDevice:
-    """One accelerator, reached through ``accelerators`` alone.
-
-    It has not run on real hardware yet: tests simulate a device in Python and drive this very class.
-    """
+    """One accelerator, reached through ``accelerators`` alone. Tests play a device in Python and drive this class."""
 
     unified = False
     ahead = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})
@@ -138,6 +139,8 @@ class SeparateDevice:
         self._watchers: dict[str, Lane] = {}
         self._marks: dict[Key, tuple[str, Any]] = {}
         """Lane of the newest operation of each key, and the event that marks its end."""
+        self._held = threading.local()
+        """``of_operation``: the holds of the operation that the calling thread runs, or None."""
         self._pins = True
 
     def use(self) -> None:
@@ -160,16 +163,28 @@ class SeparateDevice:
             lane, mark = self._marks.get(key, (op.lane, None))
             if lane != op.lane and (lane, op.lane) in self.ahead:
                 stream.wait_event(mark)
-        with self._on(stream):
-            yield
+        self._held.of_operation = []
+        try:
+            with self._on(stream):
+                yield
+        except BaseException:
+            with suppress(Exception):
+                self._watch(op.lane, self._record(stream))
+            raise
 
     def ended(self, op: Op) -> Future | None:
         stream = self._streams.get(op.lane)
         if stream is None:
             return None
-        mark, over = self._record(stream), Future()
+        mark = self._record(stream)
         self._marks[op.key] = op.lane, mark
-        self._watchers[op.lane].put(partial(_tell, mark, over))
+        return self._watch(op.lane, mark)
+
+    def _watch(self, lane: str, mark: Any) -> Future:
+        """Return a future that is done after the event ``mark``, when the holds of the operation have been let go."""
+        over: Future = Future()
+        held, self._held.of_operation = self._holds(), None
+        self._watchers[lane].put(partial(_tell, mark, over, held or []))
         return over
 
     def close(self) -> None:
@@ -240,8 +255,18 @@ class SeparateDevice:
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(self.torch_device))
 
     def _hold(self, lane: str, tensors: list[torch.Tensor], done: Callable[[], object] | None = None) -> None:
-        """Keep ``tensors`` until the copies that the calling thread has started are over; then call ``done``."""
-        self._watchers[lane].put(partial(_let_go, self._record(self._current_stream()), tensors, done))
+        """Keep ``tensors`` until the copies that the calling thread has started are over; then call ``done``.
+
+        Within an operation they are kept until it is over: one event and one wake of the watcher serve all its copies.
+        """
+        held = self._holds()
+        if held is not None:
+            held.append((tensors, done))
+        else:
+            self._watchers[lane].put(partial(_let_go, self._record(self._current_stream()), tensors, done))
+
+    def _holds(self) -> list[Held] | None:
+        return getattr(self._held, "of_operation", None)
 
     # Calls that tests override to simulate a device
 
@@ -280,13 +305,15 @@ class SeparateDevice:
 Device = HostDevice | SeparateDevice
 
 
-def _tell(mark: Any, over: Future) -> None:
-    """Complete ``over`` when the event ``mark`` has occurred, or with the device's error."""
+def _tell(mark: Any, over: Future, held: list[Held]) -> None:
+    """Let go of ``held`` and complete ``over`` when the event ``mark`` has occurred, or with the device's error."""
     try:
         mark.synchronize()
     except BaseException as error:
         over.set_exception(error)
         return
+    while held:
+        _let_go(mark, *held.pop(0))
     over.set_result(None)
 
 

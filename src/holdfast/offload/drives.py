@@ -28,7 +28,7 @@ from ..store.rank_entry import see_drives
 from ..units import MiB, format_bytes
 from ..update.threads import one_torch_thread
 from .auto import Limits, nearest, to_standard_error
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .planning import Plan
 
 SECONDS = 1.0
@@ -116,7 +116,7 @@ class Drives:
         rates = [drive.bytes_per_second for drive in self.all]
         return sum(rates) / rates[0] if rates else 1.0
 
-    def shared_out(self, plan: Plan, parts: Parts, ranks: Ranks) -> Drives:
+    def shared_out(self, plan: Plan, parts: ModelParts, ranks: Ranks) -> Drives:
         """Return the drives with their shares of the state, and with the units of this rank that lie on each.
 
         Shares are computed where they are not decided yet. Collective: all of ``ranks`` must call this. Raises

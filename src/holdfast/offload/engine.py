@@ -25,16 +25,16 @@ from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
 from ..store.manifest import Manifest
-from ..update.threads import one_torch_thread
+from ..update.threads import one_torch_thread, update_helpers
 from . import rng
 from .blocks import install
-from .calibration import Corrections
+from .calibration import Calibration
 from .defaults import on_host_by_default
 from .equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .executor import Executor
 from .exit_hook import closed, finish_at_exit
 from .export import newest_values, state_dict, trained_values
-from .external_edits import Edits
+from .external_edits import ExternalEdits
 from .external_edits import told as told_of_edits
 from .interrupts import deferred
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
@@ -48,7 +48,16 @@ from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .starting_state import Beginning
 from .steps import Rules, StepMaker
-from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
+from .takeover import (
+    MARK,
+    OriginalDevices,
+    TakenModel,
+    Watched,
+    give_back,
+    let_go,
+    refuse_use,
+    switch_on_cache,
+)
 from .timelines import Timelines
 from .weights import first_label_counts, mean_of, questions
 
@@ -78,17 +87,18 @@ class Engine:
         self._were_real = {
             p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
         }
-        self._homes = Homes(run.model, captured)
-        self.taken = Taken(str(run.store.root), self._homes)
+        self._homes = OriginalDevices(run.model, captured)
+        self.taken = TakenModel(str(run.store.root), self._homes)
         self._owed = False  # True if the model still lacks its values, because a close was interrupted
         self._busy = False
         self._caches = caches
         self._watched: Watched | None = None
-        self._edits: Edits | None = None
+        self._edits: ExternalEdits | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
+        run.optimizer.start_helpers(update_helpers(run.device.unified))
         self._executor = Executor(
             handlers(run),
             update_workers,
@@ -97,7 +107,7 @@ class Engine:
             exchanges=not run.fellows.alone,
         )
         self._timelines = Timelines(self._executor, events)
-        self._corrections = Corrections(self._executor, plan.prediction, events)
+        self._corrections = Calibration(self._executor, plan.prediction, events)
         self._closed = False
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
@@ -464,6 +474,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._executor.close()
+        self._run.optimizer.close()
         self._run.device.close()
         for unit in self._run.units:
             for member in unit.members:
@@ -560,7 +571,7 @@ class Engine:
         """Make the model refuse direct use, and make steps refuse changes to it."""
         run, optimizer = self._run, self._user.optimizer
         self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
-        self._edits = Edits(run, optimizer)
+        self._edits = ExternalEdits(run, optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
         finish_at_exit(self)
 

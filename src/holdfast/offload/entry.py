@@ -49,7 +49,7 @@ from .checks import (
     warn_of_resident,
     warn_of_slow_bf16,
 )
-from .data_parallel import Fellows, refuse_alone_only
+from .data_parallel import DataParallelGroup, refuse_alone_only
 from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
@@ -57,7 +57,7 @@ from .engine import Engine
 from .equal_on_ranks import agree_on_choices, agree_on_placement, agree_on_source
 from .existing_state import agree_on_held, check_forms
 from .interrupts import deferred
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of, space_on
 from .process import share_heaps
@@ -219,7 +219,7 @@ def offload(
     ``init``, or of a full disk) leaves them behind without a commit: remove the directory.
     """
     ssd = home_path(ssd) if disk is None else ssd
-    fellows = Fellows.here(deadline_seconds)
+    fellows = DataParallelGroup.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None
     caches: list[Any] = []
@@ -260,7 +260,7 @@ def offload(
         placed = Drives.of(ssd, drives, limits, say, fellows.control)
         with fellows.control.agreeing():
             refuse_open(model)
-            parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
+            parts = ModelParts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
             for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
                 refuse_in_block(name, block)
@@ -378,7 +378,7 @@ def offload(
 
 def _ready(
     store: LocalStore,
-    parts: Parts,
+    parts: ModelParts,
     user: UserState,
     plan: Plan,
     budget: Budget,
@@ -437,7 +437,7 @@ def _ready(
     return beginning, stored, preflight
 
 
-def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
+def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | None:
     """Return the commit to continue, with the progress of this rank; None in a fresh directory.
 
     The first rank searches. Collective: every rank must call this.

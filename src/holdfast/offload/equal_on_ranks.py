@@ -20,7 +20,7 @@ from ..plan.placement import ORDER
 from ..plan.work import Placement, StepShape
 from ..ranks import Ranks
 from ..update.joined import kind_name
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .planning import LISTS, Plan
 from .starting_state import Beginning
 from .steps import Rules
@@ -28,7 +28,7 @@ from .steps import Rules
 
 def agree_on_choices(
     ranks: Ranks,
-    parts: Parts,
+    parts: ModelParts,
     optimizer: torch.optim.Optimizer,
     rules: Rules,
     choices: Mapping[str, Any],

@@ -16,19 +16,19 @@ from ..errors import OptimizerNotSupported
 from ..ranks import Ranks
 from ..state.plain_tensors import host_bytes
 from ..update.optimizer import HostOptimizer
-from .block_states import Member, Unit
+from .block_states import BlockState, ParameterEntry
 from .equal_on_ranks import agree
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .parameter_shards import Piece
 
 
-def held_for(optimizer: HostOptimizer, member: Member) -> dict[str, Any]:
+def held_for(optimizer: HostOptimizer, member: ParameterEntry) -> dict[str, Any]:
     """Return the state that the optimizer holds for a parameter, by state name; empty before its first step."""
     state = optimizer.state_of(member.owned.captured.parameter)
     return {slot: value for slot, value in state.items() if not getattr(value, "is_meta", False)}
 
 
-def part_of(unit: Unit, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]:
+def part_of(unit: BlockState, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a parameter's state ``held`` that belongs to ``piece``."""
     forms = unit.member_slots(piece.member).tensors
     return {
@@ -37,7 +37,7 @@ def part_of(unit: Unit, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def check_forms(parts: Parts) -> None:
+def check_forms(parts: ModelParts) -> None:
     """Raise ``OptimizerNotSupported`` if existing state has another shape than the optimizer keeps here."""
     for unit in parts.all_units:
         for member in unit.trained:
@@ -52,7 +52,7 @@ def check_forms(parts: Parts) -> None:
                     )
 
 
-def agree_on_held(ranks: Ranks, parts: Parts) -> None:
+def agree_on_held(ranks: Ranks, parts: ModelParts) -> None:
     """Raise ``BadInput`` on all ranks unless all optimizers hold the same state.
 
     Collective: every rank must call this.

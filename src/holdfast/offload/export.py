@@ -9,7 +9,7 @@ from ..state.atoms import SEED, STEP
 from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
 from ..update.mezo import pending_of
-from .block_states import Member, Unit, as_tensor
+from .block_states import BlockState, ParameterEntry, as_tensor
 from .parameter_shards import Piece
 from .runtime import Runtime
 
@@ -97,7 +97,7 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 
 def _whole(
-    run: Runtime, unit: Unit, members: list[Member], views: dict[Piece, torch.Tensor]
+    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[Piece, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
 

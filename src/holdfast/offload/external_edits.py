@@ -19,7 +19,7 @@ from .export import values_of
 from .runtime import Runtime
 
 
-class Edits:
+class ExternalEdits:
     """Changes of one engine's model and optimizer since it was built or since ``undo``."""
 
     def __init__(self, run: Runtime, optimizer: torch.optim.Optimizer) -> None:

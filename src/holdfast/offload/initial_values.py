@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ModelNotSupported
 from . import adapters, rng
-from .block_states import Unit
+from .block_states import BlockState
 from .blocks import install
 
 Init = Callable[[nn.Module], Any]
@@ -24,7 +24,7 @@ Init = Callable[[nn.Module], Any]
 
 
 def initial_values(
-    model: nn.Module, unit: Unit, init: Init | None, seed: int, known: Collection[str] = ()
+    model: nn.Module, unit: BlockState, init: Init | None, seed: int, known: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Return the initial values of a unit's parameters, except those that are ``known``.
 

@@ -49,7 +49,7 @@ class BlockCall:
 
 
 @dataclass
-class Returned:
+class ForwardEnd:
     """The end of the model's forward, which returned ``value``."""
 
     value: Any
@@ -77,13 +77,13 @@ class Coroutine:
         self._run = run
         self._go, self._back = _Signal(), _Signal()
         self._reply: Any = None
-        self._event: BlockCall | Returned | None = None
+        self._event: BlockCall | ForwardEnd | None = None
         self._error: BaseException | None = None
         self._cancelled = self.finished = self._grad = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
-    def start(self) -> BlockCall | Returned:
+    def start(self) -> BlockCall | ForwardEnd:
         enter, self._grad = _thread_state(), torch.is_grad_enabled()
         context = contextvars.copy_context()
         thread = threading.Thread(
@@ -100,7 +100,7 @@ class Coroutine:
             raise
         return self._switch()
 
-    def resume(self, reply: Any) -> BlockCall | Returned:
+    def resume(self, reply: Any) -> BlockCall | ForwardEnd:
         """Let the waiting block call return ``reply``."""
         self._reply = reply
         return self._switch()
@@ -140,7 +140,7 @@ class Coroutine:
         end_openmp_threads()
         self._back.give()
 
-    def _switch(self) -> BlockCall | Returned:
+    def _switch(self) -> BlockCall | ForwardEnd:
         self._go.give()
         self._back.take()
         if self._error is not None:
@@ -157,7 +157,7 @@ class Coroutine:
                 with ExitStack() as stack:
                     enter(stack)
                     _running.coroutine = self
-                    self._event = Returned(self._run())
+                    self._event = ForwardEnd(self._run())
         except _Cancelled:
             pass
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from ..state.capture import Captured, buffer_at, capture
 from ..state.overlaps import Key, overlaps, said_keys
 from ..units import round_up
 from ..update.optimizer import HostOptimizer
-from .block_states import Unit
+from .block_states import BlockState
 from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
 
@@ -26,13 +26,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Parts:
+class ModelParts:
     """A model, its blocks and the rest as units of bytes, and its optimizer."""
 
     model: nn.Module
     blocks: Blocks
-    units: list[Unit]
-    resident: Unit
+    units: list[BlockState]
+    resident: BlockState
     optimizer: HostOptimizer
     captured: Captured
     rank: int = 0
@@ -46,7 +46,7 @@ class Parts:
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
-    ) -> Parts:
+    ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
         Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
@@ -63,7 +63,7 @@ class Parts:
         host, ranks = HostOptimizer(optimizer), ranks or Ranks()
         place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
         units = [
-            Unit(name, owned, host, DTYPES[dtype], **place)
+            BlockState(name, owned, host, DTYPES[dtype], **place)
             for name, owned in zip(blocks.names, by_block, strict=True)
         ]
         for unit in units:
@@ -71,23 +71,25 @@ class Parts:
                 raise ModelNotSupported(
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
-        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place)
+        rest = BlockState(
+            "resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place
+        )
         for unit in (*units, rest):
             _check_layouts(unit, host, ranks)
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
-    def whole(self) -> Parts:
+    def whole(self) -> ModelParts:
         """Return the description that one process by itself would have."""
         if self.world_size == 1:
             return self
         units = [
-            Unit(u.name, [m.owned for m in u.members], self.optimizer, u.dtype, u.buffers)
+            BlockState(u.name, [m.owned for m in u.members], self.optimizer, u.dtype, u.buffers)
             for u in self.all_units
         ]
         return replace(self, units=units[:-1], resident=units[-1], rank=0, world_size=1)
 
     @property
-    def all_units(self) -> list[Unit]:
+    def all_units(self) -> list[BlockState]:
         return [*self.units, self.resident]
 
     def work(self, measured: Measured | None, unified: bool, *, update_workers: int, guesses: bool) -> Work:
@@ -195,7 +197,7 @@ def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_layouts(unit: Unit, host: HostOptimizer, ranks: Ranks) -> None:
+def _check_layouts(unit: BlockState, host: HostOptimizer, ranks: Ranks) -> None:
     """Raise ``ModelNotSupported`` if updating a non-contiguous parameter would differ from a plain loop."""
     for member in unit.members:
         if member.order is None or (

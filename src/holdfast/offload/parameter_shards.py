@@ -18,7 +18,7 @@ from ..update.forms import Form
 from .rank_shares import Part
 
 if TYPE_CHECKING:
-    from .block_states import Member
+    from .block_states import ParameterEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Piece:
     gradients; -1 for a frozen parameter.
     """
 
-    member: Member
+    member: ParameterEntry
     start: int
     stop: int
     copy_at: int
@@ -95,7 +95,10 @@ class CopyPart(NamedTuple):
 
 
 def range_of(
-    members: Sequence[Member], parts: Sequence[Part], offset: Callable[[Member], int], itemsize: int
+    members: Sequence[ParameterEntry],
+    parts: Sequence[Part],
+    offset: Callable[[ParameterEntry], int],
+    itemsize: int,
 ) -> tuple[int, int]:
     """Return the byte range from the first to the last of ``parts``, given each member's ``offset``."""
     if not parts:

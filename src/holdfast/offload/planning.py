@@ -28,7 +28,7 @@ from ..units import MiB, parse_bytes
 from .auto import Planner, Prediction
 from .device import Device
 from .measure import Measured, measure
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .process import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
@@ -191,7 +191,7 @@ class Wanted:
 
 
 def make_plan(
-    parts: Parts,
+    parts: ModelParts,
     device: Device,
     schedule: str,
     shape: StepShape,
@@ -305,7 +305,7 @@ def _refuse_auto(on_host: dict[str, Fraction]) -> None:
 
 
 def _measured(
-    parts: Parts,
+    parts: ModelParts,
     device: Device,
     budget: Budget,
     on_host: dict[str, Fraction],

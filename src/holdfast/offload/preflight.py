@@ -14,7 +14,7 @@ from ..store.local import LocalStore
 from ..units import ample_budget, format_bytes
 from .auto import Prediction
 from .drives import Drives, device_of
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .planning import Budget, Plan
 
 
@@ -81,7 +81,7 @@ class Preflight:
 
 
 def preflight_of(
-    parts: Parts,
+    parts: ModelParts,
     plan: Plan,
     budget: Budget,
     store: LocalStore,

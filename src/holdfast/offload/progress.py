@@ -21,7 +21,7 @@ from ..state.progress import (
     refuse_place_of_first,
     told_of_kept,
 )
-from ..state.schedules import Forgotten, needs_arguments
+from ..state.schedules import UngivenSchedulers, needs_arguments
 from ..update.joined import kind_name
 
 
@@ -100,8 +100,8 @@ class UserState:
         )
 
     @cached_property
-    def _forgotten(self) -> Forgotten:
-        return Forgotten([self.optimizer], [self.scheduler, self.loader])
+    def _forgotten(self) -> UngivenSchedulers:
+        return UngivenSchedulers([self.optimizer], [self.scheduler, self.loader])
 
     def hand_over(self) -> None:
         """Mark the optimizer as stepped, so that a scheduler does not warn of one that is not stepped.

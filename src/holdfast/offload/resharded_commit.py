@@ -15,7 +15,7 @@ from ..store.manifest import FileRef, Manifest
 from ..store.payload_ranges import VerifiedFiles, read_box
 
 
-class Recut:
+class ReshardedCommit:
     """A commit of an open run. Every byte is verified as it is read."""
 
     def __init__(self, store: LocalStore, manifest: Manifest) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..io.buffers import Buffer, BufferPool
-from .block_states import Member, Unit, as_tensor
-from .transfer_pool import Form, Lending, forms_of, packed_bytes, unpacked
+from .block_states import BlockState, ParameterEntry, as_tensor
+from .transfer_pool import Form, TransferPool, forms_of, packed_bytes, unpacked
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements added at once.
@@ -40,8 +40,8 @@ class Residency:
     def __init__(
         self,
         pool: BufferPool,
-        blocks: list[Unit],
-        resident: Unit,
+        blocks: list[BlockState],
+        resident: BlockState,
         device: torch.device,
         kept_bytes: int = 0,
         planned_bytes: int = 0,
@@ -52,7 +52,7 @@ class Residency:
         size of the largest block input, or gradient of one, that the plan has counted.
         """
         self.pool, self.blocks = pool, blocks
-        self._lending = Lending(pool, kept_bytes, pool.pins, planned_bytes)
+        self._lending = TransferPool(pool, kept_bytes, pool.pins, planned_bytes)
         self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
         """Compute copies that stay on the host."""
@@ -109,7 +109,11 @@ class Residency:
             (self.pool.drop if lent else self.pool.give)(held.buffer)
 
     def leaf(
-        self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None
+        self,
+        unit: BlockState,
+        member: ParameterEntry,
+        view: torch.Tensor,
+        held: Callable[[], Gradients | None] | None,
     ) -> torch.nn.Parameter:
         """Return a parameter that shares the memory of ``view``.
 
@@ -122,14 +126,18 @@ class Residency:
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
         return parameter
 
-    def _collect(self, unit: Unit, held: Gradients | None, member: Member, parameter: torch.Tensor) -> None:
+    def _collect(
+        self, unit: BlockState, held: Gradients | None, member: ParameterEntry, parameter: torch.Tensor
+    ) -> None:
         if parameter.grad is None:  # a source collected all that was on its way here
             return
         assert held is not None
         self.accumulate(unit, held, member, parameter.grad)
         parameter.grad = None
 
-    def accumulate(self, unit: Unit, held: Gradients, member: Member, grad: torch.Tensor) -> None:
+    def accumulate(
+        self, unit: BlockState, held: Gradients, member: ParameterEntry, grad: torch.Tensor
+    ) -> None:
         """Add ``grad`` to the sum, in fp32; the first gradient of a step starts the sum."""
         view = unit.grad_view(held.flat, member)
         if member.name not in held.touched:

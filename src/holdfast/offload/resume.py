@@ -13,10 +13,10 @@ from ..store.generations import Generations
 from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from .model_parts import Parts
+from .model_parts import ModelParts
 
 
-def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
+def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
     """Return the newest whole commit to continue. Warns about commits passed over.
 
     Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
@@ -43,7 +43,7 @@ def _newest_readable(store: LocalStore) -> Manifest | None:
     return None
 
 
-def _same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
+def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
     theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]

@@ -89,7 +89,7 @@ def own_generators(device: torch.device, waiting: Callable[[], None] = lambda: N
         _taken.release()
 
 
-class Keys:
+class RngKeys:
     """Tells which step and micro-batch the next call of the model belongs to."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -110,13 +110,13 @@ def keyed_rng(
     seed: int = 0,
     blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
     device: str = "cpu",
-) -> Iterator[Keys]:
+) -> Iterator[RngKeys]:
     """Give a plain training loop the random numbers of an offloaded run.
 
     Inside, call ``keys.at(step, micro_batch)`` before each ``model(...)``. Hooks are removed and the generators
     restored on exit.
     """
-    keys = Keys(seed, with_index(torch.device(device)))
+    keys = RngKeys(seed, with_index(torch.device(device)))
     found = find_blocks(model, blocks)
     hooks = [model.register_forward_pre_hook(lambda *_: keys.enter(PROLOGUE))]
     for index, block in enumerate(found.modules):

@@ -25,16 +25,16 @@ from ..store.scratch import Scratch
 from ..update.mezo import Delta
 from ..update.optimizer import HostOptimizer, HyperParameters
 from .attributes import Attributes
-from .block_states import Unit
+from .block_states import BlockState
 from .blocks import Patch
-from .boundaries import Boundary, Delivery, Tracker
-from .data_parallel import Fellows
+from .boundaries import BlockOutput, Boundary, OriginTracker
+from .data_parallel import DataParallelGroup
 from .device import Device
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
 from .scaling import LossScale
 from .weights import mean_of
-from .zeroth import Zeroth
+from .zeroth import ZerothOrderState
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Runtime:
 
     model: nn.Module
     device: Device
-    fellows: Fellows
+    fellows: DataParallelGroup
     seed: int
-    blocks: list[Unit]
-    resident: Unit
+    blocks: list[BlockState]
+    resident: BlockState
     placement: Placement
     optimizer: HostOptimizer
     residency: Residency
@@ -82,14 +82,14 @@ class Runtime:
     """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
-    zeroth: Zeroth | None = None
+    zeroth: ZerothOrderState | None = None
     """State of a MeZO run; None for other optimizers."""
 
     def __post_init__(self) -> None:
         self.attributes = Attributes(self.model, self.patch.blocks)
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[BlockState]:
         """Every unit; the resident one is the last."""
         return [*self.blocks, self.resident]
 
@@ -108,7 +108,7 @@ class Runtime:
                 buffer_at(place).copy_(values[name])
         return values
 
-    def share(self, unit: Unit) -> float:
+    def share(self, unit: BlockState) -> float:
         """Return the fraction of all trained elements that ``unit`` has."""
         return unit.elements / sum(each.elements for each in self.units)
 
@@ -159,9 +159,9 @@ class MicroBatch:
     coroutine: Coroutine
     weight: float | None
     """Factor for the micro-batch's loss; None divides the loss by the number of micro-batches."""
-    tracker: Tracker = field(default_factory=Tracker)
+    tracker: OriginTracker = field(default_factory=OriginTracker)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    deliveries: dict[int, Delivery] = field(default_factory=dict)
+    deliveries: dict[int, BlockOutput] = field(default_factory=dict)
     """Outputs of blocks, by the block that made them."""
     loss: float | torch.Tensor | None = None
     """The loss, as a float once all losses have been checked."""
@@ -218,11 +218,11 @@ class Step:
         count, batches = self.shape.micro_batches, self.micro_batches
         return [_mean_loss(batches[start : start + count]) for start in range(0, len(batches), count)]
 
-    def settle_later(self, unit: Unit, decide: Callable[[], None]) -> None:
+    def settle_later(self, unit: BlockState, decide: Callable[[], None]) -> None:
         """Have ``decide`` called before the clipping of ``unit`` is used."""
         self.unsettled[unit.name] = decide
 
-    def settle(self, unit: Unit | None = None) -> None:
+    def settle(self, unit: BlockState | None = None) -> None:
         """Decide on the clipping of ``unit``, or of all units, whose norms have arrived.
 
         Called by the threads of updates and by the thread that computes.
@@ -231,7 +231,7 @@ class Step:
             for name in [*self.unsettled] if unit is None else [unit.name]:
                 self.unsettled.pop(name, lambda: None)()
 
-    def leaves(self, unit: Unit) -> bool:
+    def leaves(self, unit: BlockState) -> bool:
         """Return whether ``unit`` stays as it is.
 
         A unit that a zeroth-order step has read was moved by the step before, so it does not.
@@ -239,7 +239,7 @@ class Step:
         self.settle(unit)
         return (self.skipped and self.delta is None) or unit.name in self.left_out
 
-    def factor(self, unit: Unit) -> torch.Tensor | None:
+    def factor(self, unit: BlockState) -> torch.Tensor | None:
         """Return the factor for the gradients of ``unit``; None leaves them as they are."""
         self.settle(unit)
         return self.scales.get(unit.name, self.scale)

@@ -17,7 +17,7 @@ from ..ranks import Ranks
 from ..state.capture import Captured, buffer_at
 from ..state.regions import Box
 from ..update.forms import Slots
-from .model_parts import Parts
+from .model_parts import ModelParts
 from .progress import UserState
 
 
@@ -55,7 +55,7 @@ class Opens(Protocol):
     def open(self) -> Beginning: ...
 
 
-def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, list[str]]:
+def prepare(source: Opens, parts: ModelParts, user: UserState) -> tuple[Beginning, list[str]]:
     """Open ``source``, and check that it fits this model and optimizer.
 
     Returns the opened state and, as sentences for a person, what it lacks. Raises ``RunMismatch``, with nothing

@@ -25,7 +25,7 @@ from .runtime import Runtime
 MARK = "_holdfast_taken"
 
 
-class Homes:
+class OriginalDevices:
     """The devices on which a model's parameters and buffers were when it was handed over, and return to.
 
     An engine computes on its device and keeps parameters out of memory. A model that is given back works as before only
@@ -69,11 +69,11 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 
 @dataclass
-class Taken:
+class TakenModel:
     """The value of ``MARK`` on a parameter: the run that it was handed over to."""
 
     directory: str
-    homes: Homes
+    homes: OriginalDevices
     open: bool = True
     """True while an engine trains the parameter.
 
@@ -216,14 +216,14 @@ def _instead(what: str, instead: str) -> str:
     return f"the model {what}, but its parameters are on the SSD. {instead}, or engine.close() first."
 
 
-def take_over(run: Runtime, model: Captured, taken: Taken) -> None:
+def take_over(run: Runtime, model: Captured, taken: TakenModel) -> None:
     """Make the model compute with the parameters that ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
     _install_resident(run, taken)
     run.device.take_buffers(run.model)
     _empty_originals(model, taken)  # last, so that a failure before loses no values
 
 
-def _install_resident(run: Runtime, taken: Taken) -> None:
+def _install_resident(run: Runtime, taken: TakenModel) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.bring(run.resident.copy_view(run.resident_copy, member))
@@ -234,7 +234,7 @@ def _install_resident(run: Runtime, taken: Taken) -> None:
         install(member.owned, parameter)
 
 
-def _empty_originals(model: Captured, taken: Taken) -> None:
+def _empty_originals(model: Captured, taken: TakenModel) -> None:
     """Move the model's own parameters to ``meta``: their values live in the store now. Moves all or none.
 
     The objects stay the same, so the optimizer's groups still refer to them, and keep their attributes. Raises
@@ -282,7 +282,7 @@ def switch_on_cache(configs: list[Any]) -> None:
         configs.pop().use_cache = True
 
 
-def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
+def let_go(model: Captured, taken: TakenModel, were_real: set[str]) -> None:
     """Mark the parameters as no longer in use by an engine, after the engine was closed.
 
     Parameters that were on ``meta`` before are as they were.
@@ -293,7 +293,7 @@ def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
             captured.parameter.__dict__.pop(MARK, None)
 
 
-def give_back(model: Captured, values: dict[str, torch.Tensor], homes: Homes) -> None:
+def give_back(model: Captured, values: dict[str, torch.Tensor], homes: OriginalDevices) -> None:
     """Give the model's own parameters that ``values`` names their trained values.
 
     Each keeps its own dtype and the device on which it was.

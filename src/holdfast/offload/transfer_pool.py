@@ -41,7 +41,7 @@ Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a packed tensor. Kernels, and so the last bits, depend on strides."""
 
 
-class Lending:
+class TransferPool:
     """Lends memory of ``pool``, of which ``kept_bytes`` are an arena for inputs that stay.
 
     Micro-batches of other lengths need other sizes. Pinning is slow, and a pinned size is kept for the next buffer of

@@ -16,10 +16,10 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..state.atoms import SEED, STEP
 from ..update.mezo import Delta, displace, epsilon_of, pending_of
-from .block_states import Unit
+from .block_states import BlockState
 
 
-class Zeroth:
+class ZerothOrderState:
     """State of one MeZO run. Operations of the update lane use different units."""
 
     def __init__(self) -> None:
@@ -40,17 +40,17 @@ class Zeroth:
         """Release all memory."""
         self.resident, self.leaves, self.copies = None, [], None
 
-    def owe(self, delta: Delta, units: Sequence[Unit]) -> None:
+    def owe(self, delta: Delta, units: Sequence[BlockState]) -> None:
         """Note that a step is over that moves all ``units`` by ``delta``."""
         self._last, self._behind = delta, {unit.name for unit in units}
 
-    def resume(self, progress: Mapping[str, Any], units: Sequence[Unit]) -> None:
+    def resume(self, progress: Mapping[str, Any], units: Sequence[BlockState]) -> None:
         """Continue from the progress of a commit."""
         delta, _ = pending_of(progress)
         if delta is not None:
             self.owe(delta, units)
 
-    def catch_up(self, unit: Unit, image: torch.Tensor) -> None:
+    def catch_up(self, unit: BlockState, image: torch.Tensor) -> None:
         """Move ``unit``, whose newest state is ``image``, by the last step, unless it was moved already."""
         if unit.name not in self._behind:
             return
@@ -61,7 +61,7 @@ class Zeroth:
 
 
 def fill_copies(
-    unit: Unit,
+    unit: BlockState,
     image: torch.Tensor,
     groups: Sequence[Mapping[str, Any]],
     plus: torch.Tensor,
@@ -77,7 +77,9 @@ def fill_copies(
         displace(*_state(unit, member.name, image), targets)
 
 
-def _state(unit: Unit, name: str, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _state(
+    unit: BlockState, name: str, image: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a parameter, its seed and its count of steps."""
     return (
         unit.state_view(image, name, "param"),

@@ -46,7 +46,7 @@ CORRECTED = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Known:
+class CachedProfile:
     """The profile of this machine. Host memory and disk space are those that are free now."""
 
     profile: MachineProfile
@@ -63,7 +63,7 @@ def machine_at(
     time_block: Callable[[float], BlockTimes],
     say: Callable[[str], object],
     needed_bytes: int = 0,
-) -> Known:
+) -> CachedProfile:
     """Return the profile of this machine with its state in ``directory``, measured if there is none yet.
 
     Args:
@@ -78,10 +78,10 @@ def machine_at(
     """
     named = os.environ.get(VARIABLE)
     if named:
-        return Known(_now(load_machine(named), directory), None, named, False)
+        return CachedProfile(_now(load_machine(named), directory), None, named, False)
     path = _path(directory, device)
     with suppress(ConfigError):
-        return Known(_now(load_machine(str(path)), directory), path, str(path), False)
+        return CachedProfile(_now(load_machine(str(path)), directory), path, str(path), False)
     free = shutil.disk_usage(directory).free
     if free // MOST_OF_DISK < LEAST_BYTES:
         if needed_bytes > free:
@@ -104,7 +104,7 @@ def machine_at(
         say=lambda what: say(f"measuring this machine for a few seconds, once: {what}"),
     )
     kept = keep(path, found.profile, found.sources)
-    return Known(found.profile, path if kept else None, str(path), True)
+    return CachedProfile(found.profile, path if kept else None, str(path), True)
 
 
 def keep(path: Path, profile: MachineProfile, sources: dict[str, str]) -> bool:

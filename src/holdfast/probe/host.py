@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 import xxhash
@@ -24,13 +25,14 @@ ELEMENTS = 4 * 2**20
 """The elements of each worker: more than fits in caches."""
 
 
-def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
-    """Measure the elements per second of AdamW in fp32 with a copy in bf16, all workers together."""
+def measure_update(seconds: float, elements: int = ELEMENTS, helpers: int = 0) -> float:
+    """Measure the elements per second of AdamW in fp32 with a copy in bf16, all workers and helpers together."""
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
     keep_torch_threads()
-    with ThreadPoolExecutor(WORKERS, initializer=one_torch_thread) as pool:
+    optimizer.start_helpers(helpers)
+    with closing(optimizer), ThreadPoolExecutor(WORKERS, initializer=one_torch_thread) as pool:
         each = median_seconds(
             lambda: list(pool.map(lambda state: optimizer.update(state, hyper), states)), seconds
         )

@@ -14,6 +14,7 @@ import torch
 from .. import accelerators
 from ..profiles import MachineProfile
 from ..units import format_bytes
+from ..update.threads import update_helpers
 from .copies import Copies, measure_copies
 from .host import measure_checks, measure_update
 from .ssd import Ssd, measure_ssd
@@ -77,7 +78,8 @@ def probe_machine(
     say("copies")
     copies = measure_copies(device, SHARES["copies"] * seconds)
     say("the host's optimizer")
-    update = measure_update(SHARES["update"] * seconds)
+    helpers = update_helpers(unified=copies is None)
+    update = measure_update(SHARES["update"] * seconds, helpers=helpers)
     checks = measure_checks(SHARES["checks"] * seconds)
     profile = MachineProfile(
         description=_description(device),

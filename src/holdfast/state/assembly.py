@@ -16,13 +16,13 @@ from typing import NamedTuple
 from ..errors import RuleError
 from .atoms import DTYPE_BYTES, Atom
 from .expressions import Template
-from .fragments import Pieces, joined
+from .fragments import Fragments, joined
 from .layouts import flat_shares
 from .matching import PARAM, Matcher, Row, StoredTensor, explained
 from .regions import Box
 from .reshaping import FREE, Place, place_of, reshaped
 from .rules import Rule, Rules, Tensors
-from .sharding import Average, Cut, Laid, Replicate, Unique, unflattened
+from .sharding import Average, Replicate, Sharding, TensorLayout, Unique, unflattened
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Ruled:
     """
 
     atom: Atom
-    pieces: Pieces
-    copies: tuple[Pieces, ...]
+    pieces: Fragments
+    copies: tuple[Fragments, ...]
     average: bool
     rule: int
 
@@ -63,7 +63,7 @@ class _Made(NamedTuple):
     number: int
     name: str
     slot: str
-    laid: Laid
+    laid: TensorLayout
     row: Row
 
 
@@ -133,7 +133,7 @@ def _unpacked(rule: Rule, flat: Tensors, group: Sequence[Row]) -> Iterator[Row]:
         if len(held) != 1 or not need <= held[0] <= full:
             raise ValueError(f"the part at {rank} of {world} is {list(held)}; its share of these tensors has {need}"
                              f" elements, and {full} with padding")  # fmt: skip
-    pieces: list[list[Pieces]] = [[] for _ in shapes]
+    pieces: list[list[Fragments]] = [[] for _ in shapes]
     for share in shares:
         [held] = parts[share.rank].copies
         pieces[share.tensor].append(
@@ -143,7 +143,10 @@ def _unpacked(rule: Rule, flat: Tensors, group: Sequence[Row]) -> Iterator[Row]:
     slot = first.slot if rule.slot is None else rule.slot.text(first.names)
     for name, shape, found in zip(flat.names, shapes, pieces, strict=True):
         yield Row(
-            name.text(first.names), slot, at, Laid(shape, first.laid.dtype, (joined(found, len(shape)),))
+            name.text(first.names),
+            slot,
+            at,
+            TensorLayout(shape, first.laid.dtype, (joined(found, len(shape)),)),
         )
 
 
@@ -172,7 +175,7 @@ def _names(*templates: Template | None) -> frozenset[str]:
     return frozenset[str]().union(*(template.names for template in templates if template is not None))
 
 
-def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
+def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Sharding]:
     """Return the divisions that rows are parts by, the outermost first.
 
     They are those of the rule, then the defaults of other axes. Axes that tell whole tensors apart are left out.
@@ -193,7 +196,7 @@ def _levels(rules: Rules, rule: Rule, rows: Sequence[Row]) -> list[Cut]:
     return levels
 
 
-def _together(rows: Sequence[Row], levels: Sequence[Cut]) -> Laid:
+def _together(rows: Sequence[Row], levels: Sequence[Sharding]) -> TensorLayout:
     """Return the tensor that ``rows`` are parts of.
 
     A scalar for a whole tensor is the same wherever the tensor was divided.
@@ -233,7 +236,7 @@ def _by_index(rows: Sequence[Row], axes: Sequence[str]) -> tuple[dict[int, list[
     return found, count
 
 
-def _leaf(rows: Sequence[Row]) -> Laid:
+def _leaf(rows: Sequence[Row]) -> TensorLayout:
     if len(rows) > 1:
         names = ", ".join(dict.fromkeys(row.name for row in rows))
         raise ValueError(f"{len(rows)} stored tensors ({names}) are at one place of it, where one can be")

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Fragments:
     """The pieces of one tensor of ``rank`` axes, in columns.
 
     ``start``, ``stop`` and ``strides`` have the shape (n, rank), ``part`` and ``offset`` the shape (n); all are
@@ -44,7 +44,7 @@ class Pieces:
     strides: np.ndarray
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece], rank: int) -> Pieces:
+    def of(cls, pieces: Iterable[Piece], rank: int) -> Fragments:
         """Return the columns for ``pieces`` of a tensor of ``rank`` axes, in this order.
 
         >>> pieces = Pieces.of(flat((4, 6), 8, 20, part=3), rank=2)
@@ -73,9 +73,9 @@ class Pieces:
             box, int(self.part[number]), int(self.offset[number]), tuple(self.strides[number].tolist())
         )
 
-    def only(self, kept: np.ndarray) -> Pieces:
+    def only(self, kept: np.ndarray) -> Fragments:
         """Return the pieces for which ``kept``, bool[n], is true."""
-        return Pieces(
+        return Fragments(
             self.start[kept], self.stop[kept], self.part[kept], self.offset[kept], self.strides[kept]
         )
 
@@ -88,12 +88,12 @@ class Pieces:
         """The number of elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
 
-    def within(self, box: Box) -> Pieces:
+    def within(self, box: Box) -> Fragments:
         """Return the parts of the pieces in ``box``, in the coordinates of the tensor, without empty ones."""
         start = np.maximum(self.start, np.array(box.start, dtype=np.int64))
         stop = np.minimum(self.stop, np.array(box.stop, dtype=np.int64))
         offset = self.offset + ((start - self.start) * self.strides).sum(axis=1)
-        return Pieces(start, stop, self.part, offset, self.strides).only(np.all(start < stop, axis=1))
+        return Fragments(start, stop, self.part, offset, self.strides).only(np.all(start < stop, axis=1))
 
     def overlap(self) -> tuple[Box, Box] | None:
         """Return two boxes with an element in common, or None if there are none."""
@@ -129,37 +129,37 @@ class Pieces:
                 return self.piece(int(one)).box, self.piece(int(meeting[0])).box
         return None
 
-    def moved(self, by: Sequence[int]) -> Pieces:
+    def moved(self, by: Sequence[int]) -> Fragments:
         """Return the same places for a tensor in which everything is ``by`` elements further along each axis."""
         shift = np.array(by, dtype=np.int64)
-        return Pieces(self.start + shift, self.stop + shift, self.part, self.offset, self.strides)
+        return Fragments(self.start + shift, self.stop + shift, self.part, self.offset, self.strides)
 
-    def permuted(self, axes: Sequence[int]) -> Pieces:
+    def permuted(self, axes: Sequence[int]) -> Fragments:
         """Return the pieces of the tensor whose axis ``i`` is this one's axis ``axes[i]``."""
         order = list(axes)
-        return Pieces(
+        return Fragments(
             self.start[:, order], self.stop[:, order], self.part, self.offset, self.strides[:, order]
         )
 
-    def lifted(self, index: int) -> Pieces:
+    def lifted(self, index: int) -> Fragments:
         """Return the pieces of the slice ``index`` of a tensor with one more axis, in front."""
         first = np.full((len(self), 1), index, dtype=np.int64)
-        return Pieces(
+        return Fragments(
             np.hstack([first, self.start]), np.hstack([first + 1, self.stop]),
             self.part, self.offset, np.hstack([np.zeros_like(first), self.strides]),
         )  # fmt: skip
 
-    def sliced(self, index: int) -> Pieces:
+    def sliced(self, index: int) -> Fragments:
         """Return the pieces of slice ``index`` along the first axis, as a tensor of its own."""
         box = Box(
             (index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist())
         )
         inside = self.within(box)
-        return Pieces(
+        return Fragments(
             inside.start[:, 1:], inside.stop[:, 1:], inside.part, inside.offset, inside.strides[:, 1:]
         )
 
-    def through(self, cut: Iterable[tuple[Box, Box]]) -> Pieces:
+    def through(self, cut: Iterable[tuple[Box, Box]]) -> Fragments:
         """Return these pieces of a rank's local tensor as pieces of the whole tensor.
 
         ``cut`` lists what the rank holds: each first box of the whole tensor is at the second box of the local one.
@@ -171,11 +171,11 @@ class Pieces:
         return joined(moved, self.rank)
 
 
-def joined(many: Sequence[Pieces], rank: int) -> Pieces:
+def joined(many: Sequence[Fragments], rank: int) -> Fragments:
     """Return all of ``many``, pieces of one tensor of ``rank`` axes, as one."""
     if not many:
-        return Pieces.of((), rank)
-    return Pieces(
+        return Fragments.of((), rank)
+    return Fragments(
         *(np.concatenate([getattr(pieces, column) for pieces in many]) for column in
           ("start", "stop", "part", "offset", "strides"))
     )  # fmt: skip

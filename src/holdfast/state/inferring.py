@@ -23,14 +23,14 @@ version = {VERSION}
 """
 
 
-class Held(NamedTuple):
+class HeldRegion(NamedTuple):
     """The region of a tensor that a rank stored."""
 
     rank: int
     box: Box
 
 
-def inferred(atoms: Iterable[tuple[Atom, Sequence[Held]]], world: int) -> str:
+def inferred(atoms: Iterable[tuple[Atom, Sequence[HeldRegion]]], world: int) -> str:
     """Return the text of a rule file for ``atoms`` that ``world`` ranks stored under their names.
 
     >>> halves = [Held(0, Box((0, 0), (3, 4))), Held(1, Box((3, 0), (5, 4)))]
@@ -86,7 +86,7 @@ def _pattern(name: str) -> str:
     return r"\.".join(r"(\d+)" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _cut(shape: tuple[int, ...], held: Sequence[Held], world: int) -> str:
+def _cut(shape: tuple[int, ...], held: Sequence[HeldRegion], world: int) -> str:
     """Return the lines that say which rank has which region."""
     boxes = {one.rank: one.box for one in held}
     whole = Box.whole(shape)

@@ -21,7 +21,7 @@ from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
 from .flat_ranges import Region, copy_common, is_nothing
 from .overlaps import PLACED, Key, Memory, Shared, described, overlaps, put_within, said_keys, tensors_within
-from .ownership import Copied, box_of, is_cut_alike, is_distributed, local_of
+from .ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
 from .plain_tensors import is_plain, odd_kind
 from .regions import Box
 
@@ -97,7 +97,7 @@ class LiveState:
         """True if each rank has residuals of its own, even for a parameter that others hold too."""
         self.stored = self.parameters
         """The parameters that this process stores, with everything that belongs to them."""
-        self.copies: Sequence[Copied] = ()
+        self.copies: Sequence[ReplicatedRegion] = ()
         """Regions of parameters that several ranks hold, whichever ranks these are."""
         self.own: Sequence[Any] = ()
         """The state of each optimizer that belongs to no parameter, where a training loop has that observed."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from ..errors import RuleError
 from ..units import shown
 from .expressions import Value
-from .fragments import Piece, Pieces, row_major
+from .fragments import Fragments, Piece, row_major
 from .regions import Box
 from .rules import Rule, Rules
-from .sharding import Laid, Names, Shape
+from .sharding import Names, Shape, TensorLayout
 
 MOST_LISTED = 10
 PARAM = "param"
@@ -52,7 +52,7 @@ class Row:
     name: str
     slot: str
     at: Mapping[str, tuple[int, int]]
-    laid: Laid
+    laid: TensorLayout
     number: int = 0
     names: Names = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Row:
                 raise RuleError(f"{stored.name} is said to be at {axis} {index} of {count}")
         strides = row_major(stored.shape) if stored.strides is None else stored.strides
         piece = Piece(Box.whole(stored.shape), stored.part, stored.offset, strides)
-        laid = Laid(stored.shape, stored.dtype, (Pieces.of([piece], len(stored.shape)),))
+        laid = TensorLayout(stored.shape, stored.dtype, (Fragments.of([piece], len(stored.shape)),))
         return cls(stored.name, stored.slot, stored.at, laid)
 
 

@@ -97,7 +97,7 @@ def owners(held: Sequence[Mapping[str, tuple[Region, int]]]) -> list[set[str]]:
     return found
 
 
-class Copied(NamedTuple):
+class ReplicatedRegion(NamedTuple):
     """A region of a parameter that several ranks hold, of ``nbytes``. The first of ``ranks`` stores it."""
 
     name: str
@@ -108,7 +108,7 @@ class Copied(NamedTuple):
 
 def copies(
     held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]
-) -> tuple[Copied, ...]:
+) -> tuple[ReplicatedRegion, ...]:
     """Return the regions that several ranks hold, in an order that is the same on all ranks.
 
     The arguments say what each rank holds and stores (``owners``).
@@ -123,7 +123,7 @@ def copies(
         for name, (box, nbytes) in tensors.items():
             holders.setdefault((name, box, nbytes), []).append(rank)
     return tuple(
-        Copied(*part, tuple(sorted(ranks, key=lambda rank: part[0] not in stored[rank])))
+        ReplicatedRegion(*part, tuple(sorted(ranks, key=lambda rank: part[0] not in stored[rank])))
         for part, ranks in sorted(holders.items())
         if len(ranks) > 1
     )

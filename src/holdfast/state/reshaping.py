@@ -16,7 +16,7 @@ from .layouts import along, interleaved, spans
 from .matching import PARAM, Row
 from .regions import Box
 from .rules import Permute, Rule
-from .sharding import Laid, Names, Replicate, Shard
+from .sharding import Names, Replicate, Shard, TensorLayout
 
 FREE = frozenset({"part", "index"})
 """The parts of a name that are known only when a tensor is taken apart."""
@@ -24,18 +24,18 @@ FREE = frozenset({"part", "index"})
 Place = tuple[int, str]
 """The place of a tensor among those that make one: slice of a stack, part of a join."""
 
-Called = tuple[dict[str, Value], Laid]
+Called = tuple[dict[str, Value], TensorLayout]
 """A tensor, and the values that tell it from the others that were one tensor with it."""
 
 K = TypeVar("K")
 
 
-def reshaped(rule: Rule, held: Mapping[Place, Laid], row: Row) -> Iterator[tuple[str, Laid]]:
+def reshaped(rule: Rule, held: Mapping[Place, TensorLayout], row: Row) -> Iterator[tuple[str, TensorLayout]]:
     """Yield the tensors that ``held`` make, by canonical name; ``row`` is one of theirs.
 
     Raises ``ValueError`` where they do not make whole ones.
     """
-    found: dict[str, dict[int, Laid]] = {}
+    found: dict[str, dict[int, TensorLayout]] = {}
     names = row.names
     for index in sorted({index for index, _ in held}):
         parts = {part: _padless(rule, laid, names) for (at, part), laid in held.items() if at == index}
@@ -56,7 +56,7 @@ def place_of(rule: Rule, names: Names) -> Place:
     return int(index), "" if rule.join is None else rule.join.part.text(names)
 
 
-def _taken_apart(rule: Rule, parts: Mapping[str, Laid], names: Names) -> Iterator[Called]:
+def _taken_apart(rule: Rule, parts: Mapping[str, TensorLayout], names: Names) -> Iterator[Called]:
     for index, slices in _unstacked(rule, parts):
         laid = _joined(rule, slices)
         if rule.permute is not None and laid.shape:
@@ -65,7 +65,7 @@ def _taken_apart(rule: Rule, parts: Mapping[str, Laid], names: Names) -> Iterato
             yield {**index, **part}, _transposed(rule, one)
 
 
-def _padless(rule: Rule, laid: Laid, names: Names) -> Laid:
+def _padless(rule: Rule, laid: TensorLayout, names: Names) -> TensorLayout:
     for dim, size in rule.pads if laid.shape else ():
         length = _length(laid, dim)
         true = size.value({**names, "size": length})
@@ -77,8 +77,8 @@ def _padless(rule: Rule, laid: Laid, names: Names) -> Laid:
 
 
 def _unstacked(
-    rule: Rule, parts: Mapping[str, Laid]
-) -> Iterator[tuple[dict[str, Value], Mapping[str, Laid]]]:
+    rule: Rule, parts: Mapping[str, TensorLayout]
+) -> Iterator[tuple[dict[str, Value], Mapping[str, TensorLayout]]]:
     dim = rule.unstack
     if dim is None:
         yield {}, parts
@@ -90,13 +90,13 @@ def _unstacked(
         yield {"index": index}, {part: _slice(laid, dim, index) for part, laid in parts.items()}
 
 
-def _slice(laid: Laid, dim: int, index: int) -> Laid:
+def _slice(laid: TensorLayout, dim: int, index: int) -> TensorLayout:
     rest = [axis for axis in range(len(laid.shape)) if axis != dim]
     shape = tuple(laid.shape[axis] for axis in rest)
     return laid.changed(shape, lambda pieces: pieces.permuted([dim, *rest]).sliced(index))
 
 
-def _joined(rule: Rule, parts: Mapping[str, Laid]) -> Laid:
+def _joined(rule: Rule, parts: Mapping[str, TensorLayout]) -> TensorLayout:
     if rule.join is None:
         return parts[""]
     dim, names, _ = rule.join
@@ -104,14 +104,14 @@ def _joined(rule: Rule, parts: Mapping[str, Laid]) -> Laid:
     return _one_of(dict(enumerate(parts[name] for name in names)), dim)
 
 
-def _one_of(parts: Mapping[int, Laid], dim: int) -> Laid:
+def _one_of(parts: Mapping[int, TensorLayout], dim: int) -> TensorLayout:
     """Return the tensors joined along ``dim``, or the common value of scalars for whole tensors."""
     scalars = all(not laid.shape for laid in parts.values())
     cut = Replicate(()) if scalars else Shard((), dim)
     return cut.whole(parts, len(parts), {})
 
 
-def _permuted(permute: Permute, laid: Laid, names: Names) -> Laid:
+def _permuted(permute: Permute, laid: TensorLayout, names: Names) -> TensorLayout:
     length = _length(laid, permute.dim)
     known = {**names, "size": length}
     heads, kv_heads = permute.heads.value(known), permute.kv_heads.value(known)
@@ -129,7 +129,7 @@ def _permuted(permute: Permute, laid: Laid, names: Names) -> Laid:
     return laid.taken(laid.shape, regions)
 
 
-def _split(rule: Rule, laid: Laid, names: Names) -> Iterator[Called]:
+def _split(rule: Rule, laid: TensorLayout, names: Names) -> Iterator[Called]:
     if rule.split is None:
         yield {}, laid
         return
@@ -149,7 +149,7 @@ def _split(rule: Rule, laid: Laid, names: Names) -> Iterator[Called]:
         yield {"part": part}, laid.taken(box.shape, [(Box.whole(box.shape), box)])
 
 
-def _transposed(rule: Rule, laid: Laid) -> Laid:
+def _transposed(rule: Rule, laid: TensorLayout) -> TensorLayout:
     rank = len(laid.shape)
     if rule.transpose is False or not rank:
         return laid
@@ -159,7 +159,7 @@ def _transposed(rule: Rule, laid: Laid) -> Laid:
     return laid.changed(tuple(laid.shape[axis] for axis in axes), lambda pieces: pieces.permuted(axes))
 
 
-def _stacked(rule: Rule, slices: Mapping[int, Laid], row: Row) -> Laid:
+def _stacked(rule: Rule, slices: Mapping[int, TensorLayout], row: Row) -> TensorLayout:
     if rule.stacked is None:
         return slices[0]
     dim, _, count = rule.stacked
@@ -172,14 +172,14 @@ def _stacked(rule: Rule, slices: Mapping[int, Laid], row: Row) -> Laid:
         raise ValueError(f"stacks {list(shape)} along dim {dim}")
     axes = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
 
-    def lifted(laid: Laid) -> Laid:
+    def lifted(laid: TensorLayout) -> TensorLayout:
         shape = (*laid.shape[:dim], 1, *laid.shape[dim:])
         return laid.changed(shape, lambda pieces: pieces.lifted(0).permuted(axes))
 
     return Shard((), dim).whole({at: lifted(laid) for at, laid in slices.items()}, number, {})
 
 
-def _need_these(verb: str, held: Mapping[K, Laid], wanted: Collection[K]) -> None:
+def _need_these(verb: str, held: Mapping[K, TensorLayout], wanted: Collection[K]) -> None:
     missing = [name for name in wanted if name not in held]
     odd = [name for name in held if name not in wanted]
     if missing:
@@ -188,7 +188,7 @@ def _need_these(verb: str, held: Mapping[K, Laid], wanted: Collection[K]) -> Non
         raise ValueError(f"{verb} {', '.join(map(str, odd))}, which is none of them")
 
 
-def _length(laid: Laid, dim: int) -> int:
+def _length(laid: TensorLayout, dim: int) -> int:
     if dim >= len(laid.shape):
         raise ValueError(f"{list(laid.shape)} has no dim {dim}")
     return laid.shape[dim]

@@ -19,7 +19,7 @@ from .atoms import DTYPE_BYTES
 from .expressions import Expression, Template
 from .layouts import WIDTHS
 from .regions import Box
-from .sharding import Average, Blocks, Boxes, Cut, Flat, Repeated, Replicate, Shard, Unique, Widths
+from .sharding import Average, Blocks, Boxes, Flat, Repeated, Replicate, Shard, Sharding, Unique, Widths
 from .tables import Table
 
 VERSION = 1
@@ -99,7 +99,7 @@ class Rule:
     match: re.Pattern[str]
     slots: re.Pattern[str] | None = None
     where: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[Sharding, ...] = ()
     tensors: Tensors | None = None
     rename: Template | None = None
     slot: Template | None = None
@@ -126,7 +126,7 @@ class Rules:
     """
 
     rules: tuple[Rule, ...]
-    axes: Mapping[str, Cut] = field(default_factory=dict)
+    axes: Mapping[str, Sharding] = field(default_factory=dict)
     files: tuple[re.Pattern[str], ...] = ()
     mesh: Mapping[str, int] = field(default_factory=dict)
     source: str = "rules"
@@ -247,7 +247,7 @@ def _patterns(table: Table) -> dict[str, str]:
     return found
 
 
-def _axes(table: Table) -> dict[str, Cut]:
+def _axes(table: Table) -> dict[str, Sharding]:
     kinds = {"replicate": Replicate, "unique": Unique}
     return {name: kinds[table.one_of(name, tuple(kinds))]((name,)) for name in table.names}
 
@@ -285,7 +285,7 @@ def _rule(table: Table) -> Rule:
     return rule
 
 
-def _cut(table: Table) -> tuple[Cut, ...] | Tensors:
+def _cut(table: Table) -> tuple[Sharding, ...] | Tensors:
     """Return the division of the one kind that ``table`` names; a grid is a shard of each of its dims."""
     kinds = [kind for kind in KINDS if kind in table]
     if len(kinds) != 1:

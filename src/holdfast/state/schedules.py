@@ -23,7 +23,7 @@ MOST_LOOKED_AT = 10_000
 """The most objects to examine within a given one, such as the schedulers in a ``SequentialLR``."""
 
 
-class Forgotten:
+class UngivenSchedulers:
     """Finds schedulers of ``optimizers`` that are not in ``given``. Called after every step."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]) -> None:

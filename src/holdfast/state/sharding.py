@@ -1,8 +1,8 @@
 """Sharding: the ways in which a tensor is divided over axes of a mesh, and their reversal.
 
-A ``Laid`` tensor is one whose elements' places are known; what several ranks hold alike is there several times. Each
-kind of ``Cut`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was divided.
-Nested divisions are undone with the innermost first.
+A ``TensorLayout`` is a tensor whose elements' places are known; what several ranks hold alike is there several times.
+Each kind of ``Sharding`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was
+divided. Nested divisions are undone with the innermost first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .expressions import Expression, Value
-from .fragments import Pieces, dense, flat, joined
+from .fragments import Fragments, dense, flat, joined
 from .layouts import Span, along, repeated, spans, widths_of
 from .regions import Box
 
@@ -24,7 +24,7 @@ Regions = Sequence[tuple[Box, Box]]
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class TensorLayout:
     """A tensor of ``shape`` whose elements' places are known.
 
     Each of ``copies`` gives the places of all elements. The copies must be equal, or, if the tensor is ``averaged``,
@@ -33,18 +33,18 @@ class Laid:
 
     shape: Shape
     dtype: str
-    copies: tuple[Pieces, ...]
+    copies: tuple[Fragments, ...]
     averaged: bool = False
 
-    def held(self, regions: Regions) -> list[Pieces]:
+    def held(self, regions: Regions) -> list[Fragments]:
         """Return, for each copy, its part in each second box of ``regions``, moved to the first box."""
         return [pieces.through(regions) for pieces in self.copies]
 
-    def taken(self, shape: Shape, regions: Regions) -> Laid:
+    def taken(self, shape: Shape, regions: Regions) -> TensorLayout:
         """Return the tensor of ``shape`` made of each second box of ``regions``, moved to the first box."""
         return replace(self, shape=shape, copies=tuple(self.held(regions)))
 
-    def changed(self, shape: Shape, change: Callable[[Pieces], Pieces]) -> Laid:
+    def changed(self, shape: Shape, change: Callable[[Fragments], Fragments]) -> TensorLayout:
         return replace(self, shape=shape, copies=tuple(change(pieces) for pieces in self.copies))
 
 
@@ -60,12 +60,12 @@ Widths = str | tuple[Expression, ...] | Repeated | None
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """A division over ``axes``, of which the last one runs fastest."""
 
     axes: tuple[str, ...]
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         """Return the tensor of which each of ``count`` ranks holds one of ``parts``.
 
         Raises ``ValueError`` if the parts do not fit together.
@@ -76,22 +76,22 @@ class Cut:
         return f"{type(self).__name__.lower()} over {' x '.join(self.axes)}"
 
 
-class Unique(Cut):
+class Unique(Sharding):
     """A tensor that one of the ranks has."""
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if len(parts) > 1:
             raise ValueError(f"{len(parts)} of {count} have it, at {_listed(parts)}: it should be at one")
         return next(iter(parts.values()))
 
 
 @dataclass(frozen=True)
-class Replicate(Cut):
+class Replicate(Sharding):
     """A tensor that all ranks have alike, or, with ``some``, those that have it."""
 
     some: bool = False
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if not self.some:
             _need_all(parts, count)
         first, *others = (parts[number] for number in sorted(parts))
@@ -104,10 +104,10 @@ class Replicate(Cut):
         return replace(first, copies=tuple(pieces for laid in (first, *others) for pieces in laid.copies))
 
 
-class Average(Cut):
+class Average(Sharding):
     """A tensor whose value is the mean over all ranks."""
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         laid = [parts[number] for number in sorted(parts)]
         for other in laid[1:]:
@@ -122,7 +122,7 @@ class Average(Cut):
 
 
 @dataclass(frozen=True)
-class Shard(Cut):
+class Shard(Sharding):
     """A tensor whose ``dim`` is divided into spans, one after the other.
 
     ``size`` is the unpadded length of the dim before the division, for ranks that stored nothing because they hold
@@ -133,7 +133,7 @@ class Shard(Cut):
     widths: Widths = None
     size: Expression | None = None
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         first = next(iter(parts.values()))
         _need_dim(first, self.dim)
         stored = {number: laid.shape[self.dim] for number, laid in parts.items()}
@@ -144,7 +144,7 @@ class Shard(Cut):
         for number, (start, stop) in enumerate(found):
             if stored.get(number, 0) != stop - start:
                 raise ValueError(_not_as_wide(number, stored, stop - start, count, self.dim))
-        cells: dict[Span, list[Pieces]] = {}
+        cells: dict[Span, list[Fragments]] = {}
         for number in sorted(parts):
             laid = parts[number]
             _need_alike(first, laid, self.dim)
@@ -164,14 +164,14 @@ class Shard(Cut):
 
 
 @dataclass(frozen=True)
-class Blocks(Cut):
+class Blocks(Sharding):
     """A tensor whose ``dim`` has several blocks of ``sizes``, each divided among the ranks by its ``widths``."""
 
     dim: int
     sizes: tuple[Expression, ...]
     widths: tuple[Widths, ...]
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         first = parts[0]
         _need_dim(first, self.dim)
@@ -182,7 +182,7 @@ class Blocks(Cut):
         ]
         at, cells = [0] * count, []
         for (base, _), of_block in zip(spans(sizes), held, strict=True):
-            cell: dict[Span, list[Pieces]] = {}
+            cell: dict[Span, list[Fragments]] = {}
             for number, (start, stop) in enumerate(of_block):
                 laid = parts[number]
                 _need_alike(first, laid, self.dim)
@@ -208,16 +208,16 @@ class Blocks(Cut):
 
 
 @dataclass(frozen=True)
-class Boxes(Cut):
+class Boxes(Sharding):
     """A tensor of which each rank has the region in ``at``; None means nothing."""
 
     at: tuple[Box | None, ...]
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if len(self.at) != count:
             raise ValueError(f"{len(self.at)} boxes are given, of {count} ranks")
         first = next(iter(parts.values()))
-        cells: dict[Box, list[Pieces]] = {}
+        cells: dict[Box, list[Fragments]] = {}
         for number, box in enumerate(self.at):
             if (box is None) != (number not in parts) or (box and box.shape != parts[number].shape):
                 stored = list(parts[number].shape) if number in parts else "nothing"
@@ -228,19 +228,19 @@ class Boxes(Cut):
                 cells.setdefault(box, []).extend(parts[number].held([(box, Box.whole(box.shape))]))
         shape = tuple(max(ends) for ends in zip(*(box.stop for box in self.at if box), strict=True))
         covered = sum(box.elements for box in cells)
-        meeting = Pieces.of([dense(box, 0) for box in cells], len(shape)).overlap()
+        meeting = Fragments.of([dense(box, 0) for box in cells], len(shape)).overlap()
         if covered != Box.whole(shape).elements or meeting is not None:
             raise ValueError(f"its boxes do not cover {list(shape)} once")
         return _tiled(first, shape, list(cells.values()))
 
 
 @dataclass(frozen=True)
-class Flat(Cut):
+class Flat(Sharding):
     """A flattened tensor of ``shape`` that is divided into one part per rank, with padding at the end."""
 
     shape: tuple[Expression, ...]
 
-    def whole(self, parts: Mapping[int, Laid], count: int, names: Names) -> Laid:
+    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         shape = tuple(size.value(names) for size in self.shape)
         need, first, at, cells = Box.whole(shape).elements, parts[0], 0, []
@@ -259,13 +259,13 @@ class Flat(Cut):
         return _tiled(first, shape, cells)
 
 
-def unflattened(pieces: Pieces, shape: Shape, start: int, stop: int, offset: int = 0) -> Pieces:
+def unflattened(pieces: Fragments, shape: Shape, start: int, stop: int, offset: int = 0) -> Fragments:
     """Return the elements ``start`` to ``stop`` of the flattened tensor of ``shape``.
 
     ``pieces``, of a tensor of one dim, has them from ``offset`` on.
     """
     if start >= stop:
-        return Pieces.of((), len(shape))
+        return Fragments.of((), len(shape))
     inside = pieces.within(Box((offset,), (offset + stop - start,)))
     found = []
     for piece in inside:
@@ -273,10 +273,10 @@ def unflattened(pieces: Pieces, shape: Shape, start: int, stop: int, offset: int
         if piece.strides != (1,) and high - low > 1:
             raise ValueError("a flat part whose elements do not lie side by side")
         found += flat(shape, start + low, start + high, piece.part, piece.offset)
-    return Pieces.of(found, len(shape))
+    return Fragments.of(found, len(shape))
 
 
-def _tiled(like: Laid, shape: Shape, cells: Sequence[Sequence[Pieces]]) -> Laid:
+def _tiled(like: TensorLayout, shape: Shape, cells: Sequence[Sequence[Fragments]]) -> TensorLayout:
     """Return the tensor whose regions are ``cells``, each given by its holders.
 
     Each copy takes one holder of each region, the first where there are no others.
@@ -289,7 +289,7 @@ def _tiled(like: Laid, shape: Shape, cells: Sequence[Sequence[Pieces]]) -> Laid:
         joined([cell[number] if number < len(cell) else cell[0] for cell in cells], len(shape))
         for number in range(max(counts, default=1))
     ]
-    return Laid(shape, like.dtype, tuple(copies), like.averaged)
+    return TensorLayout(shape, like.dtype, tuple(copies), like.averaged)
 
 
 def _widths(
@@ -308,18 +308,18 @@ def _widths(
     return [width.value(names) for width in widths]
 
 
-def _need_all(parts: Mapping[int, Laid], count: int) -> None:
+def _need_all(parts: Mapping[int, TensorLayout], count: int) -> None:
     missing = [number for number in range(count) if number not in parts]
     if missing:
         raise ValueError(f"there is none at {_listed(missing)} of {count}: it is missing")
 
 
-def _need_dim(laid: Laid, dim: int) -> None:
+def _need_dim(laid: TensorLayout, dim: int) -> None:
     if dim >= len(laid.shape):
         raise ValueError(f"{list(laid.shape)} has no dim {dim}")
 
 
-def _need_alike(one: Laid, other: Laid, dim: int | None) -> None:
+def _need_alike(one: TensorLayout, other: TensorLayout, dim: int | None) -> None:
     """Raise ``ValueError`` unless both tensors agree in dtype and, except for ``dim``, in shape."""
     shapes = [list(laid.shape) for laid in (one, other)]
     alike = [[size for number, size in enumerate(shape) if number != dim] for shape in shapes]
@@ -338,5 +338,5 @@ def _not_as_wide(number: int, stored: Mapping[int, int], width: int, count: int,
     return f"the part at {number} of {count} {held} along dim {dim}, and should be {width}"
 
 
-def _listed(numbers: Sequence[int] | Mapping[int, Laid]) -> str:
+def _listed(numbers: Sequence[int] | Mapping[int, TensorLayout]) -> str:
     return ", ".join(map(str, sorted(numbers)))

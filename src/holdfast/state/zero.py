@@ -38,7 +38,7 @@ FLAT_GROUPS = {
 BY_PARAMETER = "DeepSpeedZeroOptimizer_Stage3"
 
 
-class Member(NamedTuple):
+class PartitionMember(NamedTuple):
     """The ``stretch`` of a ``parameter`` that this rank holds, at ``offset`` of a partition."""
 
     parameter: nn.Parameter
@@ -57,7 +57,7 @@ class Partition:
     master: torch.Tensor
     working: torch.Tensor
     group: int | None
-    members: tuple[Member, ...]
+    members: tuple[PartitionMember, ...]
 
 
 def partitions_of(optimizer: Any, module: nn.Module, version: str) -> list[Partition]:
@@ -117,17 +117,17 @@ def _alignment_of(optimizer: Any, joined: torch.Tensor) -> int:
     return ALIGNED // gcd(ALIGNED, joined.element_size())
 
 
-def _member(parameter: nn.Parameter, whole: tuple[int, ...], start: int, size: int) -> Member:
+def _member(parameter: nn.Parameter, whole: tuple[int, ...], start: int, size: int) -> PartitionMember:
     """Return the part that a share of ``size`` elements has of a parameter.
 
     The parameter begins at ``start`` of the share; a negative ``start`` is before the share.
     """
     elements = prod(whole)
     first, stop = (min(max(at - start, 0), elements) for at in (0, size))
-    return Member(parameter, Stretch(whole, first, stop), start + first if first < stop else 0)
+    return PartitionMember(parameter, Stretch(whole, first, stop), start + first if first < stop else 0)
 
 
-def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[Member]:
+def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[PartitionMember]:
     """Return the members as they would be in their own order.
 
     DeepSpeed 0.19.8 describes them so where they are dealt out and not aligned.
@@ -138,7 +138,9 @@ def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[
     ]
 
 
-def _check_told(members: Sequence[Member], master: torch.Tensor, undealt: Sequence[Member]) -> None:
+def _check_told(
+    members: Sequence[PartitionMember], master: torch.Tensor, undealt: Sequence[PartitionMember]
+) -> None:
     """Raise ``ValueError`` unless DeepSpeed's data agree with all of ``members``, or with all of ``undealt``."""
     told = {}
     for member in members:
@@ -149,7 +151,7 @@ def _check_told(members: Sequence[Member], master: torch.Tensor, undealt: Sequen
             _need(fragment.numel() == address.numel, "how large a fragment is")
             told[id(member.parameter)] = address.start, address.numel
 
-    def expected(of: Sequence[Member]) -> dict[int, tuple[int, int]]:
+    def expected(of: Sequence[PartitionMember]) -> dict[int, tuple[int, int]]:
         return {id(m.parameter): (m.offset, m.stretch.elements) for m in of if m.stretch.elements}
 
     _need(told in (expected(members), expected(undealt)), "which part of each parameter this rank has")
@@ -188,7 +190,7 @@ def _untrained(optimizer: Any, module: nn.Module) -> Iterator[Partition]:
             yield Partition(held, held, None, (member,))
 
 
-def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int]:
+def _part(optimizer: Any, parameter: Any, at: int) -> tuple[PartitionMember, int]:
     """Return this rank's part of a parameter, at ``at`` of a partition, and the elements it takes there.
 
     The elements include padding.
@@ -202,7 +204,7 @@ def _part(optimizer: Any, parameter: Any, at: int) -> tuple[Member, int]:
     each = -(-elements // ranks)
     _need(held.dim() == 1 and held.numel() == held.ds_numel == each, f"how {list(whole)} is cut")
     _need(held.dtype == parameter.dtype, "that it is of the type that it computes in")
-    return Member(parameter, Stretch(whole, first, stop), at), each
+    return PartitionMember(parameter, Stretch(whole, first, stop), at), each
 
 
 def _place_in(group: Any) -> tuple[int, int]:

@@ -30,7 +30,7 @@ A longer record is a group of its own and is streamed instead.
 
 
 @dataclass
-class Pushed:
+class PushResult:
     """The result of a push.
 
     ``durable_step`` is the newest step that can be recovered from the object store alone. ``damaged`` lists what the
@@ -63,7 +63,7 @@ class RecordsCopy:
             for ref in segments(self._there, stream):
                 self._add(stream, read_segment(self._there, ref)[0])
 
-    def push(self, done: Pushed) -> None:
+    def push(self, done: PushResult) -> None:
         """Copy the records of all streams that the object store lacks."""
         for stream in streams(self._here):
             refs = segments(self._here, stream)
@@ -79,7 +79,7 @@ class RecordsCopy:
         for stream, found in self._found.items():
             self._found[stream] = {key: record for key, record in found.items() if key[1] > step}
 
-    def _push_segment(self, ref: SegmentRef, ended: bool, done: Pushed) -> None:
+    def _push_segment(self, ref: SegmentRef, ended: bool, done: PushResult) -> None:
         """Copy the records of one segment that the object store lacks.
 
         Damage counts only in a segment that another one has followed. At the end of the log, the record may still be
@@ -100,7 +100,7 @@ class RecordsCopy:
             done.damaged.append(odd)
 
     def _push_group(
-        self, ref: SegmentRef, group: list[StoredRecord], done: Pushed
+        self, ref: SegmentRef, group: list[StoredRecord], done: PushResult
     ) -> tuple[int, Damaged | None]:
         """Copy a group as one object.
 

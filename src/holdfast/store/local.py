@@ -25,7 +25,7 @@ from holdfast.store.layout import Layout
 from holdfast.store.lock import LOCK
 from holdfast.store.manifest import Point, Timeline, is_ours, this_writer
 from holdfast.store.path_checks import check_place
-from holdfast.store.rank_commits import SharedCommits
+from holdfast.store.rank_commits import RankCommits
 from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.retention import Keep
 from holdfast.store.scratch import Scratch
@@ -35,7 +35,7 @@ from holdfast.store.target import place_of, remote_disk
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
-class LocalStore(SharedCommits):
+class LocalStore(RankCommits):
     """A run directory, open for its one writer.
 
     A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for

@@ -84,7 +84,7 @@ class FileRef:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of a commit that one rank wrote, in a file of ``index/`` that the manifest names by hash.
 
     ``step`` is that of ``progress``; each of ``files`` has a step of its own.
@@ -114,7 +114,7 @@ class Share:
         }
 
     @classmethod
-    def from_json(cls, ref: dict[str, Any], table: dict[str, Any]) -> Share:
+    def from_json(cls, ref: dict[str, Any], table: dict[str, Any]) -> RankShare:
         with reading(ref["path"]):
             files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
             _require(_SMALL_PATH, table["index"]["path"])
@@ -195,7 +195,7 @@ class Manifest:
     progress: dict[str, Any]
     created: float
     writer: dict[str, Any]
-    shares: dict[str, Share] = field(default_factory=dict)
+    shares: dict[str, RankShare] = field(default_factory=dict)
 
     @property
     def ref(self) -> CommitRef:
@@ -246,7 +246,7 @@ class Manifest:
         paths = [ref["path"] for ref in self.index_refs] + [share.path for share in self.shares.values()]
         return list(dict.fromkeys(paths))
 
-    def with_shares(self, shares: dict[str, Share]) -> Manifest:
+    def with_shares(self, shares: dict[str, RankShare]) -> Manifest:
         """Return a copy that includes the content of its ``shares``."""
         files = {
             unit: replace(file, step=None if file.step == self.step else file.step)
@@ -296,7 +296,7 @@ class Manifest:
                 table |= {"index": {}, "progress": {}, "files": {}}
             files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
             shares = {
-                stream: Share(**ref, step=table["step"], files={}, index={}, progress={})
+                stream: RankShare(**ref, step=table["step"], files={}, index={}, progress={})
                 for stream, ref in table.get("shares", {}).items()
             }
             fields = {name: table[name] for name in (*names, "index", "progress")}

@@ -23,7 +23,7 @@ from holdfast.store.drives import lost_drive
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
-from holdfast.store.manifest import FileRef, Manifest, Share
+from holdfast.store.manifest import FileRef, Manifest, RankShare
 
 INSPECT = (
     "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "
@@ -87,7 +87,7 @@ def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
     found = {}
     for stream, share in manifest.shares.items():
         what = f"the share of {stream} in step {manifest.step}"
-        found[stream] = Share.from_json(share.ref, read_named(disk, share.ref, what))
+        found[stream] = RankShare.from_json(share.ref, read_named(disk, share.ref, what))
     return manifest.with_shares(found) if found else manifest
 
 

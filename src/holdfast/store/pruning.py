@@ -17,7 +17,7 @@ from holdfast.store.segments import streams
 
 
 @dataclass(frozen=True)
-class Going:
+class RemovedCommit:
     """A commit that a policy removes, and the last step that can be recovered from it.
 
     Steps that no other commit leads to are lost with it.
@@ -34,7 +34,7 @@ class Going:
 class Pruning:
     """The effect of a policy on a run."""
 
-    going: tuple[Going, ...]
+    going: tuple[RemovedCommit, ...]
     kept: tuple[CommitRef, ...]
     segments: tuple[str, ...]
     segment_bytes: int
@@ -69,7 +69,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     before, after = reach_of_lines(reader, known), reach_of_lines(reader, kept, without=gone)
     files = {file.path for manifest in kept for file in manifest.files.values()}
     rows = [
-        Going(
+        RemovedCommit(
             ref,
             _own_bytes(manifests[ref], files),
             before.lines.get(tip if ref in line else ref.timeline, {}).get(ref, ref.step),
@@ -126,7 +126,7 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Reach:
+class RecordReach:
     """The last steps that log records lead to, by line and commit.
 
     A line is named by its newest timeline.
@@ -152,13 +152,13 @@ class Reach:
         )
 
 
-def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collection[str] = ()) -> Reach:
+def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collection[str] = ()) -> RecordReach:
     """Return how far ``commits`` lead on the current and on abandoned timelines, by record headers.
 
     The paths in ``without`` count as absent.
     """
     timelines, tip = reader.timelines()[0], reader.tip()
-    found = Reach()
+    found = RecordReach()
     for each in {tip, *timelines}:
         line = lineage([manifest.ref for manifest in commits], timelines, each)
         _add_line(found, reader, each, [m for m in commits if m.ref in line], without)
@@ -166,7 +166,7 @@ def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collecti
 
 
 def _add_line(
-    reach: Reach, reader: RunReader, tip: int, line: list[Manifest], without: Collection[str]
+    reach: RecordReach, reader: RunReader, tip: int, line: list[Manifest], without: Collection[str]
 ) -> None:
     journals = {stream: read_journal(reader, stream, tip) for stream in streams(reader.disk)}
     for journal in journals.values():
@@ -190,7 +190,7 @@ def _add_line(
             found[manifest.ref] = min(steps)
 
 
-def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
+def reach_needs(reach: RecordReach, commits: Collection[Manifest]) -> list[Need]:
     """Return the log records that ``commits`` need, so that everything they lead to stays recoverable."""
     last: dict[CommitRef, int] = {}
     for each in reach.lines.values():
@@ -201,7 +201,9 @@ def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
     return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
 
 
-def lost_of(reader: RunReader, before: Reach, after: Reach, without: Collection[CommitRef] = ()) -> set[int]:
+def lost_of(
+    reader: RunReader, before: RecordReach, after: RecordReach, without: Collection[CommitRef] = ()
+) -> set[int]:
     """Return the steps that ``resume(step=)`` no longer gives, or gives from another timeline.
 
     The commits in ``without`` count as absent afterwards.
@@ -210,7 +212,7 @@ def lost_of(reader: RunReader, before: Reach, after: Reach, without: Collection[
     return {step for step, timeline in there.items() if left.get(step) != timeline}
 
 
-def _whose(reader: RunReader, reach: Reach, without: Collection[CommitRef]) -> dict[int, int]:
+def _whose(reader: RunReader, reach: RecordReach, without: Collection[CommitRef]) -> dict[int, int]:
     """Return the timeline that wrote each step that ``resume(step=)`` gives.
 
     A step of several timelines counts for the current one, or else for the newest.

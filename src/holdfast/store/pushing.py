@@ -20,12 +20,12 @@ import xxhash
 
 from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
 from .chain import chain_of
-from .copying import Pushed, RecordsCopy
+from .copying import PushResult, RecordsCopy
 from .disk_usage import needs, unneeded_segments
 from .drives import HOME
 from .generations import corrupt
 from .layout import block_spans
-from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
+from .manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
 from .objects import ObjectDisk
 from .payload_files import INSPECT, check_size, read_verified
 from .reader import RunReader, run_key_of
@@ -56,7 +56,7 @@ class Pusher:
         self._begun = self._tidy = False
         self._unreadable = False
         """True if a manifest in the bucket is unreadable. Nothing is removed then, since it may need anything."""
-        self._done = Pushed()
+        self._done = PushResult()
         self._seen: set[CommitRef] = set()
         """Commits that the directory had at some time, present or not."""
         self._damaged: set[CommitRef] = set()
@@ -82,7 +82,7 @@ class Pusher:
                 f"{self._disk.root} holds another run than {self._local.root}. Push to another place."
             )
 
-    def push(self, told: Told | None = None) -> Pushed:
+    def push(self, told: Told | None = None) -> PushResult:
         """Copy what the bucket lacks.
 
         On return, the bucket holds what the directory held at the call, except commits that are ``damaged`` or were
@@ -92,7 +92,7 @@ class Pusher:
             RunMismatch: The bucket holds another run; nothing has been written.
             DiskFailed: The bucket does not answer.
         """
-        self._done = Pushed()
+        self._done = PushResult()
         self._begin()
         missing = self._missing()
         total = sum(manifest.total_bytes for manifest in missing)
@@ -232,7 +232,7 @@ class Pusher:
             {stream: self._push_share(share) for stream, share in manifest.shares.items()}
         )
 
-    def _push_share(self, share: Share) -> Share:
+    def _push_share(self, share: RankShare) -> RankShare:
         files = {unit: replace(ref, path=object_path(ref)) for unit, ref in share.files.items()}
         copy = replace(share, files=files)
         text = json.dumps(copy.to_json()).encode()

@@ -11,11 +11,11 @@ from typing import Any
 
 from holdfast.store.commit_writer import Written, WrittenCommits, manifest_of
 from holdfast.store.lock import lock_of
-from holdfast.store.manifest import CommitRef, Manifest, Point, Share, Timeline, this_writer
+from holdfast.store.manifest import CommitRef, Manifest, Point, RankShare, Timeline, this_writer
 from holdfast.store.payload_files import read_named
 
 
-class SharedCommits(WrittenCommits):
+class RankCommits(WrittenCommits):
     """The commits of one writer, or of several ranks of which the first has entered the run."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -53,7 +53,7 @@ class SharedCommits(WrittenCommits):
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int],
-    ) -> Share:
+    ) -> RankShare:
         """Return this rank's part of a commit, durable and ready for ``publish_shares``.
 
         The arguments are those of ``publish``.
@@ -61,7 +61,7 @@ class SharedCommits(WrittenCommits):
         refs = {
             name: replace(self._file_ref(name, *value), step=steps[name]) for name, value in files.items()
         }
-        share = Share("", 0, "", step, refs, index, progress)
+        share = RankShare("", 0, "", step, refs, index, progress)
         with self._failing():
             for unit, (generation, _) in files.items():
                 self._units[unit].check_there(generation)
@@ -70,13 +70,13 @@ class SharedCommits(WrittenCommits):
     def publish_shares(self, refs: dict[str, dict[str, Any]]) -> Manifest:
         """Publish one commit from the parts of all ranks and return its manifest.
 
-        ``refs`` names the file of each part by stream, as ``Share.ref`` does. The commit is of the newest step among
-        the parts, up to which every rank has log records. It replaces a commit of this step that was made beside
-        training. Otherwise as ``publish``.
+        ``refs`` names the file of each part by stream, as ``RankShare.ref`` does. The commit is of the newest step
+        among the parts, up to which every rank has log records. It replaces a commit of this step that was made
+        beside training. Otherwise as ``publish``.
         """
         self._check_writer()
         shares = {
-            stream: Share.from_json(ref, read_named(self.disk, ref, f"the share of {stream}"))
+            stream: RankShare.from_json(ref, read_named(self.disk, ref, f"the share of {stream}"))
             for stream, ref in refs.items()
         }
         step = max(share.step for share in shares.values())
@@ -86,7 +86,7 @@ class SharedCommits(WrittenCommits):
         self._drop_indexes([there])
         return manifest
 
-    def insert_shares(self, point: Point, shares: dict[str, Share]) -> Manifest:
+    def insert_shares(self, point: Point, shares: dict[str, RankShare]) -> Manifest:
         """Insert a commit, as ``insert`` does, from the parts of several ranks by stream."""
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from ..errors import Damaged
-from ..state.fragments import Piece, Pieces, flat_boxes, joined, row_major
+from ..state.fragments import Fragments, Piece, flat_boxes, joined, row_major
 from ..state.regions import Box
 from ..units import KiB, MiB
 from .source import Source, Stored
@@ -172,7 +172,7 @@ class Plan:
     it is iterated.
     """
 
-    pieces: list[Pieces]
+    pieces: list[Fragments]
     target: np.ndarray
     index: np.ndarray
 
@@ -187,7 +187,7 @@ class Plan:
 
 def plan(source: Source, targets: Iterable[Target]) -> Plan:
     """Plan the runs that fill ``targets``. Raises ``Damaged`` if the source does not cover a target."""
-    found: list[Pieces] = []
+    found: list[Fragments] = []
     itemsizes: list[int] = []
     for stored, box, _ in targets:
         pieces = stored.pieces.within(box)
@@ -220,14 +220,14 @@ def _span(piece: Piece) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
 
 
-def _readable_ones(pieces: Pieces, itemsize: int) -> Pieces:
+def _readable_ones(pieces: Fragments, itemsize: int) -> Fragments:
     """Split ``pieces`` into fragments that one read can fetch. Most are contiguous and short, and stay unchanged."""
     spans = 1 + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
     easy = (spans == pieces.elements) & (spans * itemsize <= WINDOW)
     if easy.all():
         return pieces
     others = (pieces.piece(number) for number in np.flatnonzero(~easy).tolist())
-    cut = Pieces.of((part for piece in others for part in _readable(piece, itemsize)), pieces.rank)
+    cut = Fragments.of((part for piece in others for part in _readable(piece, itemsize)), pieces.rank)
     return joined([pieces.only(easy), cut], pieces.rank)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..state.atoms import Atom
-from ..state.fragments import Pieces, dense
+from ..state.fragments import Fragments, dense
 from ..state.plain_tensors import host_bytes
 from ..state.regions import Box
 from .source import Part, Source, Stored
@@ -26,7 +26,7 @@ class InMemory(Source):
             array = host_bytes(tensor)
             self._arrays.append(array)
             part = self.add_part(Part(path, 0, array.nbytes, atom.dtype))
-            self.add(Stored(atom, Pieces.of([dense(Box.whole(atom.shape), part)], len(atom.shape))))
+            self.add(Stored(atom, Fragments.of([dense(Box.whole(atom.shape), part)], len(atom.shape))))
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         np.frombuffer(into, dtype=np.uint8)[:] = self._arrays[part][offset : offset + len(into)]

@@ -25,7 +25,7 @@ from ..state.overlaps import Key, Memory, described, said_keys
 from ..state.plain_tensors import flat_bytes
 from ..state.regions import Box
 from ..units import MiB, packed
-from ..update.formed import FormedOptimizer
+from ..update.formed import ShapedStateOptimizer
 from ..update.forms import anew
 from ..update.joined import member_of
 from .checking import refuse_unequal
@@ -185,7 +185,7 @@ def _follows(
     if parameter.name not in found.cast or number is None or is_number:
         return False
     optimizer = member_of(state.optimizers[number], parameter.group or 0)
-    return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, FormedOptimizer)
+    return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, ShapedStateOptimizer)
 
 
 def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region: Region) -> list[Box]:

@@ -14,7 +14,7 @@ from ..errors import RuleError
 from ..state.assembly import Assembled, Ruled, assemble
 from ..state.atoms import Atom
 from ..state.flat_ranges import FLAT
-from ..state.inferring import AXIS, Held, inferred
+from ..state.inferring import AXIS, HeldRegion, inferred
 from ..state.matching import StoredTensor
 from ..state.regions import Box
 from ..state.rules import Rules
@@ -34,7 +34,8 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
     _refuse_stretches(stored)
     held = regions(manifest, stored)
     atoms = [
-        (Atom.from_json(each), [Held(rank, box) for rank, box in held[key]]) for key, each in stored.items()
+        (Atom.from_json(each), [HeldRegion(rank, box) for rank, box in held[key]])
+        for key, each in stored.items()
     ]
     return inferred(atoms, len(manifest.streams))
 

@@ -19,7 +19,7 @@ import xxhash
 
 from ..errors import Damaged
 from ..state.atoms import DTYPE_BYTES, Atom
-from ..state.fragments import Pieces
+from ..state.fragments import Fragments
 
 MOST_EXPANDED = 1 << 20
 """The limit of elements for a tensor, or a region, that has more elements than are stored (expanded)."""
@@ -66,12 +66,12 @@ class Stored:
     """
 
     atom: Atom
-    pieces: Pieces
-    copies: tuple[Pieces, ...] = ()
+    pieces: Fragments
+    copies: tuple[Fragments, ...] = ()
     average: bool = False
 
     @property
-    def every(self) -> tuple[Pieces, ...]:
+    def every(self) -> tuple[Fragments, ...]:
         """The fragments of each copy, with the first."""
         return self.pieces, *self.copies
 
@@ -165,7 +165,7 @@ class Source:
         for pieces in stored.every:
             self._check(stored.atom.key, stored.atom, pieces)
 
-    def _check(self, key: str, atom: Atom, pieces: Pieces) -> None:
+    def _check(self, key: str, atom: Atom, pieces: Fragments) -> None:
         outside = (
             (pieces.stop > np.array(atom.shape, dtype=np.int64)).any(axis=1)
             if pieces.rank

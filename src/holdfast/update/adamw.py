@@ -13,12 +13,12 @@ import torch
 from torch.optim.adam import adam
 
 from ..state.atoms import STEP
-from .formed import FormedOptimizer
+from .formed import ShapedStateOptimizer
 from .forms import Form, Slots
 from .rounding import BLOCK, decode, encode, to_bf16
 
 
-class _AdamW(FormedOptimizer):
+class _AdamW(ShapedStateOptimizer):
     cut = True
 
     def __init__(

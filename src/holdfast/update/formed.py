@@ -21,7 +21,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-class FormedOptimizer(torch.optim.Optimizer):
+class ShapedStateOptimizer(torch.optim.Optimizer):
     """An optimizer whose state starts as zeros of known ``forms``, which ``update`` changes in place.
 
     Each parameter is updated by itself, with the same bits in any order of parameters.

@@ -1,8 +1,8 @@
 """Kinds: how an optimizer class updates a parameter, and so how it runs out of core.
 
 *Elementwise* optimizers of torch update each element by itself, and can be sliced wherever torch's kernels give the
-same bits. *Whole* ones need a whole tensor at once. Optimizers of this library (``FormedOptimizer``) declare which they
-are. All others are refused, because nothing shows that their bits would be those of a plain loop.
+same bits. *Whole* ones need a whole tensor at once. Optimizers of this library (``ShapedStateOptimizer``) declare which
+they are. All others are refused, because nothing shows that their bits would be those of a plain loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from ..errors import OptimizerNotSupported
 from .adamw import AdamW8bit, AdamWBF16
 from .apollo import Apollo
-from .formed import FormedOptimizer
+from .formed import ShapedStateOptimizer
 from .forms import Form, Slots
 from .grass import Grass
 from .mezo import MeZO
@@ -107,7 +107,7 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
     name = _of_torch(cls)
     if isinstance(optimizer, MeZO):  # no update by a gradient could be tried
         return Kind(cls, True, False, lambda shape: optimizer.forms(group, shape))
-    if isinstance(optimizer, FormedOptimizer):
+    if isinstance(optimizer, ShapedStateOptimizer):
         kind = Kind(cls, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
     elif name in WHOLE:
         kind = Kind(cls, False, True, WHOLE[name])
@@ -144,7 +144,7 @@ def kept_slots(
     fails.
     """
     kind = type(optimizer)
-    if isinstance(optimizer, FormedOptimizer):
+    if isinstance(optimizer, ShapedStateOptimizer):
         return frozenset(optimizer.forms(group, (2,) * dims).names)
     if not _of_torch(kind):
         return None

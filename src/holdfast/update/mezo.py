@@ -21,14 +21,14 @@ import torch
 from ..accelerators import devices_of
 from ..errors import OptimizerNotSupported
 from ..state.atoms import PENDING, SEED, STEP
-from .formed import FormedOptimizer
+from .formed import ShapedStateOptimizer
 from .forms import Slots
 
 TILE = 256 * 1024
 """The elements of a tile. It is part of the format: another size draws other numbers."""
 
 
-class MeZO(FormedOptimizer):
+class MeZO(ShapedStateOptimizer):
     """The MeZO optimizer. ``step`` takes a closure that returns the loss, and calls it twice:
 
     * ``g = (loss(w + epsilon z) - loss(w - epsilon z)) / (2 epsilon)``

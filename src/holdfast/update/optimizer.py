@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,14 @@ from .forms import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
+from .threads import one_torch_thread
 
 TILE_ELEMENTS = 256 * 1024
 """The elements of one tile; a multiple of 4096."""
+
+SHARED_TILE_ELEMENTS = 4 * TILE_ELEMENTS
+"""The elements of one tile where threads share the tiles. They come from main memory in any case, and fewer of them
+take less time in Python, in which only one thread at a time makes progress."""
 
 GRAD_BYTES = 4
 """Bytes of one element of a gradient: fp32."""
@@ -85,8 +91,20 @@ class HostOptimizer:
         """
         self._optimizer = optimizer
         self._worker = _Worker()
+        self._helpers: ThreadPoolExecutor | None = None
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
+
+    def start_helpers(self, count: int) -> None:
+        """Share the tiles of each update among ``count`` threads, until ``close``. Nothing changes if it is 0."""
+        if count:
+            self._helpers = ThreadPoolExecutor(count, "holdfast-tiles", one_torch_thread)
+
+    def close(self) -> None:
+        """End the helpers. Called when no update is under way."""
+        helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            helpers.shutdown()
 
     @property
     def takes_gradients(self) -> bool:
@@ -144,8 +162,8 @@ class HostOptimizer:
         kind = self._kinds[state.group]
         slots = kind.slots(tuple(state.param.shape))
         first = kind.makes_state and float(state.scalars[STEP]) == 0
-        scalars: dict[str, torch.Tensor] = {}
-        for part in _parts(state, slots, kind.cut):
+
+        def step(part: _Part) -> dict[str, torch.Tensor]:
             if keep_grad:
                 part = replace(part, grad=part.grad.clone())
             if scale is not None:
@@ -153,6 +171,13 @@ class HostOptimizer:
             scalars = self._update_part(state, slots, hyper, part, first)
             if part.copy is not None:
                 part.copy.copy_(part.param)
+            return scalars
+
+        shared = self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS
+        if shared and self._helpers is not None:
+            (*_, scalars) = self._helpers.map(step, _parts(state, slots, SHARED_TILE_ELEMENTS))
+        else:
+            (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():
             state.scalars[name].copy_(value)
         if STEP not in scalars:
@@ -233,12 +258,12 @@ class HostOptimizer:
         return values
 
 
-def _parts(state: ParameterState, slots: Slots, cut: bool) -> Iterator[_Part]:
-    """Yield the parameter in tiles, or as one part unless it may be ``cut``."""
-    if not cut:
+def _parts(state: ParameterState, slots: Slots, tile_elements: int) -> Iterator[_Part]:
+    """Yield the parameter in tiles, or as one part if ``tile_elements`` is 0."""
+    if not tile_elements:
         yield _Part(state.param, state.grad, state.tensors, state.copy)
         return
-    for start, stop in tiles(state.param.numel()):
+    for start, stop in tiles(state.param.numel(), tile_elements):
 
         def tile(tensor: torch.Tensor, every: int = 1, start: int = start, stop: int = stop) -> torch.Tensor:
             return tensor.view(-1)[start // every : -(-stop // every)]
@@ -248,7 +273,7 @@ def _parts(state: ParameterState, slots: Slots, cut: bool) -> Iterator[_Part]:
         yield _Part(tile(state.param), tile(state.grad), tensors, copy)
 
 
-def tiles(elements: int) -> Iterator[tuple[int, int]]:
+def tiles(elements: int, each: int) -> Iterator[tuple[int, int]]:
     """Yield the half-open ranges of the tiles of a tensor; a single empty range for an empty tensor."""
-    for start in range(0, max(1, elements), TILE_ELEMENTS):
-        yield start, min(start + TILE_ELEMENTS, elements)
+    for start in range(0, max(1, elements), each):
+        yield start, min(start + each, elements)

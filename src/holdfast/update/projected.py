@@ -10,10 +10,10 @@ import torch
 
 from ..state.atoms import STEP
 from .adamw import check_adam
-from .formed import FormedOptimizer
+from .formed import ShapedStateOptimizer
 
 
-class ProjectedOptimizer(FormedOptimizer):
+class ProjectedOptimizer(ShapedStateOptimizer):
     """An optimizer whose groups have ``rank``, ``scale``, ``update_gap`` and ``seed``.
 
     AdamW updates parameters that are no matrices, and groups with ``rank=None``.

@@ -6,7 +6,20 @@ import threading
 
 import torch
 
+RESERVED_CORES = 4
+"""Cores beside a separate device that are left to the threads that start its work, copy and write."""
+
 _setting = threading.Lock()
+
+
+def update_helpers(unified: bool) -> int:
+    """Return how many threads share the tiles of an update; 0 where its worker does them alone.
+
+    Where the model computes in host memory (``unified``) it needs the cores. Beside a separate device they are idle: on
+    an H200 with 16 cores two workers alone took 2.7 s for 1.3 billion parameters, of a step of 3.6 s.
+    """
+    spare = torch.get_num_threads() - RESERVED_CORES
+    return 0 if unified or spare < 2 else spare
 
 
 def keep_torch_threads() -> None:

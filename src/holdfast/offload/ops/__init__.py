@@ -72,4 +72,5 @@ def _handle(
 ) -> Future | None:
     with run.device.lane(op):
         future = (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
-    return future or run.device.ended(op)
+    over = run.device.ended(op)
+    return future or over

@@ -19,12 +19,12 @@ from ...plan.ops import Op
 from ...plan.orders import input_stays, micro_batches
 from ...plan.zeroth import DISPLACED
 from .. import rng
-from ..block_states import Unit
+from ..block_states import BlockState
 from ..blocks import install
-from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
+from ..boundaries import BlockOutput, Boundary, Graph, refuse_hidden
 from ..defaults import callers_default
 from ..input_changes import Watch
-from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
+from ..microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
 from . import inputs, params
@@ -169,7 +169,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     return boundary
 
 
-def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | Returned:
+def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | ForwardEnd:
     """Run the model's own code, which must call ``block`` next."""
     batch = step.micro_batches[m]
     if block == 0:
@@ -207,7 +207,7 @@ def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) 
     batch = step.micro_batches[m]
     moves = bool(run.blocks[boundary.block].trained or boundary.moving)
     needs_grad = step.training and torch.is_grad_enabled() and moves
-    delivery = Delivery(output, boundary.constants, needs_grad)
+    delivery = BlockOutput(output, boundary.constants, needs_grad)
     batch.deliveries[boundary.block] = delivery
     batch.tracker.delivered(delivery)
 
@@ -219,7 +219,7 @@ def _finish(run: Runtime, step: Step, m: int) -> Any:
     attending = step.training and run.attributes.attending
     with run.attributes.before(last + 1, m) if attending else nullcontext():
         event = batch.coroutine.resume(batch.deliveries[last].reply())
-    if not isinstance(event, Returned):
+    if not isinstance(event, ForwardEnd):
         raise ModelNotSupported(
             f"the model called {run.blocks[event.block].name} again after its last block, as models do whose layers"
             " share their parameters (ALBERT, universal transformers). Every micro-batch must call every block once:"
@@ -277,7 +277,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
         params.release(run, phase, block, micro_batch)
 
 
-def _leaves(run: Runtime, place: tuple, unit: Unit, held: Held | None) -> list[torch.nn.Parameter]:
+def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:
     """Return the leaves that a pass computes with, created at its first computation."""
     leaves = run.residency.leaves.get(place)
     if leaves is None:

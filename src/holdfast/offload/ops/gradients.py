@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ...plan.ops import Op
-from ..block_states import Unit, as_tensor
+from ..block_states import BlockState, as_tensor
 from ..residency import Gradients
 from ..runtime import Runtime, Step, of
 
@@ -79,7 +79,7 @@ def reduce_resident(run: Runtime, op: Op, step: Step) -> None:
     _reduced(run, op, step, unit, step.resident_grads)
 
 
-def _reduced(run: Runtime, op: Op, step: Step, unit: Unit, held: Gradients) -> None:
+def _reduced(run: Runtime, op: Op, step: Step, unit: BlockState, held: Gradients) -> None:
     run.moved[op.lane, op.key.kind] += op.nbytes
     if step.shape.clipping != "none":
         _measure(run, unit, held, step)
@@ -140,7 +140,7 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
     step.redone = step.skipped or step.scale is not None
 
 
-def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
+def _measure(run: Runtime, unit: BlockState, held: Gradients, step: Step) -> None:
     """Compute the norms of a unit's gradients.
 
     If each unit is clipped by itself, also compute the factor that clips this one.

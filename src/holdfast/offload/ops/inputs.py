@@ -1,7 +1,7 @@
 """Tensors that flow between blocks: outputs that become inputs, and their gradients on the way back.
 
-A block's output is a ``Delivery`` until the model's thread has received it. From then until the next block's backward
-it is that block's input, a ``Boundary``. The input of block 0 comes from the prologue.
+A block's output is a ``BlockOutput`` until the model's thread has received it. From then until the next block's
+backward it is that block's input, a ``Boundary``. The input of block 0 comes from the prologue.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ...plan.ops import Op
 from ...plan.orders import input_stays
 from ..block_states import as_tensor
-from ..boundaries import Boundary, Delivery
+from ..boundaries import BlockOutput, Boundary
 from ..runtime import Runtime, Step, of
 from ..transfer_pool import packed_bytes, unpacked
 
@@ -27,7 +27,7 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     """
     block, m, batch = op.key.block, op.key.micro_batch, step.micro_batches[op.key.micro_batch]
     used = block == 0 or input_stays(step.shape, block, m)
-    held: Boundary | Delivery = batch.boundaries[block] if used else batch.deliveries[block - 1]
+    held: Boundary | BlockOutput = batch.boundaries[block] if used else batch.deliveries[block - 1]
     assert held.device is not None
     stays = run.placement.activations[block] or block == len(run.blocks) - 1
     kept = step.training and (stays or step.kept[block])
@@ -47,7 +47,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     _count(run, op, held.device)
 
 
-def hand_on(run: Runtime, delivery: Delivery, boundary: Boundary) -> None:
+def hand_on(run: Runtime, delivery: BlockOutput, boundary: Boundary) -> None:
     """Move the host tensors of ``delivery`` to the boundary of the next block, which the thread has called.
 
     An input that code between the blocks made is kept as well.

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import GUESS, Op
-from ..block_states import Unit, as_tensor
+from ..block_states import BlockState, as_tensor
 from ..residency import Gradients
 from ..runtime import Runtime, Step, Stored, of
 
@@ -57,7 +57,7 @@ def copy_to_update(run: Runtime, block: int) -> torch.Tensor | None:
 def apply(
     run: Runtime,
     step: Step,
-    unit: Unit,
+    unit: BlockState,
     image: torch.Tensor,
     grads: Gradients,
     copy: torch.Tensor | None,

@@ -16,9 +16,9 @@ from ...io.buffers import Buffer
 from ...plan.ops import Op
 from ...plan.zeroth import DISPLACED, STREAMS
 from ...update.mezo import Delta
-from ..block_states import Unit, as_tensor
+from ..block_states import BlockState, as_tensor
 from ..runtime import Runtime, Step, of
-from ..zeroth import Zeroth, fill_copies
+from ..zeroth import ZerothOrderState, fill_copies
 from . import compute, state
 
 
@@ -92,7 +92,7 @@ def catch_up_resident(run: Runtime, op: Op, step: Step) -> None:
     run.resident.write_trained_copy(image, run.resident_copy)
 
 
-def _zeroth(run: Runtime) -> Zeroth:
+def _zeroth(run: Runtime) -> ZerothOrderState:
     assert run.zeroth is not None
     return run.zeroth
 
@@ -107,7 +107,7 @@ def _copies(run: Runtime, block: int) -> Buffer:
 
 
 def _moved_and_displaced(
-    run: Runtime, step: Step, unit: Unit, image: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor
+    run: Runtime, step: Step, unit: BlockState, image: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor
 ) -> None:
     assert step.hyper is not None
     _zeroth(run).catch_up(unit, image)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES
-from ...state.fragments import Pieces, dense, row_major
+from ...state.fragments import Fragments, dense, row_major
 from ..archives import Archive
 from ..files import NUM_LOCKS, WithNumbers, looking_at
 from ..pickled_json import bytes_of
@@ -30,7 +30,7 @@ class Entries(WithNumbers):
         self._tensors: dict[int, tuple[Archive, Tensor]] = {}
         self._reordered: tuple[int, bytes] = (-1, b"")
 
-    def add_shards(self, key: str, shards: Shards) -> Pieces:
+    def add_shards(self, key: str, shards: Shards) -> Fragments:
         """Add the chunks of the tensor ``key`` as fragments, without opening them."""
         pieces, (shape, dtype) = [], shards.kind
         for chunk in shards.chunks:
@@ -39,7 +39,7 @@ class Entries(WithNumbers):
                 part = self.add_part(Part(str(chunk.entry.path), chunk.entry.offset, nbytes, dtype))
                 self._entries[part] = key, chunk.entry, chunk.box.shape
                 pieces.append(dense(chunk.box, part))
-        return Pieces.of(pieces, len(shape))
+        return Fragments.of(pieces, len(shape))
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         if part not in self._entries:

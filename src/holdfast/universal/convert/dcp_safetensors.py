@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...errors import Damaged, FileMissing
 from ...state.atoms import Atom
-from ...state.fragments import Piece, Pieces, dense
+from ...state.fragments import Fragments, Piece, dense
 from ...state.regions import Box
 from ..files import Files
 from ..keys import Kind, name_all
@@ -49,7 +49,7 @@ class ShardedSafetensors(Files):
         named = name_all(kinds, {key: (key,) for key in kinds}, {})
         for key, kind in kinds.items():
             atom = Atom(*named.tensors[key], *kind)
-            self.add(Stored(atom, Pieces.of(self._pieces[key], len(kind.shape))))
+            self.add(Stored(atom, Fragments.of(self._pieces[key], len(kind.shape))))
         self.progress = {"roots": named.roots}
 
     def _add_file(self, path: Path) -> None:

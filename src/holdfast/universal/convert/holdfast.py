@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import BadInput, Damaged
 from ...state.atoms import PENDING, Atom
 from ...state.encoding import joined
-from ...state.fragments import Piece, Pieces, row_major
+from ...state.fragments import Fragments, Piece, row_major
 from ...state.regions import Box
 from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest
@@ -117,7 +117,7 @@ class Commit(Source):
             offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
             pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
         atom = Atom.from_json(described)
-        return Stored(atom, Pieces.of(pieces, len(atom.shape)))
+        return Stored(atom, Fragments.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
         """Return the part for the tensor ``key`` of a file, and the shape of that tensor."""

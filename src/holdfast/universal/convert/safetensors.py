@@ -17,7 +17,7 @@ import xxhash
 
 from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES, Atom
-from ...state.fragments import Pieces, dense
+from ...state.fragments import Fragments, dense
 from ...state.regions import Box
 from ...store.layout import Entry, without_pads
 from ...units import MiB
@@ -86,7 +86,7 @@ class SafetensorsFiles(Files):
             name, slot = _name_of(slots, entry.key, path)
             part = self.add_part(where)
             atom = Atom(name, slot, entry.shape, entry.dtype)
-            self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+            self.add(Stored(atom, Fragments.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
 
 
 def unread_in(path: Path) -> tuple[str, ...]:

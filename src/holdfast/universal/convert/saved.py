@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
-from ...state.fragments import Pieces
+from ...state.fragments import Fragments
 from ..archives import Archive, check_inside, piece_of
 from ..files import Files
 from ..foreign_progress import check_progress, state_dict_of
@@ -127,7 +127,7 @@ class Saved(Files):
             self._numbers[place] = self.add_part(archive.part(tensor.storage))
         number = self._numbers[place]
         check_inside(atom.key, tensor, self.parts[number])
-        return Stored(atom, Pieces.of([piece_of(tensor, number)], len(atom.shape)))
+        return Stored(atom, Fragments.of([piece_of(tensor, number)], len(atom.shape)))
 
 
 def _state_dict_of(archive: Archive) -> dict[Any, Any]:

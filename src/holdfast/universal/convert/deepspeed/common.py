@@ -7,7 +7,7 @@ from typing import Any
 
 from ....errors import BadInput
 from ....state.atoms import Atom
-from ....state.fragments import Pieces, dense
+from ....state.fragments import Fragments, dense
 from ....state.regions import Box
 from ....units import MiB, counted
 from ...files import WithNumbers
@@ -63,7 +63,7 @@ def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
         else:
             contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
             continue
-        contents.add(Stored(atom, Pieces.of([piece], 0)))
+        contents.add(Stored(atom, Fragments.of([piece], 0)))
 
 
 def others_of(state: Mapping[str, Any]) -> dict[str, Any]:

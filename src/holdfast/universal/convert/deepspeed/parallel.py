@@ -15,9 +15,9 @@ from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.expressions import Expression
-from ....state.fragments import Pieces
+from ....state.fragments import Fragments
 from ....state.regions import Box
-from ....state.sharding import Average, Blocks, Cut, Laid, Replicate, Shard
+from ....state.sharding import Average, Blocks, Replicate, Shard, Sharding, TensorLayout
 from .local import Local, Shape, Value
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -40,7 +40,7 @@ class Whole:
 
     shape: Shape
     group: int
-    slots: dict[str, Laid] = field(default_factory=dict)
+    slots: dict[str, TensorLayout] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
     def add_copies(self, other: Whole) -> None:
@@ -81,7 +81,7 @@ class Info:
         shapes = {laid.shape for laid in wholes.values()} or {first.shape}
         return self._unpadded(name, Whole(shapes.pop(), first.group, wholes, first.values))
 
-    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Cut, list[list[int]]]:
+    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Sharding, list[list[int]]]:
         """Return how ``parts`` form one tensor, and the recorded widths of their sections."""
         kinds = [key for key in (REPLICATED, AVERAGED, ROWS, HALVES) if self._matches(key, name)]
         several = self._several(name)
@@ -98,11 +98,14 @@ class Info:
         return Blocks(OVER, axis, sizes, tuple(tuple(map(_number, each)) for each in widths)), widths
 
     def _joined(
-        self, name: str, slot: str, parts: Sequence[Local], cut: Cut, widths: list[list[int]]
-    ) -> Laid:
+        self, name: str, slot: str, parts: Sequence[Local], cut: Sharding, widths: list[list[int]]
+    ) -> TensorLayout:
         """Join one slot of a parameter. Raises ``Damaged`` if the parts do not fit."""
-        pieces = [Pieces.of(part.pieces[slot], len(part.shape)) for part in parts]
-        laid = {rank: Laid(part.shape, part.dtypes[slot], (pieces[rank],)) for rank, part in enumerate(parts)}
+        pieces = [Fragments.of(part.pieces[slot], len(part.shape)) for part in parts]
+        laid = {
+            rank: TensorLayout(part.shape, part.dtypes[slot], (pieces[rank],))
+            for rank, part in enumerate(parts)
+        }
         try:
             return cut.whole(laid, len(parts), {})
         except ValueError as error:

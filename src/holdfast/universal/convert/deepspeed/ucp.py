@@ -13,7 +13,7 @@ from typing import Any
 
 from ....errors import BadInput, Damaged, FileMissing
 from ....state.atoms import Atom
-from ....state.fragments import Pieces, dense
+from ....state.fragments import Fragments, dense
 from ....state.regions import Box
 from ...archives import Archive, piece_of
 from ...files import WithNumbers
@@ -95,7 +95,7 @@ class Universal(WithNumbers):
                 f"{archive.path} is {list(tensor.shape)}, and the model states say {list(shape)}",
                 path=str(archive.path),
             )
-        self.add(Stored(atom, Pieces.of([piece], len(shape))))
+        self.add(Stored(atom, Fragments.of([piece], len(shape))))
 
     def _add_step(self, archive: Archive, step: Any, name: str) -> None:
         if isinstance(step, Tensor) and prod(step.shape) == 1:
@@ -104,7 +104,7 @@ class Universal(WithNumbers):
             dtype, part, offset = "F32", self.add_number(step), 0
         else:
             raise Damaged(f"{archive.path} has no count of steps", path=str(archive.path))
-        self.add(Stored(Atom(name, "step", (), dtype), Pieces.of([dense(Box((), ()), part, offset)], 0)))
+        self.add(Stored(Atom(name, "step", (), dtype), Fragments.of([dense(Box((), ()), part, offset)], 0)))
 
 
 def _models(folder: Folder) -> list[ModelStates]:

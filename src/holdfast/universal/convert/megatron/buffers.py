@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
 from ....state.encoding import decode
-from ....state.fragments import Pieces, joined
+from ....state.fragments import Fragments, joined
 from ....state.regions import Box
 from ....state.sharding import unflattened
 from ...archives import Archive, piece_of
@@ -48,8 +48,8 @@ class Whole:
     """A tensor of the model in its own shape, and its place; ``copies`` must be equal."""
 
     kind: Kind
-    pieces: Pieces
-    copies: tuple[Pieces, ...] = ()
+    pieces: Fragments
+    copies: tuple[Fragments, ...] = ()
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Buffers:
             if not isinstance(tensor, Tensor):
                 continue
             part = source.add_part(archive.part(tensor.storage))
-            pieces = Pieces.of([piece_of(tensor, part)], len(tensor.shape))
+            pieces = Fragments.of([piece_of(tensor, part)], len(tensor.shape))
             name = f"{key}.{which[0]}.{slot}"
             flat = self.held[name] = Whole(Kind(tensor.shape, tensor.storage.dtype), pieces)
             if which[0] != 0 or key.startswith("chained_"):
@@ -146,13 +146,13 @@ class Buffers:
 
     def _found(
         self, mesh: Mesh, weights: Mapping[str, Whole]
-    ) -> dict[tuple[str, str, str], dict[Box, list[Pieces]]]:
+    ) -> dict[tuple[str, str, str], dict[Box, list[Fragments]]]:
         """Return the places of all copies: by name, slot and dtype, then by region of the parameter."""
         if sorted(self.buckets) != list(range(mesh.tensor * mesh.pipeline)):
             raise BadInput(
                 f"there are buffers of the ranks {sorted(self.buckets)}, and {mesh.tensor} x {mesh.pipeline} ranks"
             )
-        found: dict[tuple[str, str, str], dict[Box, list[Pieces]]] = {}
+        found: dict[tuple[str, str, str], dict[Box, list[Fragments]]] = {}
         cuts = {name: whole.pieces for name, whole in weights.items()}
         for rank in sorted(self.buckets):
             parameters = mesh.parameters(rank, cuts)
@@ -164,7 +164,7 @@ class Buffers:
 
     def _placed(
         self, parameters: list[Local], buckets: Mapping[int, Whole], unpadded: list[int] | None
-    ) -> Iterator[tuple[Local, Box, Pieces]]:
+    ) -> Iterator[tuple[Local, Box, Fragments]]:
         """Yield the fragments of each region, in the coordinates of its parameter."""
         if sorted(buckets) != list(range(len(buckets))) or any(b.pieces.rank != 1 for b in buckets.values()):
             raise BadInput(f"there are buckets {sorted(buckets)}, and not one after the other")

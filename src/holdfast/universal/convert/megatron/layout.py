@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....errors import BadInput
-from ....state.fragments import Pieces
+from ....state.fragments import Fragments
 from ....state.regions import Box
 
 ALIGNMENT = 64
@@ -84,7 +84,7 @@ class Mesh:
         tied = not arguments.get("untie_embeddings_and_output_weights", False)
         return cls(tensor, pipeline, layers, tied, arguments.get("transformer_impl") == "local")
 
-    def parameters(self, rank: int, cuts: Mapping[str, Pieces]) -> list[Local]:
+    def parameters(self, rank: int, cuts: Mapping[str, Fragments]) -> list[Local]:
         """Return the parameters of a model-parallel rank in module order; ``cuts`` has the chunks of all."""
         stage, at = divmod(rank, self.tensor)
         first = [n for n in cuts if _index(n, _FIRST) is not None]
@@ -116,7 +116,7 @@ class Mesh:
             raise BadInput(f"where {name} is in its buffers is not known here")
         return index, match[2].endswith("bias")
 
-    def _boxes(self, name: str, pieces: Pieces, at: int) -> tuple[Box, ...]:
+    def _boxes(self, name: str, pieces: Fragments, at: int) -> tuple[Box, ...]:
         """Return the regions of tensor-parallel rank ``at``: the whole, one chunk, or one chunk each of gate and up."""
         boxes = sorted({piece.box for piece in pieces})
         if len(boxes) == 1:

@@ -15,7 +15,7 @@ from typing import Any
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
 from ....state.encoding import encode
-from ....state.fragments import Piece, Pieces, dense, flat, joined
+from ....state.fragments import Fragments, Piece, dense, flat, joined
 from ....state.regions import Box
 from ....units import counted
 from ...archives import Archive
@@ -146,14 +146,14 @@ class TorchDist(Entries):
         for step in groups.steps:
             for name in trained:
                 if f"{name}/step" not in self.atoms:
-                    scalar = Pieces.of([dense(Box((), ()), self.add_number(step))], 0)
+                    scalar = Fragments.of([dense(Box((), ()), self.add_number(step))], 0)
                     self.add(Stored(Atom(name, "step", (), "F32"), scalar))
         if groups.groups and trained:
             self.progress["groups"] = [encode(groups.common(), "param_groups")]
             self.progress["group_parameters"] = [trained]
 
 
-def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Pieces:
+def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Fragments:
     """Return the fragments of a tensor of ``shape`` that was divided into a grid whose cells were flattened.
 
     Its stored axes count the cells; the last axis counts the elements of a cell.
@@ -173,7 +173,7 @@ def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Pieces:
         start, stop = piece.box.start[-1], piece.box.stop[-1]
         inside = flat(cell, start, stop, piece.part, piece.offset)
         found += [each._replace(box=each.box.moved(corner)) for each in inside]
-    return Pieces.of(found, len(shape))
+    return Fragments.of(found, len(shape))
 
 
 def _sliced(whole: Whole, place: tuple[int, ...]) -> Whole:

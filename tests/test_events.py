@@ -1,8 +1,10 @@
 """The event log: every line is whole JSON, whatever happened to the process before it."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -25,6 +27,32 @@ def test_an_event_is_in_the_file_before_emit_returns(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     log.emit("step", step=1)
     assert len(list(read_events(tmp_path / "events.jsonl"))) == 1
+
+
+def test_event_gets_into_no_other_file(tmp_path, monkeypatch):
+    """The log is closed while another thread is on its way to write, and the next file gets the number."""
+    log, entered, go = EventLog(tmp_path / "events.jsonl"), threading.Event(), threading.Event()
+    log.emit("step", step=1)
+    write = os.write
+
+    def late(file, data):
+        entered.set()
+        go.wait(10)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", late)
+    emitting = threading.Thread(target=log.emit, args=("step",), kwargs={"step": 2})
+    closing = threading.Thread(target=log.close)
+    emitting.start()
+    assert entered.wait(10)
+    closing.start()
+    closing.join(0.2)
+    with open(tmp_path / "another", "wb"):
+        go.set()
+        emitting.join()
+    closing.join()
+    assert (tmp_path / "another").read_bytes() == b""
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize("torn_at", range(1, 30))

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,7 @@ class EventLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._file = -1
+        self._using = threading.RLock()  # a signal handler may emit as well
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append ``{"event": event, "time": now, **fields}``. Never raises: a failure is one warning."""
@@ -41,18 +43,20 @@ class EventLog:
             return
         try:
             line = json.dumps(_plain({"event": event, "time": time.time(), **fields}))
-            if self._file < 0:
-                self._open(self.path)
-            os.write(self._file, line.encode() + b"\n")
+            with self._using:  # a descriptor closed meanwhile may be another file's by now
+                if self._file < 0:
+                    self._open(self.path)
+                os.write(self._file, line.encode() + b"\n")
         except (OSError, Damaged, TypeError, ValueError, RecursionError) as error:
             warnings.warn(f"no more events are written to {self.path}: {error}", stacklevel=2)
             self.close()
             self.path = None
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        with self._using:
+            file, self._file = self._file, -1
+            if file >= 0:
+                os.close(file)
 
     def _open(self, path: Path) -> None:
         """Open the file for appending, and end a line that a killed process may have torn."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -59,3 +61,18 @@ def test_what_was_sent_before_the_end_comes_before_it(ends):
     assert [inbox.next(10).about["number"] for _ in range(2)] == [1, 2]
     with pytest.raises(ChannelClosed):
         inbox.next(10)
+
+
+def test_descriptor_number_may_be_large(ends):
+    """``select`` refuses 1024 and more, which a trainer with many loader processes and files has."""
+    sender, receiver = ends
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048), hard))
+    try:
+        number = fcntl.fcntl(receiver._socket, fcntl.F_DUPFD_CLOEXEC, 1100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    far = Channel(socket.socket(fileno=number))
+    sender.send({"number": 1})
+    assert far.has_unread and far.receive(10).about == {"number": 1}
+    far.close()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class World:
             json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True
         )
         answer = json.loads(self._process.stdout.readline())
+        for rank, said in enumerate(answer["ranks"]):
+            if "stacks" in said:  # it crashed or hung, and pytest shortens what an assertion prints
+                print(f"rank {rank} ended with {said['code']}:\n{said['stacks']}", file=sys.stderr)
         assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
         return answer["ranks"]
 
@@ -68,8 +72,28 @@ def serve() -> None:
 
     script()
     torch.set_num_threads(1)
+    use_one_gloo_thread()
     for line in sys.stdin:
         print(json.dumps(_supervise(**json.loads(line))), flush=True)
+
+
+def use_one_gloo_thread() -> None:
+    """Give each gloo group one worker thread, where torch gives it two.
+
+    In torch 2.13 each worker notes the name of the collective that it ended, without a lock. A name of more than 15
+    characters is on the heap (DTensor's ALLGATHER_COALESCED), so two workers at once may free it twice: the process
+    aborts with "malloc(): unaligned tcache chunk detected".
+    """
+    from torch.distributed import distributed_c10d
+
+    class OneWorker(distributed_c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = self._Options()
+            options._threads, options._timeout = 1, timeout
+            options._devices = [self.create_device(interface="lo")]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneWorker
 
 
 def _supervise(world_size: int, **order: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ a message that its death cut off is dropped. Sizes are bytes.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import select
 import socket
@@ -84,7 +85,7 @@ class Channel:
         """Return the next message; None if none arrives within ``timeout`` seconds. Raises ``ChannelClosed``."""
         while (message := self._parsed()) is None:
             self._idle = True
-            if not select.select([self._socket], [], [], timeout)[0]:
+            if not is_readable(self._socket, timeout):
                 return None
             self._idle = False  # set first: data is always either unread or in this thread's hands
             try:
@@ -101,12 +102,20 @@ class Channel:
     @property
     def has_unread(self) -> bool:
         """Return whether there is data to read, or the receiving thread is reading it."""
-        return bool(select.select([self._socket], [], [], 0)[0]) or not self._idle
+        return is_readable(self._socket, 0) or not self._idle
 
-    def close(self) -> None:
-        """Close the socket, and wake a thread that receives."""
+    def end(self) -> None:
+        """End the connection: a thread that receives gets ``ChannelClosed``. The descriptor stays open."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and close the socket. No other thread may use the channel.
+
+        Another thread could be about to enter a system call with the descriptor's number, which the next file or
+        socket of this process gets.
+        """
+        self.end()
         self._socket.close()
 
     def _parsed(self) -> Message | None:
@@ -120,3 +129,13 @@ class Channel:
         data = memoryview(self._received[start : start + data_bytes])
         del self._received[: start + data_bytes]
         return Message(about, data)
+
+
+def is_readable(sock: socket.socket, timeout: float | None) -> bool:
+    """Return whether ``sock`` has something to read, or has ended, within ``timeout`` seconds (None: at any time).
+
+    Unlike ``select``, this takes descriptors of any number.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))

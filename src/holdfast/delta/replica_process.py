@@ -137,12 +137,11 @@ class ReplicaProcess:
 
     def leave(self) -> None:
         """Disconnect from the process as if this one had died. The process then does as it would after that."""
-        assert self._channel is not None and self._process is not None
+        assert self._process is not None
         self._let_go = True
         with self.changed:
             self.changed.notify_all()
-        self._channel.close()
-        self._thread.join()
+        self._disconnect()
         _left.append(self._process)
 
     def end(self) -> None:
@@ -150,13 +149,12 @@ class ReplicaProcess:
 
         Raises the error of the process.
         """
-        assert self._channel is not None and self._process is not None
+        assert self._process is not None
         try:
             self.wait_for(lambda: LAST_WORD in self._said)
         finally:
             self._let_go = True
-            self._channel.close()
-            self._thread.join()
+            self._disconnect()
             try:
                 self._process.wait(10 if LAST_WORD in self._said else 1)
             except subprocess.TimeoutExpired:
@@ -165,6 +163,14 @@ class ReplicaProcess:
                     subprocess.TimeoutExpired
                 ):  # a process that hangs in the kernel ends when the kernel lets it
                     self._process.wait(10)
+
+    def _disconnect(self) -> None:
+        """End the connection, and close it once no thread receives or sends any more."""
+        assert self._channel is not None
+        self._channel.end()
+        self._thread.join()
+        with self._sending:
+            self._channel.close()
 
     def _listen(self) -> None:
         assert self._channel is not None

@@ -10,7 +10,6 @@ or until it has waited long enough.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from ..store.manifest import ALONE, FileRef
 from ..store.payload_files import index_of_stream, read_file
 from ..store.retention import ancestry
 from . import shared_memory
-from .channel import Channel, ChannelClosed
+from .channel import Channel, ChannelClosed, is_readable
 from .lineage import Lineage
 from .snapshot_chunks import of_one_base
 
@@ -287,7 +286,7 @@ class ReplicaListener:
         self._hear()
         while self._asking is None:
             left = max(until - time.monotonic(), 0.0)
-            if not select.select([self._listener], [], [], left)[0]:
+            if not is_readable(self._listener, left):
                 return False
             self._asking = Channel(self._listener.accept()[0], 1.0)
             self._hear()

@@ -165,6 +165,7 @@ class Module:
         return getattr(self.here, "stream", None) or self.default
 
     def synchronize(self, device=None): ...
+    def empty_cache(self): ...
 
     def cudart(self):
         return self.runtime

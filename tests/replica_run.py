@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from delta.loops import make
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import replica_server, retained_state
+from holdfast.delta import replica_main, replica_server, retained_state
 from holdfast.errors import DiskFull
 from holdfast.io.queue import Throttle
 from holdfast.store.local import LocalStore
@@ -81,7 +81,7 @@ class Forked:
                 late = threading.Timer(20, lambda: faulthandler.dump_traceback(stacks))
                 late.daemon = True
                 late.start()
-            replica_server.main(3)
+            replica_main.main(3)
             os._exit(0)
         except BaseException:
             os._exit(70)

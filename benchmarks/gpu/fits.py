@@ -6,7 +6,8 @@
 
 * speed: tokens per second of a model that stays on the device, of the engine in both orders, and of DeepSpeed's ZeRO-3
   with parameters and optimizer on the host, where that package can be imported
-* overlap: the part of the time of copies during which something is computed, by torch's profiler
+* overlap: the part of the time of copies during which something is computed, by torch's profiler; and how long the
+  operations of each kind took in a step, by the engine's own clock: what takes as long as the step is what binds
 * memory: the device's and pinned memory at their peaks against the plan
 * curves: losses of the resident model and of the engine from the same weights
 * kill: the engine is killed (SIGKILL), resumes, and has the losses of a run that was not
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -145,10 +147,13 @@ def has_deepspeed() -> bool:
 
 def overlap(options: argparse.Namespace, case) -> dict:
     """How much of the copies was hidden, each way."""
-    found = case("vertical", "--profiled")["overlap"]
+    said = case("vertical", "--profiled")
+    found, busy = said["overlap"], said["busy_seconds"]
     rows = [(name, f"{one['hidden']:.3f}", f"{one['seconds'] * 1e3:.1f} ms") for name, one in found.items()]
-    told = ", ".join(f"{name} {one['hidden']:.1%} hidden" for name, one in found.items())
-    return {"overlap": found, "rows": rows or [("no device", "")], "told": told or "no device"}
+    rows += [(kind, "", f"{seconds * 1e3:.1f} ms") for kind, seconds in busy.items()]
+    told = ", ".join(f"{name} {one['hidden']:.1%} hidden" for name, one in found.items()) or "no device"
+    longest = ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in [*busy.items()][:3])
+    return {"overlap": found, "busy_seconds": busy, "rows": rows, "told": f"{told}; longest: {longest}"}
 
 
 def memory(options: argparse.Namespace, case) -> dict:
@@ -233,6 +238,7 @@ def run_case(options: argparse.Namespace) -> None:
             seconds.append(time.perf_counter() - start)
         print(json.dumps({"loss": loss}), flush=True)
     if options.profiled:
+        result["busy_seconds"] = busy(options, training)
         result["overlap"] = profiled(options, training)
     print(json.dumps({**result, "seconds": seconds, **training.close()}), flush=True)
 
@@ -375,6 +381,20 @@ class DeepSpeed:
 
 
 # Overlap
+
+
+def busy(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> dict[str, float]:
+    """Seconds per step of each kind of operation, the longest first; several threads may have done them."""
+    spans: list = []
+    total = Counter[str]()
+    training.engine.trace(spans)
+    for step in range(steps):
+        training.step(batches(options, step))
+    training.engine.wait()
+    training.engine.trace(None)
+    for span in spans:
+        total[f"{span.lane}: {span.key.kind}"] += (span.end - span.start) / steps
+    return dict(total.most_common())
 
 
 def profiled(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> dict:

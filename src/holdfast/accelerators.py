@@ -183,6 +183,12 @@ def unclaimed_bytes(device: torch.device) -> int:
     return module_of(device).mem_get_info(device)[0]
 
 
+def give_back_unused(device: torch.device) -> None:
+    """Give back the memory of ``device`` that this process has reserved and does not use."""
+    if is_accelerator(device):
+        module_of(device).empty_cache()
+
+
 def most_bytes(device: torch.device) -> int:
     """Return the largest number of bytes that this process has had in tensors on ``device`` at once."""
     return module_of(device).max_memory_allocated(device)

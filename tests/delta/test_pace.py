@@ -396,7 +396,7 @@ def test_a_file_written_through_has_the_bytes_of_one_that_was_copied(shape, tran
     for key, tensor in tensors.items():
         bases.write_tensor(memoryview(whole), layout, key, tensor)
     whole[: len(layout.header)] = layout.header
-    image, pieces = bases.Image(layout, tensors), bytearray(layout.file_bytes)
+    image, pieces = bases.SnapshotImage(layout, tensors), bytearray(layout.file_bytes)
     for offset in range(0, layout.file_bytes, 4096):
         image.fill(memoryview(pieces)[offset : offset + 4096], offset)
     assert pieces == whole

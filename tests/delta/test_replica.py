@@ -321,6 +321,35 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
 
 
+def test_replica_goes_to_the_host_when_the_device_is_full(tmp_path, monkeypatch):
+    """It has no memory for one update. Nothing is lost, and it does not try the device again."""
+
+    def apply(state, records, real=replica_server.apply):
+        if len(done) == 3:
+            done.append(None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(state, records)
+        done.append(None)
+
+    def rebuild(about, on_host=False, real=replica_server.rebuild):
+        (tmp_path / f"rebuilt-{len(list(tmp_path.glob('rebuilt-*')))}-{on_host}").touch()
+        return real(about, on_host)
+
+    done = []
+    monkeypatch.setattr(replica_server, "apply", apply)
+    monkeypatch.setattr(replica_server, "rebuild", rebuild)
+    states = states_of("batchnorm")
+    loop, checkpointer = start(tmp_path, base_every=99)
+    with checkpointer, pytest.warns(UserWarning, match=r"the device had no memory for step 4"):
+        checkpointer.resume()
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._survival.replica.settle()
+    assert len(events(tmp_path, "drift")) == 1
+    assert sorted(path.name for path in tmp_path.glob("rebuilt-*")) == ["rebuilt-0-False", "rebuilt-1-True"]
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", STEPS), states[STEPS])
+
+
 def test_no_base_is_made_of_a_replica_that_has_drifted(tmp_path, drifting):
     """A change of one moment shows in the full comparison that goes before a base."""
     drifting(4, one_moment)

@@ -5,6 +5,9 @@ There is no device here; ``streams.py`` plays one.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -25,6 +28,7 @@ from holdfast.offload.ops.gradients import reduce
 from holdfast.offload.residency import Gradients, Residency
 from holdfast.plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.local import LocalStore
+from holdfast.store.reader import RunReader
 from holdfast.update import optimizer
 from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter
 from streams import Apart
@@ -284,3 +288,32 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
         assert bool(named) == bool(helpers)
     assert not [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+UNCLOSED = """
+import sys
+import holdfast
+from holdfast.offload import engine, entry
+from holdfast.update import optimizer
+from streams import Apart
+from training import adamw, batches, decoder
+
+entry.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
+optimizer.SHARED_TILE_ELEMENTS = 4096
+model = decoder(blocks=2, width=128)
+made = holdfast.offload(model, adamw(model), sys.argv[1], dtype="fp32")
+for step in range(3):
+    made.step(batches(step, 2))
+"""
+
+
+def test_a_script_that_closes_nothing_has_its_last_step(tmp_path):
+    """The interpreter ends while helpers have updates to do."""
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=100,
+    )
+    assert done.returncode == 0
+    assert max(commit.step for commit in RunReader(tmp_path / "run").commits()) == 3

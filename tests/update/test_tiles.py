@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +77,22 @@ def test_tiles_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elemen
 def test_threads_that_share_tiles_leave_the_bits(monkeypatch, kind):
     monkeypatch.setattr(host, "SHARED_TILE_ELEMENTS", 4096)
     same(by_the_host(kind, (10007,), 7, helpers=3), plain(kind, (10007,), 7))
+
+
+def test_an_update_holds_no_memory_afterwards():
+    """What it was given may be lent, and goes back when nothing refers to it."""
+    optimizer = host.HostOptimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.01))
+    given = {name: torch.zeros(64) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    tensors = {name: given[name] for name in ("exp_avg", "exp_avg_sq")}
+    state = host.ParameterState(
+        param=given["param"], grad=given["grad"], tensors=tensors, scalars={STEP: torch.ones(())}, copy=None,
+        group=0,
+    )  # fmt: skip
+    optimizer.update(state, optimizer.snapshot())
+    left = [weakref.ref(tensor) for tensor in given.values()]
+    del given, tensors, state
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 4
 
 
 @pytest.mark.parametrize(

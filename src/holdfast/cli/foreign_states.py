@@ -15,8 +15,7 @@ from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
 from ..universal.convert.safetensors import BITS
 from ..universal.source import Source, Stored
-from .inspect import atom_table
-from .output import console, print_facts, print_json, print_table, progress
+from .output import atom_table, console, print_facts, print_json, print_table, progress
 from .runs import label, open_run, summary, while_training
 
 T = TypeVar("T")

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ..errors import CommitRetired, Damaged, DiskFailed, Unreadable
 from ..store.chain import last_step, verify_records
@@ -20,7 +18,7 @@ from ..store.manifest import Manifest
 from ..store.payload_files import regions
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
-from .output import console, plain_table, print_facts, print_json, print_table, progress
+from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
 from .runs import label, local_time, open_run, summary, with_commits
 
 if TYPE_CHECKING:
@@ -224,28 +222,6 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     written = "-" if damaged else local_time(entry["created"])
     size = "-" if damaged else format_bytes(entry["bytes"])
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
-
-
-def atom_table(atoms: list[dict[str, Any]]) -> Table:
-    """Return a table with one row for each name and all its slots, and the fragments of divided tensors."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
-        by_name.setdefault(atom["name"], []).append(atom)
-    cuts = {name: _cut_of(slots[0]) for name, slots in by_name.items()}
-    shown = ["cut"] if any(cuts.values()) else []
-    table = plain_table("tensor", ">shape", *shown, "slots")
-    for name, slots in by_name.items():
-        dtypes = dict.fromkeys(atom["dtype"] for atom in slots)
-        held = (f"{kind} " + " ".join(a["slot"] for a in slots if a["dtype"] == kind) for kind in dtypes)
-        shape = "x".join(map(str, slots[0]["shape"])) or "scalar"
-        table.add_row(escape(name), shape, *(cuts[name] for _ in shown), ", ".join(held))
-    return table
-
-
-def _cut_of(atom: dict[str, Any]) -> str:
-    """Describe the number of fragments and copies of a tensor; empty for a tensor that is stored whole, once."""
-    parts, copies = atom["parts"], atom.get("copies", 1)
-    return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))
 
 
 def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bool) -> list[Damaged]:

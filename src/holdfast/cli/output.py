@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -172,3 +173,25 @@ def print_facts(out: Console, facts: dict[str, str], indent: str = "") -> None:
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
+
+
+def atom_table(atoms: list[dict[str, Any]]) -> Table:
+    """Return a table with one row for each name and all its slots, and the fragments of divided tensors."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
+        by_name.setdefault(atom["name"], []).append(atom)
+    cuts = {name: _cut_of(slots[0]) for name, slots in by_name.items()}
+    shown = ["cut"] if any(cuts.values()) else []
+    table = plain_table("tensor", ">shape", *shown, "slots")
+    for name, slots in by_name.items():
+        dtypes = dict.fromkeys(atom["dtype"] for atom in slots)
+        held = (f"{kind} " + " ".join(a["slot"] for a in slots if a["dtype"] == kind) for kind in dtypes)
+        shape = "x".join(map(str, slots[0]["shape"])) or "scalar"
+        table.add_row(escape(name), shape, *(cuts[name] for _ in shown), ", ".join(held))
+    return table
+
+
+def _cut_of(atom: dict[str, Any]) -> str:
+    """Describe the number of fragments and copies of a tensor; empty for a tensor that is stored whole, once."""
+    parts, copies = atom["parts"], atom.get("copies", 1)
+    return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))

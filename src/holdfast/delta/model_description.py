@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..accelerators import is_accelerator, unclaimed_bytes, use_device
+from ..accelerators import free_bytes, is_accelerator, use_device
 from ..errors import BadInput
 from ..state.capture import CapturedParameter
 from ..state.dtypes import FROM_NAME, TO_NAME
@@ -41,8 +41,9 @@ SHARE_OF_DEVICE = 1 / 8
 """The largest share of a device's free memory that a replica's state takes there."""
 
 HOST = torch.device("cpu")
-TIMES_PARAMETERS = 4
-"""Assumed bytes of parameters, gradients and optimizer state, as a multiple of the parameters'."""
+TIMES_PARAMETERS = 6
+"""Assumed bytes of parameters, gradients, optimizer state and an update's temporaries, as a multiple of the
+parameters'."""
 
 
 class Part(LiveState):
@@ -113,6 +114,11 @@ class Part(LiveState):
             stays = {"step"} if counts_on_host(group) else set()
         device = self._devices[name]
         return StagedOnDevice(parameter, optimizer, device, stays, self._homes.get(device))
+
+    def _stays_on_host(self, name: str, slot: str) -> bool:
+        """Return whether the trainer has the state ``slot`` of a parameter on the host, where that is known."""
+        stays = self._on_host.get(name)
+        return super()._stays_on_host(name, slot) if stays is None else slot in stays
 
     def free(self) -> None:
         """Free the memory of tensors that are updated on devices. The state is invalid afterwards."""
@@ -228,15 +234,15 @@ def updating_devices(about: dict[str, Any]) -> list[torch.device]:
     ]
 
 
-def rebuild(about: dict[str, Any]) -> Part:
+def rebuild(about: dict[str, Any], on_host: bool = False) -> Part:
     """Build the described state, with undefined values. Raises ``BadInput`` if that is impossible here.
 
     Where it fits beside the trainer's memory it is stored on the device that updates it, so that no step moves it over
-    the bus.
+    the bus; with ``on_host`` never.
     """
     items = about["parameters"]
     visiting = {item["name"]: torch.device(item["device"]) for item in items if item["device"]}
-    stored = visiting if _fits_on_devices(items, visiting) else {}
+    stored = visiting if not on_host and _fits_on_devices(items, visiting) else {}
     parameters = {item["name"]: _parameter(item, stored.get(item["name"], HOST)) for item in items}
     buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
     optimizers = [
@@ -268,7 +274,7 @@ def _fits_on_devices(items: list[dict[str, Any]], devices: dict[str, torch.devic
             nbytes = math.prod(item["shape"]) * FROM_NAME[item["dtype"]].itemsize
             needed[devices[item["name"]]] += TIMES_PARAMETERS * nbytes
     return all(
-        is_accelerator(device) and nbytes <= SHARE_OF_DEVICE * unclaimed_bytes(device)
+        is_accelerator(device) and nbytes <= SHARE_OF_DEVICE * free_bytes(device)
         for device, nbytes in needed.items()
     )
 

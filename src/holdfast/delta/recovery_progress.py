@@ -40,7 +40,7 @@ class RecoveryProgress:
     def text(self) -> str:
         """A description of the work, for a person.
 
-        >>> recovery = Recovery()
+        >>> recovery = RecoveryProgress()
         >>> recovery.base_bytes, recovery.num_records, recovery.predicted_seconds = 1_500_000_000, 100, 12.0
         >>> recovery.text
         'loading 1.4 GiB and replaying 100 steps, about 12.0 s'

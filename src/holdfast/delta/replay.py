@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast import failpoints
 
+from ..accelerators import is_accelerator
 from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.encoding import decode
@@ -45,7 +46,7 @@ class FlatViews:
 
     def __init__(self) -> None:
         self._views: dict[int, tuple[tuple[Any, ...], torch.Tensor]] = {}
-        """By position: the place of the parameter's memory, and the view."""
+        """Place of the memory, and view, of each parameter by its position."""
 
     def view(self, position: int, parameter: torch.Tensor) -> torch.Tensor:
         """Return all bytes of this process's part of ``parameter``, in memory order."""
@@ -239,7 +240,7 @@ def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> t
         return grad
     made = torch.empty_like(parameter.detach())
     # From pinned memory, which a replica's ring is, the copy is only queued; the fingerprint waits for it.
-    local_of(made).copy_(grad, non_blocking=grad.is_pinned())
+    local_of(made).copy_(grad, non_blocking=is_accelerator(made.device) and grad.is_pinned())
     return made
 
 

@@ -44,7 +44,7 @@ def start_process(sock: socket.socket) -> Process:
     source = str(Path(holdfast.errors.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
-        [sys.executable, "-m", "holdfast.delta.replica_server", str(sock.fileno())],
+        [sys.executable, "-m", "holdfast.delta.replica_main", str(sock.fileno())],
         pass_fds=(sock.fileno(),), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip

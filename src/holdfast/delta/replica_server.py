@@ -12,14 +12,13 @@ When the trainer dies, the process
 
 If the trainer ends before it has handed over a state, the process makes a snapshot of what an earlier replica kept. The
 working state is private memory: if this process is killed as well, nothing of it can be mistaken for whole. Started by
-``replica_process.start_process``.
+``replica_main``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,8 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast import failpoints
 
+from ..accelerators import give_back_unused
 from ..errors import HoldfastError, RunLocked
 from ..events import EventLog
 from ..ranks import Ranks
@@ -72,6 +74,8 @@ class ReplicaServer:
         self._store = self._look()
         self._door: retained_state.ReplicaListener | None = None
         self._state: LiveState | None = None
+        self._on_host = False
+        """True once the device has lacked memory for the state, which stays on the host from then on."""
         self._views = FlatViews()
         self._ring: Ring | None = None
         self._bases: SnapshotWriter | None = None
@@ -175,10 +179,7 @@ class ReplicaServer:
         """Replace the state by a whole state that the trainer hands over."""
         self._drop_base()
         adopt(about["sync"])
-        state = rebuild(about["sync"])
-        with shared_memory.opened(self._place / retained_state.SYNC) as store:
-            self._progress = retained_state.unmarked(store.load(store.line()[0]).progress)
-            recover(store, state, NoScriptState(), ranks=Ranks())
+        state = self._loaded(about["sync"])
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
@@ -197,11 +198,27 @@ class ReplicaServer:
         self._bases.watch(state)
         if isinstance(before, Part):
             before.free()
+        del before
+        for device in updating_devices(about["sync"]):
+            give_back_unused(device)
         if not about["needed"]:
             retained_state.drop(self._place)
         self._say(word="synced")
         if about["persist"]:
             self._begin_base()
+
+    def _loaded(self, about: dict[str, Any]) -> LiveState:
+        """Return the described state, with the values that were handed over; on the host if the device lacks memory."""
+        with shared_memory.opened(self._place / retained_state.SYNC) as store:
+            self._progress = retained_state.unmarked(store.load(store.line()[0]).progress)
+            try:
+                state = rebuild(about, self._on_host)
+                recover(store, state, NoScriptState(), ranks=Ranks())
+            except torch.OutOfMemoryError:
+                self._on_host = True
+                state = rebuild(about, on_host=True)
+                recover(store, state, NoScriptState(), ranks=Ranks())
+        return state
 
     def _begin(self, about: dict[str, Any]) -> None:
         """Open the timeline in which the trainer continues."""
@@ -225,15 +242,26 @@ class ReplicaServer:
             record, parts = about["about"], self._parts_of(message)
             self._equal = False  # until the step is complete
             failpoints.reach("before_replica_update")
-            with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
-                clip_as_told(record, parts)
-                apply(self._state, [ReplayRecord(record, parts)])
-            failpoints.reach("after_replica_update")
-            standing = {**self._state.standing(), **beside_records(self._progress)}
-            self._step, self._progress = about["step"], {**record["progress"], **standing}
-            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step, self._views)
-            if not self._equal:
-                self._say(drift=f"after step {self._step} its fingerprint is another one")
+            try:
+                with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
+                    clip_as_told(record, parts)
+                    apply(self._state, [ReplayRecord(record, parts)])
+                failpoints.reach("after_replica_update")
+                standing = {**self._state.standing(), **beside_records(self._progress)}
+                self._step, self._progress = about["step"], {**record["progress"], **standing}
+                self._equal = record["fingerprint"] == fingerprint(
+                    self._state.stored, self._step, self._views
+                )
+            except torch.OutOfMemoryError:
+                if self._on_host:
+                    raise
+                self._on_host = True
+                self._say(
+                    drift=f"the device had no memory for step {about['step']}; its state goes to the host"
+                )
+            else:
+                if not self._equal:
+                    self._say(drift=f"after step {self._step} its fingerprint is another one")
         self._say(done=about["step"], slots=about["slots"])
 
     def _compare(self, about: dict[str, Any]) -> None:
@@ -375,7 +403,7 @@ class ReplicaServer:
         progress = {**self._progress, "values": self._state.values()}
         try:
             self._put_aside(progress)
-        except (HoldfastError, OSError) as error:
+        except (HoldfastError, OSError, RuntimeError) as error:  # the last is a device's
             retained_state.drop(self._place)
             self._events.emit("not_kept", step=self._step, durable_step=self._base_step, why=str(error))
             return
@@ -419,22 +447,3 @@ class ReplicaServer:
             self._door.close()
         if remove:
             shared_memory.remove(self._place)
-
-
-def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # ends when its trainer has ended
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor))
-    with suppress(ChannelClosed):
-        message = channel.receive()
-        assert message is not None
-        terms = ReplicaConfig(**message.about["terms"])
-        failpoints.armed = terms.failpoint
-        kind: type[ReplicaServer] = ReplicaServer
-        if terms.world_size > 1:
-            from .multi_rank_server import MultiRankReplicaServer as kind
-        kind(channel, terms).serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

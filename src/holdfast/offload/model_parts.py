@@ -17,7 +17,8 @@ from ..state.atoms import fragment
 from ..state.capture import Captured, buffer_at, capture
 from ..state.overlaps import Key, overlaps, said_keys
 from ..units import round_up
-from ..update.optimizer import HostOptimizer
+from ..update.optimizer import HELPER_BYTES, HostOptimizer
+from ..update.threads import update_helpers
 from .block_states import BlockState
 from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
@@ -129,7 +130,7 @@ class ModelParts:
             resident_reduce_bytes=self.resident.reduced_bytes,
             ranks=self.world_size,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
-            update_bytes=self._update_bytes(update_workers, guesses),
+            update_bytes=self._update_bytes(update_workers, guesses) + update_helpers(unified) * HELPER_BYTES,
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..state.atoms import STEP
 from ..units import MiB
-from ..update.optimizer import HostOptimizer, ParameterState
+from ..update.optimizer import SHARED_TILE_ELEMENTS, HostOptimizer, ParameterState
 from ..update.threads import keep_torch_threads, one_torch_thread
 from .clock import median_seconds
 
@@ -29,6 +29,7 @@ def measure_update(seconds: float, elements: int = ELEMENTS, helpers: int = 0) -
     """Measure the elements per second of AdamW in fp32 with a copy in bf16, all workers and helpers together."""
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
+    elements = max(elements, helpers * SHARED_TILE_ELEMENTS)  # so that each of them has a tile
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
     keep_torch_threads()
     optimizer.start_helpers(helpers)

@@ -16,7 +16,7 @@ from ..profiles import MachineProfile
 from ..units import format_bytes
 from ..update.threads import update_helpers
 from .copies import Copies, measure_copies
-from .host import measure_checks, measure_update
+from .host import WORKERS, measure_checks, measure_update
 from .ssd import Ssd, measure_ssd
 
 SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}
@@ -100,7 +100,9 @@ def probe_machine(
         ssd_capacity_bytes=_whole(free),
         ssd_sync_seconds=_rounded(ssd.sync_seconds),
     )
-    return Probed(profile, _sources(ssd, block), ssd, block, copies, time.perf_counter() - began)
+    return Probed(
+        profile, _sources(ssd, block, helpers or WORKERS), ssd, block, copies, time.perf_counter() - began
+    )
 
 
 def _description(device: torch.device) -> str:
@@ -119,7 +121,7 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
+def _sources(ssd: Ssd, block: BlockTimes, threads: int) -> dict[str, str]:
     how = "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory"
     on_ssd = f"measured, {how}, file of {format_bytes(ssd.file_bytes)}"
     return {
@@ -132,7 +134,7 @@ def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
         "host.cores": "counted",
         "host.checks": "measured: xxh3 of what is in no cache, one core",
         "device.threads": "torch's, when it was measured",
-        "host.update": "measured: AdamW in fp32 with a bf16 copy, 2 threads",
+        "host.update": f"measured: AdamW in fp32 with a bf16 copy, {threads} threads",
         "ssd.count": "what is below is of the directory that was measured, whatever it consists of",
         "ssd.read": on_ssd,
         "ssd.write": on_ssd,

@@ -47,7 +47,7 @@ class Fragments:
     def of(cls, pieces: Iterable[Piece], rank: int) -> Fragments:
         """Return the columns for ``pieces`` of a tensor of ``rank`` axes, in this order.
 
-        >>> pieces = Pieces.of(flat((4, 6), 8, 20, part=3), rank=2)
+        >>> pieces = Fragments.of(flat((4, 6), 8, 20, part=3), rank=2)
         >>> [(piece.box.start, piece.box.stop, piece.offset) for piece in pieces]
         [((1, 2), (2, 6), 0), ((2, 0), (3, 6), 4), ((3, 0), (4, 2), 10)]
         """

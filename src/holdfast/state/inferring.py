@@ -33,7 +33,7 @@ class HeldRegion(NamedTuple):
 def inferred(atoms: Iterable[tuple[Atom, Sequence[HeldRegion]]], world: int) -> str:
     """Return the text of a rule file for ``atoms`` that ``world`` ranks stored under their names.
 
-    >>> halves = [Held(0, Box((0, 0), (3, 4))), Held(1, Box((3, 0), (5, 4)))]
+    >>> halves = [HeldRegion(0, Box((0, 0), (3, 4))), HeldRegion(1, Box((3, 0), (5, 4)))]
     >>> print(inferred([(Atom("h.0.w", "param", (5, 4), "F32"), halves)], 2).partition("version = 1")[2].strip())
     # 1 tensor: h.0.w [5, 4]
     [[rule]]

@@ -470,9 +470,7 @@ class LiveState:
         Step counts stay on the host, except for some kernels.
         """
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
-        group = optimizer.param_groups[parameter.group or 0]
-        on_host = slot == "step" and counts_on_host(group)
-        device = torch.device("cpu") if on_host else parameter.parameter.device
+        device = torch.device("cpu") if self._stays_on_host(name, slot) else parameter.parameter.device
         shape, strides = self.layouts.get(f"{name}/{slot}", (None, ()))
         if shape == list(value.shape) and not is_distributed(parameter.parameter):
             optimizer.state[parameter.parameter][slot] = laid_out(value.to(device), strides)
@@ -484,6 +482,11 @@ class LiveState:
             optimizer.state[parameter.parameter][slot] = made
         else:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
+
+    def _stays_on_host(self, name: str, slot: str) -> bool:
+        """Return whether a new optimizer would have the state ``slot`` of a parameter on the host."""
+        group = self.optimizers[self._optimizer_of[name]].param_groups[self._parameter[name].group or 0]
+        return slot == "step" and counts_on_host(group)
 
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)

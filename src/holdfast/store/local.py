@@ -24,13 +24,14 @@ from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
 from holdfast.store.lock import LOCK
 from holdfast.store.manifest import Point, Timeline, is_ours, this_writer
+from holdfast.store.objects import remote_disk
 from holdfast.store.path_checks import check_place
 from holdfast.store.rank_commits import RankCommits
 from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.retention import Keep
 from holdfast.store.scratch import Scratch
 from holdfast.store.segments import segments, streams, trim
-from holdfast.store.target import place_of, remote_disk
+from holdfast.store.target import place_of
 
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 

@@ -339,3 +339,8 @@ def _plain(error: Exception) -> str:
     """Return the library's message without its debug output."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text.removeprefix("Generic S3 error: ").rstrip(" .:")
+
+
+def remote_disk(place: Path | Url) -> ObjectDisk | None:
+    """Return a reader for a run in a bucket; None for a run in a directory."""
+    return ObjectDisk(place) if isinstance(place, Url) else None

@@ -20,10 +20,11 @@ from holdfast.store import payload_files, verifying
 from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
+from holdfast.store.objects import remote_disk
 from holdfast.store.payload_ranges import read_atom
 from holdfast.store.retention import ancestry, is_begun, lineage, newest_tip
 from holdfast.store.segments import timelines_of_segments
-from holdfast.store.target import place_of, remote_disk
+from holdfast.store.target import place_of
 from holdfast.store.verifying import Report
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from ..regular import home_path
-from .files import AnyDisk
 
 
 class Url(PurePosixPath):
@@ -49,15 +48,6 @@ class Target:
 def place_of(path: str | PurePath) -> Path | Url:
     """Return the place of a run. ``Path`` merges the two slashes of an address."""
     return Url(path) if str(path).startswith("s3:/") else home_path(path)
-
-
-def remote_disk(place: Path | Url) -> AnyDisk | None:
-    """Return a reader for a run in a bucket; None for a run in a directory."""
-    if not isinstance(place, Url):
-        return None
-    from .objects import ObjectDisk
-
-    return ObjectDisk(place)
 
 
 def holds_run(path: Path | Url) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,18 +18,23 @@ import torch
 from torch import nn
 
 from ..state.atoms import STEP
+from ..units import MiB
 from .forms import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
-from .threads import one_torch_thread
+from .threads import Helpers
 
 TILE_ELEMENTS = 256 * 1024
 """The elements of one tile; a multiple of 4096."""
 
 SHARED_TILE_ELEMENTS = 4 * TILE_ELEMENTS
-"""The elements of one tile where threads share the tiles. They come from main memory in any case, and fewer of them
-take less time in Python, in which only one thread at a time makes progress."""
+"""The elements of one tile where threads share the tiles of a fused kernel. They come from main memory in any case, and
+fewer of them take less time in Python, in which only one thread at a time makes progress. Other kernels have more
+temporary bytes, and stay with ``TILE_ELEMENTS``."""
+
+HELPER_BYTES = 16 * MiB
+"""Temporary bytes of one helper. Measured: at most 12 per element of a shared tile, and 51 of others (AdamW8bit)."""
 
 GRAD_BYTES = 4
 """Bytes of one element of a gradient: fp32."""
@@ -91,20 +95,20 @@ class HostOptimizer:
         """
         self._optimizer = optimizer
         self._worker = _Worker()
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers: Helpers | None = None
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
     def start_helpers(self, count: int) -> None:
         """Share the tiles of each update among ``count`` threads, until ``close``. Nothing changes if it is 0."""
         if count:
-            self._helpers = ThreadPoolExecutor(count, "holdfast-tiles", one_torch_thread)
+            self._helpers = Helpers(count)
 
     def close(self) -> None:
         """End the helpers. Called when no update is under way."""
         helpers, self._helpers = self._helpers, None
         if helpers is not None:
-            helpers.shutdown()
+            helpers.close()
 
     @property
     def takes_gradients(self) -> bool:
@@ -173,9 +177,10 @@ class HostOptimizer:
                 part.copy.copy_(part.param)
             return scalars
 
-        shared = self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS
-        if shared and self._helpers is not None:
-            (*_, scalars) = self._helpers.map(step, _parts(state, slots, SHARED_TILE_ELEMENTS))
+        if self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS:
+            is_fused = bool(hyper.groups[state.group].get("fused"))
+            tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
+            (*_, scalars) = self._helpers.map(step, _parts(state, slots, tile))
         else:
             (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():
@@ -230,6 +235,7 @@ class HostOptimizer:
         private.state = defaultdict(dict, {param: {**part.tensors, **scalars}})
         private.step()
         after = private.state[param]
+        private.state, private.param_groups[0]["params"] = defaultdict(dict), []  # the memory may be lent
         for name, view in part.tensors.items():
             if after[name] is not view:  # this optimizer replaces its state instead of changing it
                 view.copy_(after[name])

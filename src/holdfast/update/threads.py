@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -56,3 +60,53 @@ def one_torch_thread() -> None:
         other = threading.Thread(target=torch.set_num_threads, args=(before,))
         other.start()
         other.join()
+
+
+class Helpers:
+    """Threads, each with one thread of torch, that share the work of others. Whoever starts them closes them.
+
+    They are daemons of their own, because a standard library pool takes no more work once the interpreter ends, when an
+    engine that nobody closed finishes its last step.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Start ``count`` threads; they are ready on return. Called after ``keep_torch_threads``."""
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        ready = threading.Barrier(count + 1)
+        self._threads = [
+            threading.Thread(target=self._work, args=(ready,), name=f"holdfast-tiles-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        ready.wait()
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Return the results of ``function`` in the order of ``items``. Raises the first error once all are done."""
+        futures = []
+        for item in items:
+            futures.append(future := Future[Any]())
+            self._todo.put(lambda item=item, future=future: _complete(future, function, item))
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads once everything is done."""
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, ready: threading.Barrier) -> None:
+        one_torch_thread()
+        ready.wait()
+        while (do := self._todo.get()) is not None:
+            do()
+            del do
+
+
+def _complete(future: Future[Any], function: Callable[[Any], Any], item: Any) -> None:
+    try:
+        future.set_result(function(item))
+    except BaseException as error:
+        future.set_exception(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -152,6 +154,29 @@ def test_a_failed_write_ends_the_segment_and_the_next_goes_to_another(tmp_path, 
     first, second = segments(disk, "s")
     assert [s.step for s in read_segment(disk, second)[0]] == [12]
     assert read_segment(disk, second)[0][0].previous == read_segment(disk, first)[0][0].digest
+
+
+class Interrupted(Future):
+    """A write that somebody waits for when Ctrl-C comes; it ends a moment later."""
+
+    def __init__(self):
+        super().__init__()
+        threading.Timer(0.1, self.set_result, (None,)).start()
+
+    def result(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_closes_no_file_that_is_written_to(tmp_path, queue, monkeypatch):
+    """Another file could get the number of its descriptor."""
+    disk, write, ended = Disk(tmp_path), Interrupted(), []
+    disk.makedirs("")
+    writer = JournalWriter(disk, queue, "s", TIMELINE)
+    monkeypatch.setattr(queue, "submit", lambda requests, **kinds: write)
+    monkeypatch.setattr(writer, "close", lambda real=writer.close: (ended.append(write.done()), real()))
+    with pytest.raises(KeyboardInterrupt):
+        writer.append([record(11)])
+    assert ended[-1]
 
 
 def test_the_space_that_killed_writers_reserved_is_given_back(tmp_path):

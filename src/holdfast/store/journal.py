@@ -9,6 +9,7 @@ another run. Sizes and offsets are bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +92,18 @@ class JournalWriter:
         headers = self._headers(records)
         memory = [view for header, record in zip(headers, records, strict=True)
                   for view in (header.view, *record.parts)]  # fmt: skip
+        written: list[Future] = []
         try:
             self._make_room(records[0].step, sum(map(len, memory)), len(records))
             assert self._file is not None
             requests = list(_requests(self._file, memory, self._end, beat))
-            self._queue.submit(requests, **KINDS).result()
+            written.append(self._queue.submit(requests, **KINDS))
+            written[0].result()
             failpoints.reach("after_records_write")
             self._disk.sync(self._file, why="records")
             failpoints.reach("after_records_sync")
         except BaseException:
+            wait(written)  # after an interrupt, a thread may be writing to this descriptor
             self.close()  # the content of the file from here on is unknown
             raise
         self._end += sum(map(len, memory))

@@ -31,6 +31,12 @@ def test_help_texts_are_those_kept(found, kept):
     assert found["help"] == kept["help"]
 
 
+def test_no_summary_of_a_command_is_cut(found):
+    lines = found["help"]["holdfast"]
+    commands = lines[lines.index("Commands:") + 1 :]
+    assert len(commands) > 15 and not [line for line in commands if line.endswith("...")]
+
+
 @pytest.mark.parametrize("kind", ["plain", "engine"])
 def test_documents_and_events_have_the_keys_of_the_golden_run(tmp_path, kind):
     make_runs.KINDS[kind](tmp_path / kind, 3)

@@ -118,7 +118,7 @@ def ls(run: Run, json: AsJson = False) -> None:
 
 @app.command()
 def show(commit: Commit, json: AsJson = False) -> None:
-    """Show what a commit holds."""
+    """Show what a commit, or a state of another library, holds."""
     from .inspect import show as show_commit
 
     show_commit(commit, as_json=json)
@@ -126,7 +126,7 @@ def show(commit: Commit, json: AsJson = False) -> None:
 
 @app.command()
 def verify(commit: Commit, json: AsJson = False) -> None:
-    """Read every byte of a commit again; exit 1 if any is damaged."""
+    """Read every byte of a state again; exit 1 if any is damaged."""
     from .inspect import verify as verify_commit
 
     raise typer.Exit(0 if verify_commit(commit, as_json=json) else 1)
@@ -138,7 +138,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B[@STEP]", help="Another, or another step of the same.")],
     json: AsJson = False,
 ) -> None:
-    """Compare two commits tensor by tensor; exit 1 if any bit differs."""
+    """Compare two states tensor by tensor; exit 1 if any bit differs."""
     from .diff import diff as compare
 
     raise typer.Exit(0 if compare(a, b, as_json=json) else 1)
@@ -178,7 +178,10 @@ def compact(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Make a base of a step from the base before it and the records, so that recovery is quicker."""
+    """Make a base of a later step, so that recovery is quicker.
+
+    It is made of the base before it and the log records.
+    """
     from .compact import compact_run
 
     compact_run(run, to, as_json=json)
@@ -202,9 +205,10 @@ def push(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Copy a run, which may be training, to a bucket: what is not there yet, every block verified on its way.
+    """Copy a run, which may be training, to a bucket.
 
-    RUN of other verbs may be s3://BUCKET/PREFIX then.
+    Copies what is not there yet, and verifies every block on its way. RUN of other verbs may then be
+    s3://BUCKET/PREFIX.
     """
     from .push import push_run
 
@@ -284,7 +288,10 @@ def report(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Write what a run did as one HTML page: loss, times, lanes, traffic, memory, commits, and wear of the SSD."""
+    """Write what a run did as one HTML page.
+
+    It shows loss, times, lanes, traffic, memory, commits, and wear of the SSD.
+    """
     from .report import report as write_report
 
     write_report(run, out=out, trace=trace, predicted=predicted, as_json=json)
@@ -296,7 +303,10 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show how it is now, and leave.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Watch a run that another process trains, until Ctrl-C: steps, lanes, memory, and what is durable."""
+    """Watch a run that another process trains, until Ctrl-C.
+
+    It shows steps, lanes, memory, and what is durable.
+    """
     from .watch import watch as watch_run
 
     watch_run(run, once=once, as_json=json)

@@ -134,8 +134,11 @@ def plan(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Plan a run before it is started: what stays where for a model on a machine, or with --cadence, the bases of a
-    Checkpointer. docs/plan.md explains both."""
+    """Plan a run before it is started.
+
+    Says what stays where, for a model on a machine; with --cadence, how often a Checkpointer makes a base. docs/plan.md
+    explains both.
+    """
     from .plan import plan as show_plan
 
     show_plan(context.params, {option.name: option.opts[0] for option in context.command.params})
@@ -168,7 +171,10 @@ def simulate(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Play the steps of a plan, operation by operation as the engine runs them, beside ordinary accumulation."""
+    """Play the steps of a plan, beside ordinary accumulation.
+
+    Plays operation by operation, as the engine runs them.
+    """
     from .simulating import simulate as play
 
     play(context.params)

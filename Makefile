@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: install train test test-slow test-rest lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
@@ -37,15 +37,22 @@ lint: install
 types: install
 	$(BIN)/pyrefly check
 
+# What to run while working: minutes.
 test: install lint types
-	$(BIN)/pytest -n 2 -m "not crash and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 2 -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
+
+# Everything else that CI runs.
+test-slow: test-rest test-dist test-crash test-matrix test-peers
+
+test-rest: install
+	$(BIN)/pytest -n 2 -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
 	$(BIN)/pytest -n 2 -m "not gpu" tests/played tests/gpu
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install
 	$(BIN)/pytest -n 3 --timeout=300 tests/dist
 
-# They wait for the disk as much as they compute. The quick ones among them are part of `make test`.
+# They wait for the disk as much as they compute. The quick ones among them are part of `make test` and `test-rest`.
 test-crash: install
 	$(BIN)/pytest -n 3 -m crash tests/crash
 
@@ -55,7 +62,7 @@ test-matrix: install
 # All combinations and all repeated kills, of which the other targets take a part that is the same everywhere. Hours; by hand,
 # before a release.
 campaign: export HOLDFAST_CAMPAIGN = 1
-campaign: test test-dist test-crash test-matrix test-peers
+campaign: test test-slow
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.

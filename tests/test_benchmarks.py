@@ -19,6 +19,7 @@ SCRIPTS = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -246,6 +246,7 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
 # Copies
 
 
+@pytest.mark.slow
 def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path):
     """A thousand times on a slow disk: gradients and buffers are overwritten right after ``step``."""
     loop, checkpointer = start(tmp_path, base_every=10_000)
@@ -282,6 +283,7 @@ overwrite = [
 # A disk that is slow, full, or gone
 
 
+@pytest.mark.slow
 def test_at_most_so_many_steps_are_on_their_way(tmp_path):
     loop, checkpointer = start(tmp_path)
     with checkpointer:
@@ -293,6 +295,7 @@ def test_at_most_so_many_steps_are_on_their_way(tmp_path):
     assert checkpointer.durable_step == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when_behind", ["block", "skip"])
 def test_steps_that_the_loss_scaler_skips_are_among_those_on_their_way(tmp_path, when_behind):
     """Sixty in a row, each of which takes no memory for gradients, and then others in turn with them."""

@@ -114,6 +114,7 @@ class Script:
 WAYS = {"exact": {}, "topk": {"codec": TopK(0.3)}, "replica": {"replica": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

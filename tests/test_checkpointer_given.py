@@ -48,12 +48,14 @@ def test_another_learning_rate_of_the_script_is_told_with_the_way_to_it(tmp_path
     assert group["lr"] == 0.001
 
 
+@pytest.mark.slow
 def test_another_beginning_of_a_schedule_is_told(tmp_path):
     resumed(tmp_path, 3, falling, lr=0.001)
     [told], _ = resumed(tmp_path, 5, falling, lr=0.1)
     assert "param_groups[0]['initial_lr'] is 0.001 and not 0.1" in told
 
 
+@pytest.mark.slow
 def test_another_length_of_a_schedule_is_told_until_it_is_given_as_before(tmp_path):
     def cosine(steps):
         return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
@@ -81,6 +83,7 @@ def in_turn(optimizer, warm_up=5, length=10, gamma=0.9):
     return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[warm_up, warm_up + length])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "given, expected",
@@ -98,6 +101,7 @@ def test_another_schedule_within_a_schedule_is_told_until_it_is_given_as_before(
     assert resumed(tmp_path, 7, in_turn, lr=0.1)[0] == []
 
 
+@pytest.mark.slow
 def test_other_milestones_are_told(tmp_path):
     def at(*steps):
         return lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, steps)
@@ -149,6 +153,7 @@ def test_what_a_script_unfreezes_at_its_step_is_not_told(tmp_path):
     assert with_frozen(tmp_path, 10, False) == []
 
 
+@pytest.mark.slow
 def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
     resumed(tmp_path, 3, lr=0.001)
     told, _ = resumed(tmp_path, 5, falling, lr=0.001)
@@ -175,6 +180,7 @@ class Odd:
         self.count = int(state[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tuple, list, bytes, torch.tensor])
 def test_a_schedule_whose_state_is_no_dictionary_comes_back(tmp_path, kind):
     resumed(tmp_path, 3, lambda optimizer: Odd(optimizer, kind))
@@ -182,12 +188,14 @@ def test_a_schedule_whose_state_is_no_dictionary_comes_back(tmp_path, kind):
     assert told == [] and group["lr"] == 0.1 / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, falling])
 def test_what_the_script_has_as_ever_is_not_told(tmp_path, schedule):
     for steps in (3, 5, 7):
         assert resumed(tmp_path, steps, schedule, lr=0.1, weight_decay=0.1)[0] == []
 
 
+@pytest.mark.slow
 def test_a_rate_that_the_loop_moves_by_itself_is_not_told(tmp_path):
     for steps in (3, 5, 7):
         assert resumed(tmp_path, steps, by_hand=lambda step: 0.1 / (step + 2), lr=0.1)[0] == []

@@ -163,6 +163,7 @@ def test_a_line_that_was_left_and_the_one_that_went_on(tmp_path):
     come_back(tmp_path, other)
 
 
+@pytest.mark.slow
 def test_compacted_and_pruned_all_that_is_left_comes_back(tmp_path):
     texts = train(tmp_path, STEPS, base_every=9)
     with LocalStore.read(tmp_path) as store:
@@ -190,6 +191,7 @@ def test_where_the_newest_base_is_damaged_an_older_one_leads_to_the_same(tmp_pat
     come_back(tmp_path, {step: texts[step] for step in (newest.step, STEPS)})
 
 
+@pytest.mark.slow
 def test_with_a_replica_beside(tmp_path):
     (tmp_path / "memory").mkdir()
     texts = train(tmp_path / "run", 9, replica=tmp_path / "memory")

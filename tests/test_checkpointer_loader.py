@@ -32,6 +32,7 @@ def run(root, **options):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("before, after", [(0, 0), (2, 2), (0, 2), (2, 0)])
 @pytest.mark.parametrize("stop", random.Random(5).sample(range(1, STEPS), 4))
@@ -43,6 +44,7 @@ def test_interrupted_at_a_random_step_and_resumed(undisturbed, tmp_path, stop, b
     assert rest["digest"] == undisturbed.digest
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("seed", range(4))

@@ -695,6 +695,7 @@ def test_a_sigterm_in_mid_accumulation_ends_the_process_at_the_end_of_the_step(t
     assert same(accumulated(tmp_path / "run", 6), whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_slow_and_gets_on_does_not_count_as_one_that_hangs(tmp_path):
     """A group of records takes longer than the deadline, no piece of it does."""
     torch.manual_seed(0)
@@ -772,6 +773,7 @@ def script_ended(root, how):
     return told.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
     states, _ = reference(20)
@@ -782,6 +784,7 @@ def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
         assert same(loop.state(), states[20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "why"), [("then.append(0)", "no disk"), ("then.append(60)", "nothing has been written for 2 s")]
 )

@@ -37,6 +37,7 @@ def until(true, seconds=60.0):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_the_remote_mark_says_can_be_recovered_from_the_bucket_alone(tmp_path, bucket):
     states, losses = reference(12, "batchnorm")
     loop, checkpointer = begin(tmp_path / "run", bucket)
@@ -57,6 +58,7 @@ def test_what_the_remote_mark_says_can_be_recovered_from_the_bucket_alone(tmp_pa
     assert verify_records(reader, reader.head()) == (12, [])
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_goes_on_with_its_copy(tmp_path, bucket):
     for steps in (4, 9):
         loop, checkpointer = begin(tmp_path / "run", bucket)
@@ -101,6 +103,7 @@ def test_a_bucket_that_fails_for_a_while_is_caught_up_with(tmp_path, bucket, mon
     assert len(told) == 1 and told[0]["error"] == "the network is down"
 
 
+@pytest.mark.slow
 def test_whatever_fails_is_told_and_tried_again(tmp_path, bucket, monkeypatch):
     """Also what nobody has thought of."""
     put_new, failed = ObjectDisk.put_new, []
@@ -153,6 +156,7 @@ def test_a_place_that_is_no_bucket_is_refused(tmp_path):
         begin(tmp_path / "run", tmp_path / "copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replica", [False, True])
 def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
     monkeypatch.setattr(remote, "SECONDS", 60)
@@ -169,6 +173,7 @@ def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bu
         assert same(again.state(), reference(4, "batchnorm")[0][4])
 
 
+@pytest.mark.slow
 def test_after_a_sigterm_a_bucket_that_does_not_answer_does_not_keep_the_run_from_being_whole(
     tmp_path, bucket, monkeypatch
 ):

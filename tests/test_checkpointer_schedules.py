@@ -30,6 +30,7 @@ class Scheduled(Loop):
                 then()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("base_every", [1, 1000])
 def test_a_schedule_that_is_moved_after_an_epoch_is_in_what_save_and_close_make(
@@ -129,6 +130,7 @@ class Epochs:
         vars(self).update(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [False, True])
 def test_beside_a_place_in_epochs_a_schedule_is_not_moved_twice_at_the_end_of_one(tmp_path, save):
     rates = []
@@ -152,6 +154,7 @@ def test_beside_a_place_in_epochs_a_schedule_is_not_moved_twice_at_the_end_of_on
     assert rates == [(0.0625, 12), (0.25, 6), (0.0625, 12)]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_is_moved_before_step_in_each_micro_batch_is_not_told(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

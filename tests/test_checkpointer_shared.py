@@ -226,6 +226,7 @@ def test_a_replica_of_shared_memory_is_refused(tmp_path):
         holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizers, replica=True).resume()
 
 
+@pytest.mark.slow
 def test_a_replica_takes_buffers_that_are_one(tmp_path):
     """As one mask in several layers: records hold buffers by value."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -209,6 +209,7 @@ def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path):
             checkpointer.resume(source=path)
 
 
+@pytest.mark.slow
 def test_a_base_of_several_steps_has_the_script_and_its_hyper_parameters(tmp_path, monkeypatch):
     """Records bring its parts to one step, and say nothing of the script themselves."""
     cut_small(monkeypatch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,6 +52,7 @@ def alike(one, other):
     return type(one) is type(other) and one == other
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
     """From a base in the midst and the records after it; all in one run, each for a layer of its own."""
     whole = begin()

@@ -595,6 +595,7 @@ def test_after_update_is_told_in_replay_how_many_steps_are_done(tmp_path):
     assert same(again.state(), loop.state())
 
 
+@pytest.mark.slow
 def test_a_schedule_by_milestones_goes_on(tmp_path):
     """Its state has a Counter."""
 
@@ -645,6 +646,7 @@ class Large:
         self.held = state["held"]
 
 
+@pytest.mark.slow
 def test_storage_counts_what_a_script_keeps(tmp_path):
     loop = Loop()
     checkpointer, _ = loop.checkpointer(tmp_path, also={"large": Large()}, storage="14MiB", base_every=50)

@@ -123,6 +123,7 @@ def test_what_was_lost_is_said(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_resume_is_one_line_on_standard_error(tmp_path):
     code = """if True:
         import sys, torch, holdfast

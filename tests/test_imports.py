@@ -113,6 +113,7 @@ class WithoutTypes(ast.NodeTransformer):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
+@pytest.mark.slow
 def test_no_modules_need_each_other():
     """Imports inside functions count too."""
     trees = {name_of(path): WithoutTypes().visit(ast.parse(path.read_text())) for path in MODULES}
@@ -177,6 +178,7 @@ def test_importing_costs_no_torch(module):
     assert subprocess.run([sys.executable, "-c", check], env=environment, timeout=60).returncode == 0
 
 
+@pytest.mark.slow
 def test_ranks_of_tests_need_no_package_that_the_environment_of_the_peers_lacks():
     """Worlds train there as well."""
     lacking = ("zstandard", "lightning", "hypothesis", "moto", "obstore", "peft", "highspy")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from delta.loops import same
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,7 @@ def test_the_snippet_is_twelve_lines_that_fit_a_screen():
     assert max(map(len, lines)) <= 110
 
 
+@pytest.mark.slow
 def test_the_snippet_runs_and_continues(tmp_path):
     def run(code):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -64,6 +67,7 @@ optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 """
 
 
+@pytest.mark.slow
 def test_three_lines_added_to_a_loop_bring_it_back_bit_for_bit(tmp_path, monkeypatch):
     lines = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
     assert sum(line.startswith("+") for line in lines) == 3

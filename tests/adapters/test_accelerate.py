@@ -16,18 +16,21 @@ def world():
         yield world
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("habit", ACCELERATE)
 def test_killed_it_ends_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 1, ACCELERATE[habit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("habit", ["shuffled", "noise and accumulation"])
 def test_killed_two_processes_end_the_same(world, tmp_path, habit):
     """The other habits are in tests/crash."""
     killed_it_ends_the_same(world, tmp_path, 2, ACCELERATE[habit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path, ranks):
     said = ended(world.run(ranks, root=tmp_path / "run", save_at=8, keep_last=9))
@@ -44,6 +47,7 @@ def test_load_state_after_resume_is_refused(world, tmp_path):
     assert "Call one of them" in said["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [1, 3])
 def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", passes=2))
@@ -55,6 +59,7 @@ def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
     compare(ended(world.run(2, root=tmp_path / "run")), ended(world.run(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others, left", [(1, 13), (3, 5)])
 def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world, tmp_path, others, left):
     ended(world.run(2, root=tmp_path / "run", kind="holdfast", stop_at=5))
@@ -113,6 +118,7 @@ def test_what_save_state_leaves_beside_the_weights_is_known(tmp_path):
     assert left == {"model.safetensors"}
 
 
+@pytest.mark.slow
 def test_hooks_of_save_state_are_told(tmp_path):
     import torch
     from accelerate import Accelerator

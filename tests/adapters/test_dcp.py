@@ -101,6 +101,7 @@ def cause_of(error):
 PAIRS = [(source, TARGETS[(2 * i + k) % 5]) for i, source in enumerate(SOURCES) for k in (0, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source, target):
@@ -156,6 +157,7 @@ def test_the_tools_know_such_a_run(saved, tmp_path):
     assert differs.exit_code == 1 and "w/param" in differs.output
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_a_commit_when_its_future_says_so(world, tmp_path):
     for kind, size in (("fsdp2", 2), ("ddp", 2)):
         run = tmp_path / kind
@@ -338,6 +340,7 @@ def test_what_cannot_be_stored_by_value_is_refused_by_name_and_nothing_is_publis
     assert load(state(9), tmp_path)["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_what_cannot_be_stored_ends_the_save_of_all(world, tmp_path):
     world.run(2, job="save", kind="fsdp2", ours=tmp_path)
     said = world.run(2, job="save", kind="fsdp2", ours=tmp_path, unstorable=1, steps=[None, None])
@@ -462,6 +465,7 @@ def data_of(run, rank=0):
     return path
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_ends_the_load_on_every_rank_before_a_tensor_is_touched(world, tmp_path):
     said = world.run(4, job="save", kind="fsdp2", ours=tmp_path / "run")
     assert all(each.get("finished") for each in said)
@@ -490,6 +494,7 @@ def test_damage_at_the_end_of_a_file_is_found_before_its_beginning_is_loaded(tmp
     assert all((tensor == 7).all() for tensor in target.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_file_of_a_rank_that_is_gone_or_cut_short_is_named(world, tmp_path, rank):
     world.run(4, job="save", kind="fsdp2", ours=tmp_path / "run")
@@ -514,6 +519,7 @@ def test_a_share_of_a_rank_that_is_gone_is_named(world, tmp_path):
         (tmp_path / "run" / path).write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_leaves_the_commit_before_and_the_next_save_cleans_up(world, tmp_path):
     run = tmp_path / "run"
     first = world.run(2, job="save", kind="fsdp2", ours=run)
@@ -630,6 +636,7 @@ def test_a_tensor_that_is_not_dense_is_refused_by_name_before_anything_is_made(t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_views_of_complex_numbers_are_saved_as_what_they_show(tmp_path):
     there = torch.randn(3, dtype=torch.complex64)
     save({"conjugate": there.conj(), "negative": there.conj().imag}, tmp_path / "run")

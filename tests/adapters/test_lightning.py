@@ -16,18 +16,21 @@ def world():
         yield world
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("habit", LIGHTNING)
 def test_killed_it_ends_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 1, LIGHTNING[habit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("habit", ["plain", "often validated"])
 def test_killed_two_processes_end_the_same(world, tmp_path, habit):
     """The other habits are in tests/crash."""
     killed_it_ends_the_same(world, tmp_path, 2, LIGHTNING[habit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [1, 3])
 def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", output=tmp_path, max_steps=3))
@@ -42,6 +45,7 @@ def test_a_checkpoint_of_the_trainer_is_not_loaded_over_the_run(world, tmp_path)
     assert "would be loaded over the run" in said["error"], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting, text",
     [

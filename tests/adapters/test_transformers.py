@@ -105,6 +105,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("kind, step", one_in(3, KINDS, [0, 1, 3, 7, 8, 9]))
 def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
@@ -114,6 +115,7 @@ def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
     compare(resumed(tmp_path, kind, base_every=3), kind)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "kind, step, event, first",
@@ -135,12 +137,14 @@ def test_a_step_is_not_lost_in_its_evaluation(tmp_path, kind, step, event, first
     compare(resumed(tmp_path, kind), kind, first)
 
 
+@pytest.mark.slow
 def test_interrupted_again_and_again(tmp_path):
     for step in (2, 2, 5, 8, 9, 13):
         interrupted(tmp_path, "plain", Interrupt(step), base_every=3)
     compare(resumed(tmp_path, "plain"), "plain", 13)
 
 
+@pytest.mark.slow
 def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(text_delta, "LONG", 1)
     for step in (5, 9, 13):
@@ -157,6 +161,7 @@ def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_pa
     assert len(ends) >= 9 and all(end.count("\n") <= 2 for end in ends)  # one of a step, and one of an epoch
 
 
+@pytest.mark.slow
 def test_the_order_of_the_run_goes_before_the_seed_of_the_script(tmp_path):
     interrupted(tmp_path, "plain", Interrupt(5))
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], seed=7)
@@ -164,6 +169,7 @@ def test_the_order_of_the_run_goes_before_the_seed_of_the_script(tmp_path):
     compare(trainer, "plain", 5)
 
 
+@pytest.mark.slow
 def test_recording_changes_no_number_and_a_run_that_has_ended_stays_so(tmp_path):
     compare(resumed(tmp_path, "plain"), "plain", 0)
     compare(resumed(tmp_path, "plain"), "plain", 16)
@@ -172,11 +178,13 @@ def test_recording_changes_no_number_and_a_run_that_has_ended_stays_so(tmp_path)
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_run_of_so_many_steps_ends_in_mid_epoch(tmp_path):
     compare(resumed(tmp_path, "steps"), "steps", 0)
     compare(resumed(tmp_path, "steps"), "steps", 11)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_given_more_to_do(tmp_path):
     def train(epochs, *callbacks):
         trainer = make(
@@ -196,6 +204,7 @@ def test_a_run_that_has_ended_is_given_more_to_do(tmp_path):
     assert digests(trainer) == digests(at_once)
 
 
+@pytest.mark.slow
 def test_the_same_trainer_goes_on_after_an_interruption(tmp_path):
     trainer = interrupted(tmp_path, "plain", Interrupt(5))
     trainer.pop_callback(Interrupt)
@@ -204,6 +213,7 @@ def test_the_same_trainer_goes_on_after_an_interruption(tmp_path):
     compare(trainer, "plain", 5)
 
 
+@pytest.mark.slow
 def test_batches_that_were_trained_on_are_not_read_again(tmp_path):
     class Read(Texts):
         def __init__(self):
@@ -220,6 +230,7 @@ def test_batches_that_were_trained_on_are_not_read_again(tmp_path):
     assert len(data.read) == SAMPLES - 5 * 3 + SAMPLES
 
 
+@pytest.mark.slow
 def test_other_callbacks_go_on_counting(tmp_path):
     def stopping(*callbacks):
         return make(
@@ -240,6 +251,7 @@ def test_other_callbacks_go_on_counting(tmp_path):
     assert trainer.state.best_metric == alone.state.best_metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupts", [(), (Interrupt(5),)])
 def test_nothing_is_left_behind(tmp_path, interrupts):
     before = threading.active_count()
@@ -260,6 +272,7 @@ def test_nothing_is_left_behind(tmp_path, interrupts):
 # What is refused
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_there_already_is_attached(tmp_path):
     trainer = make("unused")
     attach(trainer, tmp_path / "run")
@@ -276,6 +289,7 @@ def test_a_callback_that_would_record_nothing_says_so(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_trainer_gives_way_to_the_run(tmp_path):
     interrupted(tmp_path, "plain", Interrupt(5))
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")])
@@ -291,6 +305,7 @@ def test_a_run_does_not_begin_at_a_checkpoint(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed, text",
     [
@@ -351,6 +366,7 @@ class Counts(transformers.TrainerCallback):
         model.transformer.drop.p = self.num_steps / 50
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")  # by Halves, which is seen
 @pytest.mark.parametrize("kind", [Halves, SetsUp, Counts])
 def test_set_up_of_callbacks_is_not_done_twice(tmp_path, kind):
@@ -366,6 +382,7 @@ def test_set_up_of_callbacks_is_not_done_twice(tmp_path, kind):
     assert digests(trainer) == digests(alone)
 
 
+@pytest.mark.slow
 def test_callbacks_have_the_arguments_of_the_run(tmp_path):
     """Where that is asked for, as by the Trainer's own checkpoints."""
 

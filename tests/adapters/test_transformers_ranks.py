@@ -17,6 +17,7 @@ def world():
         yield world
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("habit", ["plain", "masks and accumulation", "stream", "notes"])
 def test_killed_they_end_the_same(world, tmp_path, habit):
@@ -24,6 +25,7 @@ def test_killed_they_end_the_same(world, tmp_path, habit):
     killed_it_ends_the_same(world, tmp_path, 2, TRAINER[habit])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [1, 3])
 def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", max_steps=3))

@@ -191,6 +191,7 @@ def test_what_is_in_memory_is_gone_with_the_machine_and_the_file_is_not(arm, ref
     again.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [resnet18, vgg11])
 def test_a_model_with_buffers_comes_back_bit_for_bit(tmp_path, make):
     training = make(batch=2)
@@ -238,6 +239,7 @@ def test_an_update_waits_until_the_state_before_it_is_copied(arm, reference, mon
     again.close()
 
 
+@pytest.mark.slow
 def test_a_slot_in_memory_is_not_whole_while_it_is_written(arm, monkeypatch):
     first = arm("gemini")
     for _ in range(3):
@@ -273,6 +275,7 @@ def test_the_difference_of_states_is_that_from_what_a_resume_would_give(arm):
     again.close()
 
 
+@pytest.mark.slow
 def test_a_resumed_arm_leaves_the_copy_in_memory_alone_until_there_is_another(arm, reference, monkeypatch):
     first, second, third = arm("gemini"), arm("gemini"), arm("gemini")
     for _ in range(3):

@@ -53,6 +53,7 @@ def found(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_job_is_killed_and_comes_to_its_end(found):
     arms = found["minutes"]["1"]["arms"].values()
     assert {about["name"] for about in arms} == {"exact", "save", "naive"}

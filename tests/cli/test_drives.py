@@ -47,6 +47,7 @@ def run(tmp_path, arguments, holdfast):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_the_verbs_read_the_run_as_any_other(holdfast, run, tmp_path, bucket):
     assert any("drive_1" in ref.path for ref in RunReader(run).head().files.values())
     assert holdfast("verify", run).code == 0
@@ -65,6 +66,7 @@ def test_the_verbs_read_the_run_as_any_other(holdfast, run, tmp_path, bucket):
     assert holdfast("verify", run).code == 0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_drives_and_leaves_them_only_if_told_so(
     holdfast, run, arguments, tmp_path, monkeypatch
 ):
@@ -81,6 +83,7 @@ def test_a_run_goes_on_with_its_drives_and_leaves_them_only_if_told_so(
     assert holdfast("verify", run).code == 0
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_not_mounted_is_one_clear_error(holdfast, run, arguments, tmp_path):
     drive = tmp_path / "drive"
     drive.rename(tmp_path / "away")

@@ -78,6 +78,7 @@ def of_transformers(model, path):
     return path
 
 
+@pytest.mark.slow
 def test_plain_loop_goes_on_bit_equal(run, tmp_path, holdfast):
     path, before = run
     result = holdfast("convert", path, tmp_path / "ckpt.pt", "--to", "torch")
@@ -94,6 +95,7 @@ def test_plain_loop_goes_on_bit_equal(run, tmp_path, holdfast):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_torch_file_is_the_same_state(run, tmp_path, holdfast):
     assert holdfast("convert", run[0], tmp_path / "ckpt.pt", "--to", "torch").code == 0
     assert holdfast("verify", tmp_path / "ckpt.pt").code == 0
@@ -147,12 +149,14 @@ def test_state_of_no_group_is_refused(tmp_path, holdfast):
     assert not (tmp_path / "b.pt").exists()
 
 
+@pytest.mark.slow
 def test_single_safetensors_file_is_loaded(run, tmp_path, holdfast):
     assert holdfast("convert", run[0], tmp_path / "a.safetensors", "--to", "safetensors").code == 0
     found, model = load_file(tmp_path / "a.safetensors"), run[1][0]
     assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_dcp_folder_is_loaded_by_torch(run, tmp_path, holdfast):
     assert holdfast("convert", run[0], tmp_path / "dcp", "--to", "dcp").code == 0
     model, fresh = run[1][0], made()[0]

@@ -50,6 +50,7 @@ def logits_of(folder):
         return model(torch.arange(20)[None] * 13 % 300).logits
 
 
+@pytest.mark.slow
 def test_a_folder_is_fine_tuned_and_given_back(tmp_path, holdfast, llama, text):
     run, back = tmp_path / "run", tmp_path / "back"
     result = holdfast("train", "--model", llama, *arguments(run, text, 12))
@@ -71,6 +72,7 @@ def test_a_folder_is_fine_tuned_and_given_back(tmp_path, holdfast, llama, text):
     assert transformers.AutoTokenizer.from_pretrained(back)("bay")["input_ids"][0] == 256 + 62
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("make", tiny_folders.EVERY.values(), ids=tiny_folders.EVERY)
 def test_a_folder_that_was_not_trained_comes_back_bit_for_bit(tmp_path, holdfast, make, text):
@@ -95,6 +97,7 @@ def names_in(folder):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "kind, optimizer", [("text", "adamw"), ("pairs", "adamw"), ("text", "mezo"), ("pairs", "muon")]
@@ -126,6 +129,7 @@ def test_a_killed_run_goes_on_without_its_folder_bit_for_bit(
     assert after == {event["step"]: event["loss"] for event in events(whole, "step")}
 
 
+@pytest.mark.slow
 def test_other_text_or_another_tokenizer_is_refused_when_a_run_goes_on(tmp_path, holdfast, llama, text):
     run = tmp_path / "run"
     assert holdfast("train", "--model", llama, *arguments(run, text, 2)).code == 0
@@ -164,6 +168,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, holdfast, text):
     assert result.code == 2 and "has vectors for 300. Is it another model's?" in result.err
 
 
+@pytest.mark.slow
 def test_pairs_are_trained_on_their_completions_alone(tmp_path, holdfast, llama):
     pairs, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "run"
     result = holdfast("train", "--model", llama, *arguments(run, pairs, 12))

@@ -75,6 +75,7 @@ def test_a_base_that_later_steps_of_a_line_left_before_the_new_one_need_stays(ru
         assert same(resumed(run, step, tmp_path, timeline), states[step])
 
 
+@pytest.mark.slow
 def test_a_base_is_not_kept_for_steps_that_the_present_line_has_or_that_another_base_leads_to(run, tmp_path):
     states, _ = reference(16)
     trained(run, 16, base=14)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from delta.loops import same
 from delta.test_lost import begun_from, segment_with, small_segments, trained, unread, with_bases
 from holdfast.delta.compact import compact
@@ -23,6 +25,7 @@ def left_at(root, step):
     return next(root / ref.path for ref in segments(Disk(root), "rank-00000") if ref.first_step > step)
 
 
+@pytest.mark.slow
 def test_a_prune_goes_on_where_what_was_left_cannot_be_read(tmp_path, unread, monkeypatch, holdfast):
     """And keeps that as long as the base that it follows."""
     states, _ = reference(45)
@@ -39,6 +42,7 @@ def test_a_prune_goes_on_where_what_was_left_cannot_be_read(tmp_path, unread, mo
     assert step == 45 and same(state, states[45])
 
 
+@pytest.mark.slow
 def test_the_base_that_what_cannot_be_read_may_need_stays(tmp_path, unread, monkeypatch, holdfast):
     states, _ = reference(45)
     wanted = left_at(tmp_path, 41)
@@ -51,6 +55,7 @@ def test_the_base_that_what_cannot_be_read_may_need_stays(tmp_path, unread, monk
     assert step == 45 and same(state, states[45])
 
 
+@pytest.mark.slow
 def test_a_base_does_not_stay_for_what_cannot_be_read_and_another_leads_to(tmp_path, unread, monkeypatch):
     """Behind the new base, on the present line, and on one that was left behind a base of its own."""
     states, _ = reference(45)

@@ -51,6 +51,7 @@ def test_damage_is_found_and_named(saved, holdfast):
     assert found.code == 1 and "__0_0.distcp" in found.out
 
 
+@pytest.mark.slow
 def test_a_run_made_of_it_is_the_same(saved, tmp_path, holdfast):
     a, b, _ = saved
     assert holdfast("convert", a, tmp_path / "run", "--to", "holdfast").code == 0

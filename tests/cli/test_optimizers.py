@@ -79,6 +79,7 @@ def rates_of(run):
     return [event["learning_rate"] for event in read_events(run / "events.jsonl") if event["event"] == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("name", SLOTS)
 def test_each_optimizer_trains_and_goes_on(train, tmp_path, name):
@@ -126,6 +127,7 @@ def test_muon_takes_the_learning_rates_of_adamw(tmp_path):
     assert [group.get("adjust_lr_fn") for group in optimizer.param_groups] == ["match_rms_adamw", None, None]
 
 
+@pytest.mark.slow
 def test_mezo_is_placed_by_what_fits(train, tmp_path):
     """Nothing is measured for it, and the state stays in host memory where there is room."""
     result = train(optimizer="mezo")
@@ -140,6 +142,7 @@ def test_mezo_is_placed_by_what_fits(train, tmp_path):
     assert {event["read_bytes"] for event in events if event["event"] == "step"} == {0}
 
 
+@pytest.mark.slow
 def test_the_optimizer_and_the_rank_of_a_run_stay(train):
     assert train(optimizer="apollo").code == 0
     for wish in ({"optimizer": "grass"}, {"optimizer": "apollo", "rank": 8}):
@@ -155,6 +158,7 @@ def test_a_norm_is_not_of_mezo(train, tmp_path, key, value):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_given_the_usual_rate_goes_on_and_keeps_it_when_another_gets_usual(
     train, tmp_path, monkeypatch
 ):

@@ -25,6 +25,7 @@ def plan(holdfast):
     return call
 
 
+@pytest.mark.slow
 def test_the_document_is_the_plan(plan):
     found = plan(*GPT, "--micro-batches", "8")
     case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
@@ -50,6 +51,7 @@ def test_the_document_is_the_plan(plan):
     }
 
 
+@pytest.mark.slow
 def test_every_option_counts(plan):
     base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "4")
     usual = plan(*base)["chosen"]
@@ -71,6 +73,7 @@ def test_every_option_counts(plan):
     assert lasting["ssd_life"]["steps"] >= 20000 * 0.999
 
 
+@pytest.mark.slow
 def test_files_are_taken_for_names(plan, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(load_machine("a100-80g")))
@@ -82,6 +85,7 @@ def test_files_are_taken_for_names(plan, tmp_path):
     assert mine == plan(*GPT, "--micro-batches", "4")["chosen"]
 
 
+@pytest.mark.slow
 def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_runs(holdfast, plan):
     found = plan(*GPT, "--micro-batches", "4")
     result = holdfast("plan", *GPT, "--micro-batches", "4")
@@ -141,6 +145,7 @@ def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clippin
     assert holdfast("train", *sets, "--print-config").code == 0
 
 
+@pytest.mark.slow
 def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
     found = plan("--model", "llama-7b", "--machine", "a100-80g")
     counts = [tried["micro_batches"] for tried in found["tried"]]
@@ -150,6 +155,7 @@ def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
     )
 
 
+@pytest.mark.slow
 def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     """An evaluation takes eight micro-batches together."""
     tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.573GB")
@@ -196,6 +202,7 @@ def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
     assert 250 < rate < 334
 
 
+@pytest.mark.slow
 def test_the_document_shows_what_is_printed(holdfast):
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     sample = text.partition("```\n$ holdfast plan ")[2].partition("\n```")[0]
@@ -203,6 +210,7 @@ def test_the_document_shows_what_is_printed(holdfast):
     assert holdfast("plan", *command.split()).out.rstrip() == shown
 
 
+@pytest.mark.slow
 def test_what_fits_with_everything_on_the_ssd_is_not_said_not_to(holdfast):
     result = holdfast(
         "plan", "--model", "llama-3-8b", "--machine", "rtx-4090", "--micro-batch-size", 1, "--sequence", 2048

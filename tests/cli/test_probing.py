@@ -10,6 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not take direct I/O")
 QUICK = ["--seconds", "1", "--size", "128MiB", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_that_plan_takes(holdfast, tmp_path):
     out = tmp_path / "machine.toml"
     result = holdfast("probe", "--dir", tmp_path, "--out", out, *QUICK)
@@ -21,6 +22,7 @@ def test_a_profile_is_written_that_plan_takes(holdfast, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["machine.toml"]
 
 
+@pytest.mark.slow
 def test_without_a_file_it_is_printed_and_as_json_with_what_was_measured(holdfast, tmp_path):
     printed = holdfast("probe", "--dir", tmp_path, *QUICK)
     path = tmp_path / "m.toml"
@@ -33,6 +35,7 @@ def test_without_a_file_it_is_printed_and_as_json_with_what_was_measured(holdfas
     assert found["sources"]["ssd.rated"].startswith("assumed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower, dtype", [(0.5, "float32"), (0.9, "bfloat16")])
 def test_the_block_is_timed_in_what_train_would_compute_in(holdfast, tmp_path, monkeypatch, slower, dtype):
     times = {"float32": slower, "bfloat16": 1.0}

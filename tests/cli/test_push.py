@@ -41,6 +41,7 @@ def test_a_push_says_what_it_copied_and_what_can_be_recovered(holdfast, run, buc
     assert again["commits"] == [] and again["bytes"] == 0 and again["durable_step"] == 5
 
 
+@pytest.mark.slow
 def test_the_other_verbs_read_the_bucket(holdfast, run, bucket, tmp_path):
     holdfast("push", run, bucket)
     here, there = (json.loads(holdfast("ls", place, "--json").out) for place in (run, bucket))
@@ -79,6 +80,7 @@ def test_damage_is_told_and_is_exit_code_1(holdfast, run, bucket):
     assert holdfast("ls", bucket).code == 0
 
 
+@pytest.mark.slow
 def test_a_followed_run_is_copied_as_it_goes_on(run, bucket):
     child = subprocess.Popen(
         [sys.executable, "-m", "holdfast", "push", run, str(bucket), "--follow", "--json"],

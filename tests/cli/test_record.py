@@ -54,6 +54,7 @@ def run(tmp_path, train):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("faster", "chosen"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
     train, tmp_path, monkeypatch, faster, chosen
@@ -69,6 +70,7 @@ def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
     assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
 
 
+@pytest.mark.slow
 def test_auto_keeps_what_the_run_computes_in_where_its_record_is_gone(train, tmp_path, monkeypatch):
     assert train(dtype="bf16").code == 0
     (tmp_path / "run" / "config.toml").unlink()
@@ -94,6 +96,7 @@ def sittings(run):
     return [event for event in read_events(run / "events.jsonl") if event["event"] == "run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", ["model.width=32", "run.seed=1", "data.validation_fraction=0.1"])
 def test_what_a_run_is_cannot_be_changed_even_by_set(run, train, wish):
     before = everything(run)
@@ -105,6 +108,7 @@ def test_what_a_run_is_cannot_be_changed_even_by_set(run, train, wish):
     assert everything(run) == before
 
 
+@pytest.mark.slow
 def test_arithmetic_that_only_the_file_changes_is_refused_with_both_ways_out(run, train):
     before = everything(run)
     result = train("train.steps=3", clip_norm=0.5, dtype="bf16")
@@ -118,6 +122,7 @@ def test_arithmetic_that_only_the_file_changes_is_refused_with_both_ways_out(run
     assert everything(run) == before
 
 
+@pytest.mark.slow
 def test_arithmetic_that_set_changes_is_reported_and_from_then_on_the_runs_own(run, train):
     wish = ["train.learning_rate=0.02", "train.weight_decay=0.0", "train.dtype=bf16"]
     result = train("train.steps=4", *wish)
@@ -141,6 +146,7 @@ def test_arithmetic_that_set_changes_is_reported_and_from_then_on_the_runs_own(r
     assert "Changed from here on: train.steps 4 -> 5.\n" in again.out
 
 
+@pytest.mark.slow
 def test_hyper_parameters_that_set_changes_are_those_of_the_next_commit(run, train, holdfast):
     train("train.steps=3", "train.learning_rate=0.02", "train.weight_decay=0.3")
     [decayed, other] = json.loads(holdfast("show", run, "--json").out)["progress"]["groups"]
@@ -148,6 +154,7 @@ def test_hyper_parameters_that_set_changes_are_those_of_the_next_commit(run, tra
     assert (other["initial_lr"], other["weight_decay"]) == (0.02, 0.0)
 
 
+@pytest.mark.slow
 def test_what_does_not_enter_the_arithmetic_changes_freely_and_is_reported(run, train):
     result = train("train.steps=3", "io.threads=2", "durability.retain=1")
     assert result.code == 0, result.err
@@ -157,6 +164,7 @@ def test_what_does_not_enter_the_arithmetic_changes_freely_and_is_reported(run, 
     )
 
 
+@pytest.mark.slow
 def test_the_same_text_in_another_place_is_the_same_text(run, text, train, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(text, tmp_path / "elsewhere" / "text")
@@ -167,6 +175,7 @@ def test_the_same_text_in_another_place_is_the_same_text(run, text, train, tmp_p
     assert "the data is not what the run was trained on: bytes was 2048, now it is 3000" in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_record_that_does_not_read_is_not_considered(run, train):
     (run / "config.toml").write_text("[model]\nwings = 2\n")
@@ -176,6 +185,7 @@ def test_a_record_that_does_not_read_is_not_considered(run, train):
     assert len(result.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_record_that_says_the_same_is_made_durable_too(run, train, monkeypatch):
     synced = []
     monkeypatch.setattr(Disk, "sync", lambda disk, target, *, why: synced.append((disk.root.name, target)))
@@ -183,6 +193,7 @@ def test_a_record_that_says_the_same_is_made_durable_too(run, train, monkeypatch
     assert synced == [("run", "config.toml")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_other_settings_are_told_where_the_record_is_gone(run, train):
     (run / "config.toml").unlink()
@@ -192,6 +203,7 @@ def test_other_settings_are_told_where_the_record_is_gone(run, train):
     assert "clip_norm was 1.0 and is 0.5" in result.err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_copied_goes_on_in_its_copy(run, train, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     result = train("train.steps=3", run="copy")
@@ -200,6 +212,7 @@ def test_a_run_that_was_copied_goes_on_in_its_copy(run, train, tmp_path):
     assert "Changed from here on: train.steps 2 -> 3.\n" in result.out
 
 
+@pytest.mark.slow
 def test_another_place_for_the_state_is_refused_instead_of_starting_anew(run, train, tmp_path):
     before = everything(run)
     result = train("train.steps=3", "offload.ssd=state")
@@ -218,6 +231,7 @@ def apart(tmp_path, train):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_state_elsewhere_is_found_from_any_directory(apart, tmp_path, holdfast, monkeypatch):
     (tmp_path / "far").mkdir()
     monkeypatch.chdir(tmp_path / "far")
@@ -226,6 +240,7 @@ def test_a_state_elsewhere_is_found_from_any_directory(apart, tmp_path, holdfast
     assert load_config(apart / "config.toml").offload.ssd == str(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_the_record_of_a_state_elsewhere_lies_beside_it_too(apart, train, tmp_path):
     assert not (apart / "commits").exists()
     result = train("offload.ssd=state", "train.steps=3", run="other", weight_decay=0.3)
@@ -234,11 +249,13 @@ def test_the_record_of_a_state_elsewhere_lies_beside_it_too(apart, train, tmp_pa
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_another_name_of_the_same_directory_is_the_same_place(apart, train, tmp_path):
     (tmp_path / "link").symlink_to("state")
     assert train("offload.ssd=link", "train.steps=3").code == 0
 
 
+@pytest.mark.slow
 def test_a_state_that_was_moved_is_found_where_it_is_said_to_be(apart, train, tmp_path):
     os.rename(tmp_path / "state", tmp_path / "moved")
     result = train("offload.ssd=moved", "train.steps=3")
@@ -246,6 +263,7 @@ def test_a_state_that_was_moved_is_found_where_it_is_said_to_be(apart, train, tm
     assert "Continuing after step 2" in result.out
 
 
+@pytest.mark.slow
 def test_the_state_of_another_run_is_not_taken_for_one_that_was_moved(apart, train, tmp_path):
     assert train("offload.ssd=others", "run.seed=1", run="other").code == 0
     shutil.rmtree(tmp_path / "state")
@@ -256,6 +274,7 @@ def test_the_state_of_another_run_is_not_taken_for_one_that_was_moved(apart, tra
     assert everything(tmp_path / "others") == before
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_not_mounted_does_not_begin_the_run_anew(apart, train, tmp_path):
     os.rename(tmp_path / "state", tmp_path / "elsewhere")
     (tmp_path / "state").mkdir()
@@ -266,6 +285,7 @@ def test_a_disk_that_is_not_mounted_does_not_begin_the_run_anew(apart, train, tm
     assert list((tmp_path / "state").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_copy_of_the_state_is_refused_while_the_first_is_there(apart, train, tmp_path):
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
     result = train("offload.ssd=copy", "train.steps=3")

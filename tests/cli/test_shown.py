@@ -49,6 +49,7 @@ def called(*arguments, **options):
     )
 
 
+@pytest.mark.slow
 def test_names_are_shown_and_not_obeyed(tmp_path):
     """Of tensors and of a directory whose name is no UTF-8, to a pipe and in errors."""
     run = trained(tmp_path / os.fsdecode(b"run\x1b[31m-\xff"))
@@ -86,6 +87,7 @@ def test_a_closed_output_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

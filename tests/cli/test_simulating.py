@@ -21,6 +21,7 @@ def simulate(holdfast):
     return call
 
 
+@pytest.mark.slow
 def test_vertical_beats_horizontal_on_the_golden_machine_by_what_the_facts_say(simulate):
     found = simulate(*GPT)
     assert 1.6 < found["speedup"] < 2.6  # modelled: 2.1
@@ -32,6 +33,7 @@ def test_vertical_beats_horizontal_on_the_golden_machine_by_what_the_facts_say(s
     assert vertical["busiest_lane"] == "ssd"
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_played_is_that_of_plan(simulate, holdfast):
     planned = json.loads(holdfast("plan", *GPT, "--json").out)["engine_today"]
     vertical = simulate(*GPT)["orders"]["vertical"]

@@ -86,6 +86,7 @@ def wait_for_steps(run, process, count):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_will_take_and_what_it_came_to(uninterrupted):
     printed = (uninterrupted / "printed").read_text()
     for said in (
@@ -147,6 +148,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always:resuming from step 3")
 def test_a_finished_run_whose_newest_step_is_damaged_goes_on_from_an_older_one(
     uninterrupted, tmp_path, arguments, holdfast
@@ -164,6 +166,7 @@ def test_a_finished_run_whose_newest_step_is_damaged_goes_on_from_an_older_one(
     assert holdfast("diff", run, uninterrupted).code == 0
 
 
+@pytest.mark.slow
 def test_a_configuration_that_says_the_same_keeps_its_comments(tmp_path, arguments, holdfast):
     run, path = tmp_path / "run", tmp_path / "run" / "config.toml"
     assert holdfast(*arguments(run, train__steps=1)).code == 0
@@ -175,6 +178,7 @@ def test_a_configuration_that_says_the_same_keeps_its_comments(tmp_path, argumen
     assert "# mine" not in path.read_text()
 
 
+@pytest.mark.slow
 def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, holdfast):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     result = holdfast(*arguments(run, train__steps=6, train__learning_rate=2e-2))
@@ -188,6 +192,7 @@ def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, ho
     assert f"it was {first:.3f} at step 0" in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
@@ -212,6 +217,7 @@ def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
     assert same["progress"] == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(tmp_path, arguments, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, io__write_limit="100KB"))
@@ -227,6 +233,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, arguments, holdfast_process):
     assert last.endswith("--set io.write_limit=100KB")
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_what_it_acknowledged(
     uninterrupted, tmp_path, arguments, holdfast, holdfast_process
 ):
@@ -243,6 +250,7 @@ def test_a_killed_run_continues_from_what_it_acknowledged(
     assert json.loads(holdfast("diff", run, uninterrupted, "--json").out)["equal"] is True
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_last_step_leaves_out_the_sample(tmp_path, arguments, holdfast, monkeypatch):
     real = Job.report_end
 
@@ -257,6 +265,7 @@ def test_a_signal_after_the_last_step_leaves_out_the_sample(tmp_path, arguments,
     assert events_of(tmp_path / "run", "finished")[0]["sample"] == ""
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_comes_too_late_to_stop_the_run(tmp_path, arguments, holdfast, monkeypatch):
     real = TrainingPanel.step
 
@@ -271,6 +280,7 @@ def test_a_signal_in_the_last_step_comes_too_late_to_stop_the_run(tmp_path, argu
     assert "Stopped" not in result.out
 
 
+@pytest.mark.slow
 def test_a_sample_ends_when_it_takes_too_long(tmp_path, arguments, holdfast, monkeypatch):
     monkeypatch.setattr("holdfast.cli.train.SAMPLE_SECONDS", 0.0)
     assert holdfast(*arguments(tmp_path / "run", train__steps=1)).code == 0
@@ -289,6 +299,7 @@ def test_a_key_press_while_the_run_is_prepared_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_error_in_a_step_is_an_event_and_the_run_goes_on_from_before(
     uninterrupted, tmp_path, arguments, holdfast, monkeypatch
 ):
@@ -307,6 +318,7 @@ def test_an_error_in_a_step_is_an_event_and_the_run_goes_on_from_before(
     assert steps_of(run) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, holdfast, monkeypatch):
     real = Job.validate
 
@@ -321,6 +333,7 @@ def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, h
     assert steps_of(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, io__write_limit="400KB"))
@@ -330,6 +343,7 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, ho
     assert f"process {process.pid} on " in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]])
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, arguments, holdfast_process, streams):
@@ -343,6 +357,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, arguments, hol
     assert "stderr" in streams or process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_reads_is_stopped_in_order(tmp_path, arguments, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, io__write_limit="400KB"))
@@ -355,6 +370,7 @@ def test_a_run_that_nobody_reads_is_stopped_in_order(tmp_path, arguments, holdfa
     assert stopped["durable_step"] == stopped["step"]
 
 
+@pytest.mark.slow
 def test_without_commits_a_run_says_so_when_it_is_stopped(tmp_path, arguments, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, durability__every=0, train__steps=10_000))
@@ -365,6 +381,7 @@ def test_without_commits_a_run_says_so_when_it_is_stopped(tmp_path, arguments, h
     assert "nothing was committed: durability.every is 0" in out
 
 
+@pytest.mark.slow
 def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, holdfast):
     result = holdfast(*arguments(tmp_path / "run", data__validation_fraction=0, train__steps=1))
     assert result.code == 0, result.err

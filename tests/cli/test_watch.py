@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_is_shown_once(runs, holdfast):
     said = holdfast("watch", runs / "engine", "--once")
     assert said.code == 0, said.err
@@ -62,6 +63,7 @@ def lines_of(process, count):
     return [process.stdout.readline().strip() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_written_is_followed_until_ctrl_c(tmp_path, holdfast_process):
     log = logged.write(tmp_path / "events.jsonl", [logged.engine(), logged.step(1)])
     process = holdfast_process("watch", tmp_path)

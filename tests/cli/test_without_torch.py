@@ -38,6 +38,7 @@ def saved(request, tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("name", ["ds", "run", "one.safetensors", "universal", "folder"])
 def test_show_and_verify(saved, name):

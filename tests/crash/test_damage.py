@@ -96,6 +96,7 @@ def find_flips(run, queue, rng, count):
     assert reader.verify(manifest) == []
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(run, queue):
     find_flips(run, queue, random.Random(1), 50)
 
@@ -126,6 +127,7 @@ def resume_after_flips(server, reference, text, whole, folder, rng, count):
         check_resumed(server, reference, text, root, NEWEST if shared else NEWEST - 1, path)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_step_before(server, reference, text, whole, tmp_path):
     resume_after_flips(server, reference, text, whole, tmp_path, random.Random(3), 3)
 
@@ -200,6 +202,7 @@ def test_damage_to_all_steps_is_refused_and_nothing_is_written(server, text, run
     assert before == contents(run)
 
 
+@pytest.mark.slow
 def test_damage_to_what_all_steps_share_is_refused_and_nothing_is_written(server, text, tmp_path):
     """A frozen parameter is stored once: its loss cannot be mended from the run."""
     run = tmp_path / "run"

@@ -45,6 +45,7 @@ def kill_at_random(server, undelayed, text, folder, rng, kills):
     kill_often(server, undelayed, orders, rng, kills, 3 * undelayed.seconds)
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(server, undelayed, text, tmp_path):
     kill_at_random(server, undelayed, text, tmp_path, random.Random(1), 4)
 
@@ -65,6 +66,7 @@ def kill_at_failpoint(server, undelayed, text, folder, failpoint, arrival, way):
     end(server, undelayed, order, outcome.durable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failpoint, arrival", FEW)
 def test_killed_at_a_failpoint(server, undelayed, text, tmp_path, failpoint, arrival):
     kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, arrival, {"delayed_fraction": 0.5})

@@ -36,6 +36,7 @@ def test_a_full_disk_at_the_first_commit_leaves_the_model_its_values(tmp_path, m
         assert engine.durable_step == 0
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_and_nothing_is_written(tmp_path, text):
     train(tmp_path / "run", text, 2)
     before = contents(tmp_path / "run")
@@ -48,6 +49,7 @@ def test_other_data_is_refused_and_nothing_is_written(tmp_path, text):
         assert engine.resumed_from == 2
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_fetched_and_not_trained_on_comes_again(tmp_path, text):
     """The position that ``save`` keeps is that of the last step, not of a loader that was asked for more."""
     engine = engine_of(tmp_path / "run", text, commit_every=3)
@@ -65,6 +67,7 @@ def test_a_batch_that_was_fetched_and_not_trained_on_comes_again(tmp_path, text)
     assert reader.at(1).progress["loader"]["consumed"] == 4
 
 
+@pytest.mark.slow
 def test_the_loader_of_a_user_may_be_a_step_ahead(tmp_path, text, reference):
     """``for batches in loader`` with the condition inside."""
     for steps in (3, 6):

@@ -91,6 +91,7 @@ def check(image, reference, queue):
         assert reader.newest_whole()[0].step >= step
 
 
+@pytest.mark.slow
 def test_every_image_of_a_short_run_recovers(text, undisturbed, queue):
     disk, count = SimDisk(), 0
     process(disk, text, 2)
@@ -138,6 +139,7 @@ WHYS = ["makedirs", "reopen commits directory", "timeline", "timeline directory"
         "index", "index directory", "manifest", "manifest directory", "retire"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_list_of_syncs_is_complete(text, kill_at):
     """What opening a run syncs besides is for runs that were copied: ``tests/store/test_recovery.py``."""
     whys = set(record(text, kill_at).whys())

@@ -38,6 +38,7 @@ def kill_at_random(server, reference, text, folder, rng, kills):
     kill_often(server, reference, orders, rng, kills, reference.seconds)
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_random_moments(server, reference, text, tmp_path):
     kill_at_random(server, reference, text, tmp_path, random.Random(1), 3)
     reader = LocalStore.read(tmp_path / "run1")
@@ -88,6 +89,7 @@ def kill_at_failpoint(server, reference, order, failpoint, arrival):
     end(server, reference, order, outcome.durable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failpoint, arrival", FEW)
 def test_killed_at_a_failpoint(server, reference, text, tmp_path, failpoint, arrival):
     kill_at_failpoint(server, reference, {"root": tmp_path / "run", "text": text}, failpoint, arrival)
@@ -121,6 +123,7 @@ def test_killed_at_each_failpoint_in_turn_of_one_run(server, reference, text, tm
     end(server, reference, order, newest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failpoint, arrival", FEW)
 def test_killed_at_a_failpoint_of_a_run_over_two_drives(
     server, reference, text, tmp_path, failpoint, arrival
@@ -141,6 +144,7 @@ def kill_on_drives(server, reference, text, folder, rng, kills):
     kill_often(server, reference, orders, rng, kills, reference.seconds)
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_random_moments_on_drives_that_change(server, reference, text, tmp_path):
     kill_on_drives(server, reference, text, tmp_path, random.Random(5), 3)
 
@@ -165,6 +169,7 @@ def test_killed_again_and_again_while_its_files_move(server, reference, text, tm
     end(server, reference, order, newest)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_counted_by_the_commit_that_it_ends_in(server, text, tmp_path):
     """The step after the kill finds the same count as in a run that was not killed."""
     order = {"root": tmp_path / "run", "text": text, "nan_at": 2}

@@ -107,6 +107,7 @@ def growth(folder, few, many, **order):
     return said, share
 
 
+@pytest.mark.slow
 def test_more_blocks_hardly_add_to_the_peak(folder):
     _, share = growth(folder, 4, 32, width=256, tokens=128, steps=2)
     assert share < 0.10  # of 250 MB: the noise of a heap is a few per cent of it

@@ -50,6 +50,7 @@ def resume(server, reference, order, disk, outcome):
     assert reference.check_run(order["root"])[0] == STEPS
 
 
+@pytest.mark.slow
 def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk, root):
     order = {"root": root, "text": text}
     outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=1)
@@ -99,6 +100,7 @@ def test_power_cut_at_each_failpoint_in_turn_of_one_run(server, reference, text,
         assert max(reference.check_run(root), default=-1) >= newest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_table_of_what_a_power_cut_leaves(tmp_path):
     """The benchmark sees that a plain save is lost, that one by the rules is not, and that ours is not."""

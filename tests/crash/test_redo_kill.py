@@ -34,6 +34,7 @@ def kill_at_random(server, reference, text, folder, rng, kills):
     kill_often(server, reference, orders, rng, kills, 3 * reference.seconds)
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
     server, reference, text, tmp_path
 ):
@@ -53,11 +54,13 @@ def kill_at_failpoint(server, reference, text, folder, failpoint, arrival, way):
     end(server, reference, order, outcome.durable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failpoint", failpoints.REDO)
 def test_killed_while_a_block_is_updated_again(server, reference, text, tmp_path, failpoint):
     kill_at_failpoint(server, reference, text, tmp_path, failpoint, 6, {"retain": 1})
 
 
+@pytest.mark.slow
 def test_killed_where_every_block_is_updated_again_at_each_commit(server, reference, text, tmp_path):
     """Four blocks, guessed and made again, and what is no block: in each of these steps nine files are synced."""
     order = {"root": tmp_path / "run", "text": text, "clipping": "speculate", "steps": 5, **ON_SSD}

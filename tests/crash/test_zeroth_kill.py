@@ -41,6 +41,7 @@ def kill_at_random(server, undisturbed, text, folder, rng, kills):
     kill_often(server, undisturbed, orders, rng, kills, undisturbed.seconds)
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_random_moments(server, undisturbed, text, tmp_path):
     kill_at_random(server, undisturbed, text, tmp_path, random.Random(1), 3)
 

@@ -82,6 +82,7 @@ def test_who_tells_of_its_failure_promises_no_step_that_went_with_it(monkeypatch
     assert board["promised"] == "3"
 
 
+@pytest.mark.slow
 def test_the_first_rank_keeps_the_board_until_a_late_rank_has_seen_why_it_failed(monkeypatch):
     """However late that looks, where it is seen to be there."""
 

@@ -444,6 +444,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_with_the_way_out(t
         assert not checkpointer._loop.state.residuals
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("codec", [*LOSSY.values(), Exact(compress=True)], ids=str)
 def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path, codec):
@@ -527,6 +528,7 @@ def converge(codec, root, steps=400):
     return sum(losses[-8:]) / 8, losses[0]
 
 
+@pytest.mark.slow
 def test_training_learns_from_one_in_a_hundred_and_hardly_without_feedback(tmp_path):
     """Dense 0.14, eight bits 0.14, one in a hundred 0.91, without feedback 2.11, from 2.84."""
     dense, first = converge(None, tmp_path / "dense")

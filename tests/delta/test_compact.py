@@ -84,6 +84,7 @@ def test_without_a_step_nothing_is_dropped(tmp_path):
         assert same(resumed(tmp_path, ADAMW, step=step)[1], states[step])
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_from_a_compacted_base_as_if_nothing_had_been(tmp_path):
     states = trained(tmp_path / "a", ADAMW, "schedule", 20)
     loop = make(ADAMW, "schedule")

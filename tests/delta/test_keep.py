@@ -36,6 +36,7 @@ def resumed(root, step=None):
         return checkpointer.resume(step=step), loop.state()
 
 
+@pytest.mark.slow
 def test_bases_kept_for_good_come_back_without_the_records_since(tmp_path):
     states, _ = reference(120)
     trained(tmp_path, 120, base_every=10, keep=Keep(2, every=30))
@@ -51,6 +52,7 @@ def test_bases_kept_for_good_come_back_without_the_records_since(tmp_path):
         resumed(tmp_path, 50)
 
 
+@pytest.mark.slow
 def test_a_number_of_files_follows_what_is_kept(tmp_path):
     trained(tmp_path, 120, base_every=10, keep=Keep(2, every=30))
     num_units = len(manifests(tmp_path)[0].files)
@@ -106,6 +108,7 @@ def commits(root):
         return reader.commits()
 
 
+@pytest.mark.slow
 def test_what_is_to_be_kept_of_a_line_that_was_left_stays_until_the_new_one_has_come_so_far(tmp_path):
     """The newest, with its records, and those that are kept for good."""
     keep = Keep(2, every=10)

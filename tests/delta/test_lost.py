@@ -177,6 +177,7 @@ def test_what_cannot_be_read_and_is_not_needed_keeps_nobody_from_resuming(tmp_pa
     assert len(told) == 1 and segment.name in told[0]
 
 
+@pytest.mark.slow
 def test_a_record_that_cannot_be_read_is_not_given_up(tmp_path, unread, monkeypatch):
     """Its header neither; the step before it is named, and taken when it is asked for."""
     states, _ = reference(50)
@@ -196,6 +197,7 @@ def test_a_record_that_cannot_be_read_is_not_given_up(tmp_path, unread, monkeypa
     assert step == 45 and same(state, states[45])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "back"), [(44, 0), (44, 3), (45, 0)])
 def test_the_steps_before_a_record_that_cannot_be_read_are_gone_on_from(tmp_path, unread, lost, back):
     """Also when they were taken and nothing was done."""
@@ -283,6 +285,7 @@ def test_a_base_that_cannot_be_read_gives_way_to_the_one_before_where_that_leads
     assert step == 45 and same(state, states[45])
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_read_is_not_given_up_where_the_one_before_leads_less_far(
     tmp_path, unread, monkeypatch
 ):

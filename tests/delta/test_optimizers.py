@@ -69,6 +69,7 @@ def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
         assert same(recovered(tmp_path, OPTIMIZERS[name], "", step), state), step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, name):
     whole = make(OPTIMIZERS[name], "schedule")
@@ -133,6 +134,7 @@ def own_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_steps_come_back_with_another_number_of_threads(tmp_path, own_threads):
     """Each is replayed with as many as it had: sums within a product of matrices are in another order with others."""
     weights = []

@@ -54,6 +54,7 @@ def test_one_that_was_seen_at_work_and_is_gone_is_waited_for_no_longer(disk):
     assert waits(first, HERE) == (None, True)
 
 
+@pytest.mark.slow
 def test_one_that_was_never_seen_is_waited_for(disk):
     """Its lock may be one of another host."""
     first, second = notes_of(disk, 0), notes_of(disk, 1)

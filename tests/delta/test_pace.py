@@ -120,6 +120,7 @@ def test_a_base_asked_for_at_a_step_of_which_one_is_on_its_way_is_that_one(tmp_p
 # A disk that is behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "commit"])
 def test_a_gap_ends_with_a_base_and_everything_after_it_comes_back(tmp_path, small_units, policy):
     states, _ = reference(200)
@@ -320,6 +321,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
         assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3_000, 100), (300_000,), (7, 3, 11_000)])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
 def test_rows_of_a_large_parameter_are_copied_each_at_a_step_of_their_own(tmp_path, monkeypatch, shape, name):
@@ -439,6 +441,7 @@ def on_disk(root):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("policy", ["block", "skip", "commit"])
 def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, policy):
@@ -465,6 +468,7 @@ def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, p
     assert resumed_at(tmp_path, 600, states)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_the_cap_before_its_first_base(tmp_path, small_units):
     for steps in (200, 400):
         loop, checkpointer = start(tmp_path, base_every=100_000, storage=1_000_000)
@@ -475,6 +479,7 @@ def test_a_run_that_goes_on_keeps_the_cap_before_its_first_base(tmp_path, small_
                     assert on_disk(tmp_path) <= 1_000_000
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small_units):
     loop, checkpointer = start(tmp_path, base_every=10, keep=holdfast.Keep(2, every=10), storage=2_000_000)
     most = 0

@@ -92,6 +92,7 @@ def test_a_run_tells_every_step_and_all_that_it_wrote(tmp_path):
     ] == [0, 5]
 
 
+@pytest.mark.slow
 def test_a_run_beside_a_replica_tells_where_that_is(tmp_path):
     train(tmp_path, 3, replica=True)
     *_, last = steps_of(tmp_path / "events.jsonl")

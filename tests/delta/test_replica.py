@@ -85,6 +85,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("feature, name", one_in(5, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
@@ -105,6 +106,7 @@ def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
         assert same(recovered(tmp_path / "run", OPTIMIZERS[name], plain, step), found), step
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", [name for name in FUSED if name in OPTIMIZERS])
 def test_the_replica_unscales_as_a_fused_optimizer_does_by_itself(tmp_path, name):
@@ -350,6 +352,7 @@ def test_replica_goes_to_the_host_when_the_device_is_full(tmp_path, monkeypatch)
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", STEPS), states[STEPS])
 
 
+@pytest.mark.slow
 def test_no_base_is_made_of_a_replica_that_has_drifted(tmp_path, drifting):
     """A change of one moment shows in the full comparison that goes before a base."""
     drifting(4, one_moment)
@@ -396,6 +399,7 @@ def test_what_another_process_cannot_go_on_with_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path):
     loop, checkpointer = start(tmp_path)
     with checkpointer:
@@ -407,6 +411,7 @@ def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path):
     assert checkpointer.durable_step == 2
 
 
+@pytest.mark.slow
 def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path):
     loop, checkpointer = start(tmp_path)
     checkpointer.resume()
@@ -428,6 +433,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
         assert again.resume() == 3
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     loop, checkpointer = start(tmp_path)
     checkpointer.resume()
@@ -461,6 +467,7 @@ def disk_of(monkeypatch):
     return arm
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_waited_for_by_who_waits_and_by_who_closes(tmp_path, disk_of):
     """A base of copies takes longer than the deadline, and each of its units less."""
     disk_of(12_000)
@@ -475,6 +482,7 @@ def test_a_slow_disk_is_waited_for_by_who_waits_and_by_who_closes(tmp_path, disk
     assert checkpointer.durable_step == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path, disk_of):
     disk_of(100)
     checkpointer = start(tmp_path, "", deadline_seconds=1.0)[1]
@@ -493,6 +501,7 @@ def test_what_was_kept_is_taken_by_one_rank_that_goes_on_from_its_end(monkeypatc
     assert said == [takes]
 
 
+@pytest.mark.slow
 def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
     real = replica_server.apply
     monkeypatch.setattr(replica_server, "apply", lambda *args: (time.sleep(0.2), real(*args)))
@@ -520,6 +529,7 @@ def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(t
     assert checkpointer.durable_step == 3
 
 
+@pytest.mark.slow
 def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypatch):
     real = LocalStore.publish
 
@@ -545,6 +555,7 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
         assert again.resume() >= 3
 
 
+@pytest.mark.slow
 def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, monkeypatch):
     real = replica_server.ReplicaServer._begin_base
 
@@ -632,6 +643,7 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tm
     assert (schedule.last_epoch, loop.optimizers[0].param_groups[0]["lr"]) == (1, rate)
 
 
+@pytest.mark.slow
 def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_path, monkeypatch):
     """That one is there when the replica is about to be told of the other, which takes long."""
     publish, send = replica_server.ReplicaServer._publish, replica_process.ReplicaProcess.send
@@ -723,6 +735,7 @@ def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
         assert sorted(os.listdir(place)) == ["run.json", "socket"]
 
 
+@pytest.mark.slow
 def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
     loop, checkpointer = start(tmp_path, base_every=2, keep=Keep(9))
     with checkpointer:
@@ -774,6 +787,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
             assert reader.line()[0].step == 5
 
 
+@pytest.mark.slow
 def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_path):
     """It is refused, and what was kept is still there for who takes it, unless the older step is asked for."""
     loop, checkpointer = start(tmp_path)
@@ -869,6 +883,7 @@ def resumed(root):
         return checkpointer.resume()
 
 
+@pytest.mark.slow
 def test_a_moved_run_finds_its_memory(remembered, tmp_path):
     """By whatever name; and a run that is begun in its old place meanwhile leaves it alone."""
     remembered.rename(tmp_path / "second")
@@ -878,12 +893,14 @@ def test_a_moved_run_finds_its_memory(remembered, tmp_path):
     assert resumed(tmp_path / "link") == 5
 
 
+@pytest.mark.slow
 def test_a_copy_leaves_its_originals_memory_alone(remembered, tmp_path):
     shutil.copytree(remembered, tmp_path / "copy")
     assert resumed(tmp_path / "copy") == 3
     assert resumed(remembered) == 5
 
 
+@pytest.mark.slow
 def test_a_run_on_another_disk_reads_its_memory(remembered, tmp_path):
     """Its directory is another one there; what is read stays for a copy that may be the original."""
     shutil.copytree(remembered, tmp_path / "copy")
@@ -901,6 +918,7 @@ def test_a_run_on_another_disk_reads_its_memory(remembered, tmp_path):
     assert resumed(tmp_path / "second") == 5
 
 
+@pytest.mark.slow
 def test_a_new_run_in_the_same_inode_leaves_memory_alone(remembered, tmp_path):
     """The run itself, which was moved to another disk, finds its memory there."""
     shutil.copytree(remembered, tmp_path / "second")
@@ -919,6 +937,7 @@ def test_a_new_run_in_the_same_inode_leaves_memory_alone(remembered, tmp_path):
     shared_memory.remove(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"])
 def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered, text):
     (shared_memory.place_of(remembered / "run", shared_memory.MEMORY) / shared_memory.OWNER).write_bytes(text)
@@ -947,6 +966,7 @@ def test_a_place_of_somebody_else_is_refused(tmp_path):
     place.rmdir()
 
 
+@pytest.mark.slow
 def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
     """Started by its own interpreter, in a session of its own."""
     monkeypatch.undo()

@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("name, feature", CASES)
 def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_copy(
@@ -82,6 +83,7 @@ def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_c
         assert same(recovered(tmp_path / "run", optimizer, plain, step), states[step]), step
 
 
+@pytest.mark.slow
 def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_before(tmp_path, device):
     """More steps than there are slots; that nothing comes for longer than the deadline is not the replica's fault."""
     states = states_of("batchnorm", steps=12)
@@ -103,6 +105,7 @@ def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_bef
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 12), states[12])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_every", [2, 99])
 def test_comparisons_and_the_end_come_behind_the_steps_that_are_late(tmp_path, device, base_every):
     """A base is of the step of which the trainer has told, and none is left behind when it closes without one."""

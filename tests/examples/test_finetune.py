@@ -43,6 +43,7 @@ def test_it_is_the_base_script_and_six_lines():
     assert sum(line.startswith("+ ") for line in changes) == 6
 
 
+@pytest.mark.slow
 def test_it_learns_as_the_base_script_goes_on_and_gives_the_folder_back(tmp_path):
     folder, text = write_folder(tmp_path / "folder"), tmp_path / "text.txt"
     text.write_text(TEXT * 4)

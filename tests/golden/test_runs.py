@@ -25,6 +25,7 @@ def expected(kind):
     return json.loads((GOLDEN / f"{kind}.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as dcp.load says in one process
 def test_a_golden_run_resumes_bit_for_bit(run):
     ends = expected(run.name)

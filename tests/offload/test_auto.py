@@ -47,6 +47,7 @@ def losses(path, steps=3, **options):
         return [made.step([BATCH] * 2) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_what_is_chosen_changes_no_number(tmp_path):
     said = []
     chosen = losses(tmp_path / "auto", budget="auto", say=said.append)
@@ -60,6 +61,7 @@ def test_what_is_chosen_changes_no_number(tmp_path):
     assert events_of(tmp_path / "fixed", "plan") == []
 
 
+@pytest.mark.slow
 def test_given_fractions_win_and_the_others_are_chosen(tmp_path):
     with engine(tmp_path, budget="auto", params_on_host=0.0, delayed_fraction=1.0) as made:
         placement = made._plan.placement
@@ -86,12 +88,14 @@ def test_without_a_sample_nothing_can_be_planned(tmp_path):
         engine(tmp_path, delayed_fraction="most")
 
 
+@pytest.mark.slow
 def test_auto_is_less_than_what_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "free_host_bytes", lambda: 10**12)
     with engine(tmp_path, budget="auto") as made:
         assert 0.9 * 10**12 < made.preflight.host_budget < 0.92 * 10**12
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -123,6 +127,7 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     assert "corrected by measured steps" in kept.read_text()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_nearly_full_is_measured_by_a_small_file(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -147,6 +152,7 @@ def test_what_a_run_needs_is_said_before_the_probe(tmp_path, monkeypatch):
         engine(tmp_path / "run", budget="auto")
 
 
+@pytest.mark.slow
 def test_a_broken_profile_is_measured_again_and_a_named_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_MACHINE", str(tmp_path / "absent.toml"))
     with pytest.raises(BadInput, match=r"absent.toml cannot be read"):
@@ -231,6 +237,7 @@ def test_times_become_operations_at_the_machines_rate():
     assert timed.blocks[1].backward_work == 5 * rate and timed.head_flop == 2 * rate
 
 
+@pytest.mark.slow
 def test_an_event_is_plain_json(tmp_path):
     with engine(tmp_path, budget="auto", events=EventLog(None)) as made:
         text = json.dumps(made.preflight.prediction.event())

@@ -390,6 +390,7 @@ def test_a_disk_with_room_for_fewer_copies_works_with_fewer(tmp_path, monkeypatc
         engine.step(batches(0, 1))
 
 
+@pytest.mark.slow
 def test_the_space_that_the_preflight_asks_for_is_what_a_run_takes(tmp_path):
     def used(directory):
         return sum(
@@ -408,6 +409,7 @@ def test_the_space_that_the_preflight_asks_for_is_what_a_run_takes(tmp_path):
             assert used(root) == engine.preflight.needed_bytes, options
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_says_one_that_works_in_the_next_process_too(tmp_path, monkeypatch):
     """Which may hold a little more beforehand."""
     sizes = {"sample": batches(0, 1)[0], "micro_batches": 2}
@@ -435,6 +437,7 @@ def test_a_budget_without_a_sample_to_hold_it_against_is_refused(tmp_path, optio
     offload(tmp_path, sample=batches(0, 1)[0], **options).close()
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_fewer_micro_batches_at_once_where_the_budget_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "process_bytes", lambda: 0)
     sizes = {"sample": batches(0, 1, rows=512)[0], "micro_batches": 1, "activations_on_host": 0.0}

@@ -311,6 +311,7 @@ def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
     check(tmp_path, Model, growing, **SETTINGS["ssd"])
 
 
+@pytest.mark.slow
 def test_inputs_that_grow_take_few_files_and_no_more_than_twice_their_size(tmp_path):
     model = build(Model)
     options = {"dtype": "fp32", "activations_on_host": 0.0, "commit_every": 0}
@@ -901,6 +902,7 @@ def live_tensors(layers, directory):
     return counts[3:]
 
 
+@pytest.mark.slow
 def test_no_more_inputs_and_gradients_live_however_many_blocks_there_are(tmp_path):
     few, many = live_tensors(4, tmp_path / "few"), live_tensors(12, tmp_path / "many")
     assert few == many

@@ -54,6 +54,7 @@ def on_ssd(monkeypatch):
 # Updates that guess that nothing is clipped
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction", one_in(2, SOME, PLACEMENTS, [0.0, 0.5, 1.0])
@@ -68,6 +69,7 @@ def test_guesses_have_every_bit_of_a_loop_that_clips_some_steps(
     check(tmp_path, STEPS, num_micro_batches, bound, clipping="speculate", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("retain", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -77,11 +79,13 @@ def test_guesses_that_are_always_wrong_or_always_right_have_every_bit(tmp_path, 
         check(tmp_path / str(bound), 6, 2, bound, **options)
 
 
+@pytest.mark.slow
 def test_guesses_in_a_snake_and_with_dropout_have_every_bit(tmp_path):
     check(tmp_path / "dropout", STEPS, 3, SOME[3], dropout=0.2, clipping="speculate", **PLACEMENTS["mixed"])
     check(tmp_path / "snake", STEPS, 2, 0.9, order="snake", clipping="speculate", **PLACEMENTS["mixed"])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_guesses_whose_gradients_wait_on_the_ssd_have_every_bit(tmp_path, monkeypatch, placement):
@@ -92,10 +96,12 @@ def test_guesses_whose_gradients_wait_on_the_ssd_have_every_bit(tmp_path, monkey
     check(tmp_path / "check", STEPS, 3, SOME[3], **options)
 
 
+@pytest.mark.slow
 def test_guesses_are_made_again_while_the_disk_is_behind(tmp_path):
     check(tmp_path, 6, 2, 1.02, clipping="speculate", **SLOW, **PLACEMENTS["mixed"])
 
 
+@pytest.mark.slow
 def test_guesses_on_a_device_apart_have_every_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(entry, "open_device", lambda name: Apart())
     check(tmp_path, STEPS, 3, SOME[3], clipping="speculate", delayed_fraction=0.5, **PLACEMENTS["mixed"])
@@ -140,6 +146,7 @@ def skipping_loop(when, num_micro_batches, clip_norm):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("clip_norm", [0.9, inf])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -164,6 +171,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped_and_undone(
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
 def test_a_loss_that_is_no_number_skips_the_whole_step(tmp_path, clipping):
@@ -207,6 +215,7 @@ def clip_parts(model):
         nn.utils.clip_grad_norm_(part, 0.8 * sqrt(sum(p.numel() for p in part) / total))
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
 def test_a_micro_batch_without_targets_counts_nothing_where_tokens_are_counted(tmp_path, clipping):
@@ -220,6 +229,7 @@ def test_a_micro_batch_without_targets_counts_nothing_where_tokens_are_counted(t
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_a_step_without_any_target_changes_no_weight(tmp_path):
     nothing = [batch | {"targets": torch.full_like(batch["targets"], -100)} for batch in batches(1, 2)]
     with engine_of(tmp_path, clip_norm=0.8, normalize="tokens") as engine:
@@ -283,6 +293,7 @@ def check_by_block(directory, num_micro_batches, clip_norm, when=frozenset(), **
     return left_out
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "schedule, placement, delayed_fraction, clip_norm",
@@ -295,6 +306,7 @@ def test_blocks_clipped_by_themselves_have_every_bit_of_a_loop_that_clips_them_s
     assert set(check_by_block(tmp_path, 3, clip_norm, **options)) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_block_without_a_finite_norm_is_left_out_and_the_others_are_not(tmp_path, placement):
@@ -311,6 +323,7 @@ def test_the_bounds_of_all_parts_make_up_the_clip_norm():
     torch.testing.assert_close(bounds.norm(), torch.tensor(1.5))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_clipped_otherwise_from_here_on_is_warned_of_unless_its_bits_stay(tmp_path):
     def go_on(**options):
         with engine_of(tmp_path, clip_norm=0.5, **options) as engine:

@@ -66,6 +66,7 @@ def plain_loop(compiled, backend):
     return losses, {name.replace("._orig_mod", ""): value for name, value in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule, recomputed", [("vertical", 1.0), ("horizontal", 1.0), ("vertical", 0.0)])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
@@ -87,6 +88,7 @@ def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule
     assert backend.runs == before + COUNT * 3 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_blocks_compiled_by_inductor_equal_a_plain_loop_of_them(tmp_path):

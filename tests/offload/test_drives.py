@@ -66,6 +66,7 @@ def train(root, steps, used=(), blocks=6, **options):
 # The bits
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_drives", [1, 2])
@@ -88,6 +89,7 @@ def slow_first(*args, **options):
     return queues
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_with_any_other_list_of_drives(tmp_path, rates):
     whole = train(tmp_path / "whole", 14)
     root, one, two = tmp_path / "run", tmp_path / "one", tmp_path / "two"
@@ -104,6 +106,7 @@ def test_a_run_goes_on_bit_for_bit_with_any_other_list_of_drives(tmp_path, rates
     assert len(list((root / "data").iterdir())) == len(list((tmp_path / "whole" / "data").iterdir()))
 
 
+@pytest.mark.slow
 def test_what_a_drive_had_goes_when_no_commit_names_it(tmp_path, rates):
     rates |= {"one": 1e12, "two": 1e15}
     train(tmp_path / "run", 2)
@@ -115,6 +118,7 @@ def test_what_a_drive_had_goes_when_no_commit_names_it(tmp_path, rates):
         assert not list(left.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_guess_is_undone_from_files_of_another_drive(tmp_path):
     options = {"clip_norm": 0.5, "clipping": "speculate"}
     whole = train(tmp_path / "whole", 5, **options)
@@ -122,6 +126,7 @@ def test_a_guess_is_undone_from_files_of_another_drive(tmp_path):
     assert losses + train(tmp_path / "run", 3, [tmp_path / "two"], **options) == whole
 
 
+@pytest.mark.slow
 def test_frozen_parameters_move_with_their_block(tmp_path, rates):
     rates["one"] = 1e12
     check(tmp_path / "run", 3, 2, 0.5, drives=[tmp_path / "one"])
@@ -130,6 +135,7 @@ def test_frozen_parameters_move_with_their_block(tmp_path, rates):
     assert len(manifest.files) == 8
 
 
+@pytest.mark.slow
 def test_frozen_parameters_move_there_and_back_while_earlier_commits_are_kept(tmp_path):
     whole = train(tmp_path / "whole", 6)
     losses = []
@@ -143,6 +149,7 @@ def test_frozen_parameters_move_there_and_back_while_earlier_commits_are_kept(tm
 # Where files are
 
 
+@pytest.mark.slow
 def test_each_drive_has_its_part_of_every_stretch_of_blocks(tmp_path, rates):
     """State kept in host memory moves as it is committed, and little else does: 1 to 2 to 1."""
     rates |= {"one": 2e9}
@@ -155,6 +162,7 @@ def test_each_drive_has_its_part_of_every_stretch_of_blocks(tmp_path, rates):
         assert sorted(order[first : first + 4]) == ["data", "one", "one", "two"], order
 
 
+@pytest.mark.slow
 def test_a_list_of_drives_is_measured_once_and_files_stay_where_they_are(tmp_path, rates):
     used = [tmp_path / "one", tmp_path / "two"]
     train(tmp_path / "run", 2, used)
@@ -184,6 +192,7 @@ def test_what_is_on_the_runs_own_drive_anyway_counts_as_its_part(tmp_path, rest)
     assert first["share"] == pytest.approx(0.5) if rest else first["share"] < 0.4
 
 
+@pytest.mark.slow
 def test_the_planner_knows_of_all_drives(tmp_path, rates):
     rates["one"] = 2e9
     taken = []
@@ -203,6 +212,7 @@ def test_the_planner_knows_of_all_drives(tmp_path, rates):
 # Speed
 
 
+@pytest.mark.slow
 def test_two_slow_drives_take_nearly_twice_what_one_takes(tmp_path):
     """Each takes 3 MiB a second, so that little else counts; a busy machine has three tries. The second drive has as
     much of the state as leaves both busy for the same time."""
@@ -247,6 +257,7 @@ def test_the_traffic_of_all_drives_is_that_of_one(tmp_path):
 # One run for who reads it
 
 
+@pytest.mark.slow
 def test_whoever_reads_verifies_prunes_or_copies_the_run_need_not_know(tmp_path):
     root, drive = tmp_path / "run", tmp_path / "drive"
     train(root, 3, [drive], retain=3)
@@ -267,6 +278,7 @@ def written_on(drive):
     return [path for path in drive.glob("*.safetensors") if "frozen" not in path.name]
 
 
+@pytest.mark.slow
 def test_damage_on_a_drive_is_found(tmp_path):
     train(tmp_path / "run", 2, [tmp_path / "drive"])
     reader = LocalStore.read(tmp_path / "run")
@@ -280,6 +292,7 @@ def test_damage_on_a_drive_is_found(tmp_path):
 # What is refused, with nothing written
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_not_there_is_named_with_the_way_out(tmp_path):
     root, drive = tmp_path / "run", tmp_path / "mnt" / "drive"
     losses = train(root, 2, [drive])
@@ -304,6 +317,7 @@ def test_a_drive_that_is_not_there_is_named_with_the_way_out(tmp_path):
     assert losses + train(root, 1, [drive]) == train(tmp_path / "whole", 3)
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_mounted_elsewhere_is_found_by_its_link(tmp_path):
     root = tmp_path / "run"
     losses = train(root, 2, [tmp_path / "old"])
@@ -318,6 +332,7 @@ def test_a_drive_that_is_mounted_elsewhere_is_found_by_its_link(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_drives_whose_mounts_are_swapped_are_refused_with_nothing_changed(tmp_path):
     """Without the right disks the newest commit would seem to lack its files, and they would be written over."""
     root, a, c = tmp_path / "run", tmp_path / "a", tmp_path / "c"
@@ -339,6 +354,7 @@ def test_drives_whose_mounts_are_swapped_are_refused_with_nothing_changed(tmp_pa
     assert LocalStore.read(root).head().step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [[], ["a"]])
 def test_a_link_that_is_gone_is_named(tmp_path, used):
     root, used = tmp_path / "run", [tmp_path / name for name in used]
@@ -353,6 +369,7 @@ def test_a_link_that_is_gone_is_named(tmp_path, used):
     assert LocalStore.read(root).head().step == 4
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_run_does_not_write_to_its_drives(tmp_path):
     train(tmp_path / "run", 2, [tmp_path / "drive"])
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
@@ -365,6 +382,7 @@ def test_a_copy_of_the_run_does_not_write_to_its_drives(tmp_path):
     assert len(whole) == 1
 
 
+@pytest.mark.slow
 def test_a_drive_of_a_run_whose_own_disk_is_not_mounted_is_not_written_over(tmp_path):
     train(tmp_path / "run", 2, [tmp_path / "drive"])
     (tmp_path / "run").rename(tmp_path / "unmounted")

@@ -100,6 +100,7 @@ def test_a_parameter_that_something_holds_on_to_is_named_and_none_is_lost(tmp_pa
     assert not any(parameter.is_meta for parameter in model.parameters()) and loss.grad_fn is not None
 
 
+@pytest.mark.slow
 def test_at_most_one_step_is_not_yet_durable(tmp_path, monkeypatch):
     publish = LocalStore.publish
 

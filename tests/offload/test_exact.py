@@ -15,6 +15,7 @@ from plain_loops import PLACEMENTS, STEPS, check, plain_loop
 from training import VOCABULARY, batches, decoder, differing, read_atoms, state_of, stored
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, schedule, clip_norm",
@@ -26,6 +27,7 @@ def test_twenty_steps_have_every_bit_of_a_plain_loop(
     check(tmp_path, STEPS, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_dropout_draws_what_a_plain_loop_draws_under_keyed_rng(tmp_path, schedule):
     check(tmp_path, STEPS, 3, 0.5, dropout=0.2, schedule=schedule, **PLACEMENTS["mixed"])
@@ -146,6 +148,7 @@ def plain_bf16_loop():
     return losses, state
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])

@@ -24,6 +24,7 @@ def rates(run, steps, every=2):
     return seen
 
 
+@pytest.mark.slow
 def test_a_plateau_goes_on_where_it_was(tmp_path):
     whole = rates(tmp_path / "whole", 8)
     assert len(set(whole)) > 2

@@ -16,6 +16,7 @@ from training import adamw, batches, decoder, differing, read_atoms, stored
 PARTS = [0.0, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, recomputed_fraction, clip_norm, schedule",
@@ -28,6 +29,7 @@ def test_twenty_steps_have_every_bit_of_a_plain_loop(
     check(tmp_path, STEPS, num_micro_batches, clip_norm, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed_fraction", PARTS)
 def test_dropout_draws_what_a_plain_loop_draws(tmp_path, recomputed_fraction):
     options = {"recomputed_fraction": recomputed_fraction, "delayed_fraction": 0.5, **PLACEMENTS["mixed"]}
@@ -35,12 +37,14 @@ def test_dropout_draws_what_a_plain_loop_draws(tmp_path, recomputed_fraction):
     assert differing(read_atoms(tmp_path), stored(tmp_path)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("num_micro_batches, placement", one_in(2, [1, 2, 5], PLACEMENTS))
 def test_a_snake_has_its_own_bits(tmp_path, num_micro_batches, placement):
     check_snake(tmp_path, num_micro_batches, 0.5, recomputed_fraction=0.5, **PLACEMENTS[placement])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -29,6 +29,7 @@ def test_what_is_lent_is_there_until_the_last_view_of_it_is_gone():
     assert {tensor.data_ptr() for tensor in again} == addresses
 
 
+@pytest.mark.slow
 def test_a_tensor_that_goes_while_memory_is_being_lent_blocks_nobody(monkeypatch):
     """A collection in the middle of it finds some more."""
     pool = BufferPool()

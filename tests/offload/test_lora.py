@@ -103,6 +103,7 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     assert written < frozen / 5
 
 
+@pytest.mark.slow
 def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_exported(tmp_path):
     folder, run = write_folder(tmp_path / "folder", tiny_folders.mixtral), tmp_path / "run"
     for start in (0, 2):
@@ -146,6 +147,7 @@ def test_adapters_of_another_kind_are_refused_where_the_layers_are_not_in_memory
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] in ([], ["lock"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, [2]], ids=["all", "the last alone"])
 def test_a_model_with_adapters_is_measured_and_timed_with_inputs_that_need_gradients(layers):
     """Nothing before the first block is trained, but what a block makes needs gradients in training."""

@@ -324,6 +324,7 @@ def test_tuples_are_positional_inputs_and_a_target_for_the_loss_function():
     assert module_call(model, (1, 2, 7), lambda output, target: (output, target))() == (21, 7)
 
 
+@pytest.mark.slow
 def test_a_mapping_is_a_dict_of_keywords(tmp_path):
     losses = []
     for kind in (dict, UserDict):
@@ -453,6 +454,7 @@ def two_steps(directory):
     return stored(directory)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_model_does_not_lose_the_step_before_it(tmp_path):
     """Its state is still on the way to a slow disk."""
     model = decoder(blocks=3)
@@ -511,6 +513,7 @@ def press_a_key(after_seconds):
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_key_press_at_any_time_leaves_no_thread_and_a_run_that_resumes(tmp_path):
     """Control-C lands anywhere: in the model, in a handler, while waiting for the disk, between steps."""
     done = attempt = 0
@@ -550,5 +553,6 @@ def live_parameters(blocks, directory):
     return counts
 
 
+@pytest.mark.slow
 def test_autocast_holds_no_more_than_one_blocks_parameters(tmp_path):
     assert live_parameters(3, tmp_path / "few") == live_parameters(9, tmp_path / "many")

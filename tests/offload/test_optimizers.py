@@ -51,6 +51,7 @@ def out_of_core(directory, make, steps, **options):
         return [engine.step(batches(step, 2)) for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -61,6 +62,7 @@ def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, wa
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
@@ -72,6 +74,7 @@ def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_a_checkpointer_recorded_goes_on_out_of_core_and_back(tmp_path, name):
@@ -131,6 +134,7 @@ def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
     assert [block.state_bytes for block in engine._plan.work.blocks] == sizes
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
     taken = {}
     for name in ("muon and adamw", "apollo", "grass", "adamw in bytes"):
@@ -144,6 +148,7 @@ def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
     assert taken == {name: bytes_each * sum(largest) for name, bytes_each in each.items()}
 
 
+@pytest.mark.slow
 def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
     def taken(name, **options):
         model = decoder(blocks=2)
@@ -164,6 +169,7 @@ def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
     assert taken("adamw in bytes", clipping="speculate", update_workers=3) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["apollo", "apollo-mini", "grass, rows by chance"])
 def test_weights_alone_begin_with_the_optimizers_own_state(tmp_path, name):
     """Of which the seeds of the projections are part."""
@@ -180,6 +186,7 @@ def test_weights_alone_begin_with_the_optimizers_own_state(tmp_path, name):
     assert differing(stored(tmp_path / "run"), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_a_run_of_joined_optimizers_goes_on_with_those(tmp_path):
     def others(model):
         return Joined(

@@ -20,6 +20,7 @@ SLOW = {"write_limit": 2 << 20}
 """A disk so slow that updates are still under way when a step returns."""
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, delayed_fraction, clip_norm",
@@ -32,6 +33,7 @@ def test_twenty_delayed_steps_have_every_bit_of_a_plain_loop(
     check(tmp_path, STEPS, num_micro_batches, clip_norm, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("delayed_fraction", FRACTIONS)
 def test_dropout_draws_the_same_when_updates_are_delayed(tmp_path, delayed_fraction):
@@ -97,6 +99,7 @@ def check_snake(directory, num_micro_batches, clip_norm, blocks=6, dropout=0.0, 
     assert differing(stored(directory), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clip_norm", one_in(2, [1, 2, 3, 5], PLACEMENTS, [None, 0.5])
@@ -107,6 +110,7 @@ def test_a_snake_has_every_bit_of_a_loop_that_adds_up_odd_blocks_the_other_way(
     check_snake(tmp_path, num_micro_batches, clip_norm, **PLACEMENTS[placement])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("delayed_fraction", FRACTIONS)
 @pytest.mark.parametrize("blocks", [1, 2, 5])
@@ -115,6 +119,7 @@ def test_a_snake_of_any_length_may_be_delayed(tmp_path, blocks, delayed_fraction
     check_snake(tmp_path, 3, None, blocks=blocks, dropout=0.2, **options)
 
 
+@pytest.mark.slow
 def test_up_to_two_micro_batches_a_snake_has_the_bits_of_the_plain_order_and_then_other_ones():
     """Other bits of sums, as their first moments show in the first step: later ones make much of little."""
     for count, same in ((1, True), (2, True), (3, False)):
@@ -158,6 +163,7 @@ def delayed_engine(directory, delayed_fraction=0.5, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed_fraction", [0.5, 1.0])
 def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(tmp_path, delayed_fraction):
     _, _, states = plain_loop(2, None)
@@ -179,6 +185,7 @@ def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(tmp_pa
                 assert likeliest == twin(prompt)[0, -1].argmax()
 
 
+@pytest.mark.slow
 def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path):
     """A learning rate changed right after a step is that of the next one, also for what is still to be updated."""
     model = model_with_a_frozen_parameter()
@@ -203,6 +210,7 @@ def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path):
     assert differing(stored(tmp_path), state_of(model, optimizer)) == []
 
 
+@pytest.mark.slow
 def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path):
     _, _, states = plain_loop(2, None)
     with delayed_engine(tmp_path, 1.0, **SLOW) as engine:
@@ -223,6 +231,7 @@ def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path):
 # Resuming
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
     losses, _, states = plain_loop(3, None)
     done = 0
@@ -235,6 +244,7 @@ def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
         assert differing(stored(tmp_path), states[until - 1]) == []
 
 
+@pytest.mark.slow
 def test_a_commit_holds_every_update_of_its_step(tmp_path):
     """Each commit that is published while the next step runs is the state of its own step, delayed or not."""
     _, _, states = plain_loop(2, None)
@@ -254,6 +264,7 @@ def test_a_commit_holds_every_update_of_its_step(tmp_path):
     assert seen == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.slow
 def test_a_save_between_commits_has_the_delayed_updates_too(tmp_path):
     _, _, states = plain_loop(2, None)
     with delayed_engine(tmp_path, 1.0, commit_every=0, **SLOW) as engine:
@@ -289,6 +300,7 @@ def test_a_snake_is_of_the_vertical_schedule(tmp_path):
 # Where delayed gradients wait
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations_on_host", [1.0, 0.0])
 def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, activations_on_host):
     """The next forward pass needs it for inputs, which are not the pool's. What is not lent is kept for the next
@@ -309,6 +321,7 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
 # A device that is not host memory
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])

@@ -122,6 +122,7 @@ def test_a_hyper_parameter_that_changed_and_is_put_back_is_named_with_what_to_do
     opened(tmp_path, group=changed).close()  # it was said
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_a_scheduler_or_the_script_moved_is_no_change(tmp_path):
     """It is put back where the run had it, which is what was asked for."""
     for number in range(3):

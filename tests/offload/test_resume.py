@@ -109,6 +109,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("second", range(len(WAYS)))
 @pytest.mark.parametrize("stop", [1, 4])
@@ -120,6 +121,7 @@ def test_a_run_may_be_stopped_and_continued_in_any_other_way(tmp_path, whole, st
     check(tmp_path, record, whole)
 
 
+@pytest.mark.slow
 def test_a_run_may_be_stopped_after_every_step(tmp_path, whole):
     record = Record()
     for step in range(STEPS):
@@ -128,6 +130,7 @@ def test_a_run_may_be_stopped_after_every_step(tmp_path, whole):
     check(tmp_path, record, whole)
 
 
+@pytest.mark.slow
 def test_bf16_copies_are_made_again_from_the_masters(tmp_path, whole):
     record = Record()
     train(tmp_path, 3, record, dtype="bf16")
@@ -135,6 +138,7 @@ def test_bf16_copies_are_made_again_from_the_masters(tmp_path, whole):
     check(tmp_path, record, whole, "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"write_limit": 400_000}])
 def test_a_run_continues_after_a_script_that_failed(tmp_path, whole, options):
     """What was on its way to the disk is finished."""
@@ -146,6 +150,7 @@ def test_a_run_continues_after_a_script_that_failed(tmp_path, whole, options):
     check(tmp_path, record, whole)
 
 
+@pytest.mark.slow
 def test_after_a_key_press_what_was_lost_is_done_again_with_the_same_bits(tmp_path, whole):
     record = Record()
     with pytest.raises(KeyboardInterrupt):
@@ -160,6 +165,7 @@ def test_after_a_key_press_what_was_lost_is_done_again_with_the_same_bits(tmp_pa
     check(tmp_path, joined, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_may_be_extended(tmp_path, whole):
     record = Record()
     train(tmp_path, 3, record)
@@ -181,6 +187,7 @@ def test_the_number_of_micro_batches_may_change_from_step_to_step_and_run_to_run
     assert differing(run(tmp_path / "stopped", [2, 4]), run(tmp_path / "whole", [4])) == []
 
 
+@pytest.mark.slow
 def test_the_model_is_given_back_as_it_was_last(tmp_path):
     model = train(tmp_path, 2, Record())
     state = stored(tmp_path)
@@ -196,6 +203,7 @@ def steps_kept(directory):
     return [ref.step for ref in LocalStore.read(directory).commits()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain", [1, 2, 3])
 def test_the_newest_steps_are_kept_as_many_as_asked_for(tmp_path, retain):
     train(tmp_path, 4, Record(), retain=retain)
@@ -259,6 +267,7 @@ def test_what_is_saved_twice_or_at_a_commit_is_saved_once(tmp_path):
         assert sorted(path.name for path in (tmp_path / "commits").iterdir()) == files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer_on_host": 1.0, "params_on_host": 1.0}, {"clip_norm": 0.5}]
 )
@@ -276,6 +285,7 @@ def test_a_step_is_durable_at_the_latest_when_the_next_one_returns(tmp_path, opt
         assert engine.durable_step == 4
 
 
+@pytest.mark.slow
 def test_every_resume_opens_a_timeline_of_its_own(tmp_path):
     for step in range(3):
         train(tmp_path, step + 1, Record())
@@ -286,6 +296,7 @@ def test_every_resume_opens_a_timeline_of_its_own(tmp_path):
 # What is skipped
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def trained(directory, seed):
 MODEL = decoder(blocks=4, dropout=0.3)
 
 
+@pytest.mark.slow
 def test_engines_on_several_threads_take_turns_with_the_generators(tmp_path):
     MODEL.head.register_forward_hook(lambda *_: time.sleep(0.002))  # lets the other thread run
     alone = {seed: trained(tmp_path / f"alone {seed}", seed) for seed in (1, 2)}

@@ -90,6 +90,7 @@ def check(directory, num_micro_batches, clip_norm, parts=((0, STEPS),), tokens=F
     assert differing(stored(directory), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "num_micro_batches, placement, clipping, clip_norm",
@@ -102,6 +103,7 @@ def test_twenty_steps_have_every_bit_of_a_loop_with_a_grad_scaler(
     check(tmp_path, num_micro_batches, clip_norm, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["defer", "speculate"])
 def test_losses_by_tokens_have_them_too(tmp_path, clipping):
     check(tmp_path, 4, 0.8, tokens=True, clipping=clipping, **PLACEMENTS["mixed"])
@@ -113,12 +115,14 @@ def test_the_scale_of_the_loop_falls_and_grows():
     assert fell >= 3 and grew >= 2
 
 
+@pytest.mark.slow
 def test_the_horizontal_schedule_and_a_device_apart_have_them_too(tmp_path, monkeypatch):
     check(tmp_path / "horizontal", 3, 0.8, schedule="horizontal", **PLACEMENTS["mixed"])
     monkeypatch.setattr(entry, "open_device", lambda name: Apart())
     check(tmp_path / "apart", 3, 0.8, clipping="speculate", **PLACEMENTS["mixed"])
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("clipping", ["defer", "speculate"])
 def test_a_resumed_run_goes_on_with_its_own_scale(tmp_path, clipping):
@@ -129,6 +133,7 @@ def test_a_resumed_run_goes_on_with_its_own_scale(tmp_path, clipping):
     check(tmp_path, 3, 0.8, parts, clipping=clipping)
 
 
+@pytest.mark.slow
 def test_a_save_between_commits_has_the_scale_of_the_next_step(tmp_path):
     scales = scaled_loop(1, None, **MOVING)[1]
     with engine_of(tmp_path, commit_every=0) as engine:

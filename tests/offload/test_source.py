@@ -81,22 +81,26 @@ def recorded_run(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_of_a_checkpointer_goes_on_out_of_core_bit_for_bit(tmp_path, reference, recorded_run):
     noted = out_of_core(tmp_path, BEFORE, STEPS, holdfast.From(recorded_run), seed=1)
     assert differing(stored(tmp_path), reference) == [] and noted == BEFORE
 
 
+@pytest.mark.slow
 def test_a_run_of_the_engine_goes_on_in_memory_bit_for_bit(tmp_path, reference):
     out_of_core(tmp_path / "engine", 0, BEFORE)
     assert differing(recorded(tmp_path / "run", BEFORE, STEPS, tmp_path / "engine", seed=1), reference) == []
 
 
+@pytest.mark.slow
 def test_a_run_of_the_engine_goes_on_in_another_directory(tmp_path, reference):
     out_of_core(tmp_path / "a", 0, BEFORE)
     out_of_core(tmp_path / "b", BEFORE, STEPS, holdfast.From(tmp_path / "a"), seed=1, params_on_host=1.0)
     assert differing(stored(tmp_path / "b"), reference) == []
 
 
+@pytest.mark.slow
 def test_runs_in_a_bucket_go_on_out_of_core_and_in_memory(tmp_path, reference, recorded_run, bucket):
     Pusher(recorded_run, bucket / "recorded").push()
     out_of_core(tmp_path / "a", BEFORE, STEPS - 1, holdfast.From(f"{bucket}/recorded"), seed=1)
@@ -105,6 +109,7 @@ def test_runs_in_a_bucket_go_on_out_of_core_and_in_memory(tmp_path, reference, r
     assert differing(recorded(tmp_path / "b", STEPS - 1, STEPS, source, seed=1), reference) == []
 
 
+@pytest.mark.slow
 def test_a_directory_that_has_a_run_goes_on_from_that(tmp_path, recorded_run):
     out_of_core(tmp_path, BEFORE, BEFORE + 1, holdfast.From(recorded_run))
     out_of_core(tmp_path, BEFORE + 1, BEFORE + 2, holdfast.From(recorded_run))

@@ -73,6 +73,7 @@ def engine_of(directory, num_micro_batches=3, **options):
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement, num_micro_batches, options", one_in(2, PLACEMENTS, [1, 3], OPTIONS))
 def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
@@ -86,6 +87,7 @@ def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
     assert apart[0].problems == []
 
 
+@pytest.mark.slow
 def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
     """Against the same on the host."""
     values = []
@@ -104,6 +106,7 @@ def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
     assert apart[0].problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("delayed_fraction", [0.0, 0.5])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -150,6 +153,7 @@ def test_the_share_of_delayed_gradients_lies_where_block_inputs_were(unified, de
     assert pool.in_use_bytes == before - size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["fill", "put_index"])
 def test_nothing_is_pinned_any_more_where_no_engine_was_made(tmp_path, apart, monkeypatch, where):
     pinned = []
@@ -164,6 +168,7 @@ def test_nothing_is_pinned_any_more_where_no_engine_was_made(tmp_path, apart, mo
     assert pinned[0] > 0 and apart[0].pinned == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", [UPLOAD, DOWNLOAD])
 def test_a_copy_that_fails_ends_the_run_as_it_was_before(tmp_path, apart, monkeypatch, lane):
     """The driver says so where an event is waited for."""
@@ -193,6 +198,7 @@ def fell_off():
     raise RuntimeError("the device fell off the bus")
 
 
+@pytest.mark.slow
 def test_computing_goes_on_while_a_copy_to_the_host_is_under_way(tmp_path, apart):
     """The first copy of gradients is held up until a later block computes; nothing waits for it but what needs it."""
     with engine_of(tmp_path) as engine:
@@ -214,6 +220,7 @@ def test_computing_goes_on_while_a_copy_to_the_host_is_under_way(tmp_path, apart
         assert began and go.is_set()
 
 
+@pytest.mark.slow
 def test_uploads_are_made_ahead_of_the_computations_that_want_them(tmp_path, apart):
     """While block 1 computes, the parameters of block 2 come."""
     with engine_of(tmp_path, params_on_host=1.0) as engine:
@@ -307,6 +314,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_closes_nothing_has_its_last_step(tmp_path):
     """The interpreter ends while helpers have updates to do."""
     path = os.pathsep.join(sys.path)

@@ -30,6 +30,7 @@ def keys_of(event, step):
     )
 
 
+@pytest.mark.slow
 def test_the_first_and_the_third_step_are_recorded_whole(tmp_path):
     with offload(tmp_path, write_limit=800_000) as engine:  # writes of a step go on beside the next
         for number in range(5):

@@ -52,6 +52,7 @@ def listed(engine, schedule, **shape):
     return dict(traffic(engine.operations[schedule, StepShape(**shape)]))
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize(
     "blocks, schedule, placement, clip_norm",
@@ -70,6 +71,7 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("blocks, placement, turned", one_in(2, [1, 4], PLACEMENTS, TURNED))
 def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, placement, turned):
@@ -88,6 +90,7 @@ def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, 
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "clipping, delayed_fraction", [("speculate", 0.0), ("speculate", 0.5), ("per_block", 0.5)]
@@ -111,6 +114,7 @@ def test_a_step_that_guesses_moves_the_bytes_of_its_list_and_where_it_was_right_
             assert held <= (0 if right or clipping == "per_block" else REDO_SLOTS * most)
 
 
+@pytest.mark.slow
 def test_delaying_moves_nothing_twice_and_a_snake_saves_three_transfers_per_turn(tmp_path):
     """And the input of the last block for its first micro-batch, which is used at once, needs not be kept."""
     n, count, moved = 4, 3, {}
@@ -133,6 +137,7 @@ def test_delaying_moves_nothing_twice_and_a_snake_saves_three_transfers_per_turn
     }
 
 
+@pytest.mark.slow
 def test_a_skipped_step_moves_the_bytes_of_its_list_less_what_did_not_change(tmp_path):
     with offload(tmp_path, 3) as engine:
         engine.step(batches(0, 2))
@@ -152,6 +157,7 @@ def rounded(nbytes, unit=4096):
     return pytest.approx(nbytes, abs=unit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
     """Of n equal blocks of P parameters in bf16, with inputs of S bytes: parameters cross 2n - 1 times and
@@ -184,6 +190,7 @@ def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
     assert moved["ssd_read", "load_input"] == moved["ssd_write", "store_input"] == (n - 1) * count * 4096
 
 
+@pytest.mark.slow
 def test_horizontal_traffic_is_that_of_the_formulas(tmp_path):
     """Parameters cross (2n - 1) M times and the sum of gradients 2 M - 1 times, inputs twice but for the last
     block's, their gradients never."""
@@ -203,6 +210,7 @@ def test_horizontal_traffic_is_that_of_the_formulas(tmp_path):
     assert moved["ssd_read", "load_state"] == once["ssd_read", "load_state"]
 
 
+@pytest.mark.slow
 def test_inputs_that_are_no_whole_pages_take_whole_pages_on_the_ssd(tmp_path):
     with offload(tmp_path, 3, **PLACEMENTS["ssd"]) as engine:
         tokens = [{name: t[:, :5] for name, t in batch.items()} for batch in batches(0, 2)]
@@ -220,6 +228,7 @@ def test_tensors_that_code_between_blocks_makes_are_counted_by_themselves(tmp_pa
     assert moved["download", "between"] == 2 * 2 * INPUT_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [0.0, 0.5, 1.0])
 def test_a_save_writes_what_stays_in_memory_and_nothing_else(tmp_path, on_host):
     with offload(tmp_path, 4, commit_every=0, optimizer_on_host=on_host) as engine:
@@ -235,6 +244,7 @@ def test_a_save_writes_what_stays_in_memory_and_nothing_else(tmp_path, on_host):
         assert moved == {key: nbytes for key, nbytes in expected.items() if nbytes}
 
 
+@pytest.mark.slow
 def test_setting_up_writes_everything_once_and_resuming_reads_it(tmp_path):
     with offload(tmp_path, 3) as engine:
         files = sum(path.stat().st_size for path in tmp_path.glob("data/*.0.safetensors"))
@@ -247,6 +257,7 @@ def test_setting_up_writes_everything_once_and_resuming_reads_it(tmp_path):
         assert ("ssd_write", "state") not in moved
 
 
+@pytest.mark.slow
 def test_the_preflight_says_what_a_step_reads_and_writes(tmp_path):
     for number, options in enumerate(({}, PLACEMENTS["ssd"], PLACEMENTS["host"], {"schedule": "horizontal"})):
         with offload(tmp_path / str(number), 3, micro_batches=2, **options) as engine:

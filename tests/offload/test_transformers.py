@@ -287,6 +287,7 @@ def test_after_one_step_only_the_tied_matrix_differs_and_by_roundings(tmp_path):
     assert (difference <= bound * 1.01).all()
 
 
+@pytest.mark.slow
 def test_a_tied_matrix_stays_close_over_many_steps(tmp_path):
     losses, expected = plain_loop(build(gpt2))
     found_losses, found = offloaded(tmp_path, build(gpt2))

@@ -47,6 +47,7 @@ def of_transformers(step):
     return [{"input_ids": batch["tokens"], "labels": batch["tokens"]} for batch in batches(step, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
@@ -62,6 +63,7 @@ def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, place
     assert differing(given_back, {k: v for k, v in states[-1].items() if k in given_back}) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_on_a_separate_device_copies_cross_and_the_bits_are_the_same(tmp_path, monkeypatch, placement):
@@ -74,6 +76,7 @@ def test_on_a_separate_device_copies_cross_and_the_bits_are_the_same(tmp_path, m
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_a_model_of_one_or_two_blocks_has_them_too(tmp_path, blocks):
     losses, states = plain_loop(decoder(blocks), lambda step: batches(step, 2))
@@ -82,6 +85,7 @@ def test_a_model_of_one_or_two_blocks_has_them_too(tmp_path, blocks):
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_hugging_face_models_have_them_too_with_tied_embeddings(tmp_path, make):
     losses, states = plain_loop(build(make), of_transformers)
@@ -90,6 +94,7 @@ def test_hugging_face_models_have_them_too_with_tied_embeddings(tmp_path, make):
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_micro_batches_count_by_their_tokens(tmp_path):
     losses, states = plain_loop(decoder(3), lambda step: ragged(step, 3), weights=by_tokens)
     with offload(decoder(3), tmp_path, normalize="tokens") as engine:
@@ -97,6 +102,7 @@ def test_micro_batches_count_by_their_tokens(tmp_path):
     assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_in_bf16_masters_are_displaced_in_fp32_and_rounded(tmp_path):
     master, model, kept = decoder(3), decoder(3), []
     optimizer = mezo(master)
@@ -137,6 +143,7 @@ def check_traffic(engine, count, step=STEPS):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_on_the_ssd_each_block_is_read_once_and_written_once_and_nothing_else_is(tmp_path, count):
     with offload(decoder(4, width=64, hidden=128), tmp_path, sample=batches(0, 1)[0]) as engine:
@@ -153,6 +160,7 @@ def test_on_the_ssd_each_block_is_read_once_and_written_once_and_nothing_else_is
         assert all(block.grad_bytes == 0 for block in engine._plan.work.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_stays_on_the_host_and_what_never_changes_is_not_moved(tmp_path, placement):
     model = model_with_a_frozen_parameter()
@@ -165,6 +173,7 @@ def test_what_stays_on_the_host_and_what_never_changes_is_not_moved(tmp_path, pl
     assert not [key for key in moved if key[1] in ("load_params", "store_params", "download_grads")]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_holds_no_more_than_was_predicted(tmp_path, placement):
@@ -184,6 +193,7 @@ def test_a_run_holds_no_more_than_was_predicted(tmp_path, placement):
         assert "gradients" not in most and predicted.get("grads", 0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("device", ["host", "apart"])
 @pytest.mark.parametrize("between", ["evaluate", "save"])
@@ -212,6 +222,7 @@ def test_what_a_step_takes_and_what_an_evaluation_takes_is_not_held_together(
         assert max(held) <= planned + 8 * 4096  # inputs are smaller than the pages that they take
 
 
+@pytest.mark.slow
 def test_activations_are_predicted_for_forward_passes_alone(tmp_path):
     taken = {}
     for kind in (mezo, adamw):
@@ -223,6 +234,7 @@ def test_activations_are_predicted_for_forward_passes_alone(tmp_path):
     assert taken[mezo].blocks[0].forward_flop == taken[adamw].blocks[0].forward_flop
 
 
+@pytest.mark.slow
 def test_displaced_copies_of_embedding_and_head_are_pinned_and_planned(tmp_path, monkeypatch):
     device, taken = Apart(), []
     monkeypatch.setattr(entry, "open_device", lambda name: device)
@@ -277,6 +289,7 @@ def test_groups_that_cannot_share_an_epsilon_are_refused_with_nothing_written(tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_auto_keeps_in_host_memory_what_fits_and_measures_nothing(tmp_path):
     """No bit depends on it."""
     losses, states = reference(3)
@@ -305,6 +318,7 @@ def test_auto_keeps_in_host_memory_what_fits_and_measures_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_with_little_memory_a_part_of_the_state_stays_and_no_working_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "process_bytes", lambda: 300 << 20)  # as it grows, it is no measure here
     wide, sample = {"width": 256, "hidden": 768, "blocks": 8}, batches(0, 1)[0]

@@ -46,6 +46,7 @@ def killed_after(directory, stop, to, **options):
     return to
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stop", [1, 4])
@@ -58,6 +59,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, stop, placem
     assert differing(stored(kept), states[-1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "options", [{"commit_every": 2}, {"commit_every": 3, "optimizer_on_host": 1.0}, {"retain": 1}]
@@ -71,6 +73,7 @@ def test_a_run_that_is_stopped_after_every_step_has_the_same_bits_and_whole_file
         assert differing(stored(tmp_path), states[stop - 1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", failpoints.NAMES[:6])
 def test_a_kill_while_the_weights_catch_up_loses_nothing(tmp_path, kill_at, name):
@@ -91,6 +94,7 @@ def test_a_kill_while_the_weights_catch_up_loses_nothing(tmp_path, kill_at, name
 # Whoever reads weights
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("commit_every", [0, 1, 4])
@@ -120,6 +124,7 @@ def test_evaluations_and_state_dicts_between_steps_have_the_last_update_and_chan
         assert differing(stored(tmp_path), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_a_save_after_each_step_writes_whole_files_once(tmp_path):
     _, states = reference(COUNT)
     with offload(model(), tmp_path) as engine:
@@ -133,6 +138,7 @@ def test_a_save_after_each_step_writes_whole_files_once(tmp_path):
             assert engine.traffic() == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_a_resume_keeps_the_place_of_the_loader_and_the_generators(tmp_path):
     """The weights catch up in another commit of the same step, made after the script has fetched a batch."""
     kept = killed_after(tmp_path / "run", 2, tmp_path / "kept")
@@ -145,6 +151,7 @@ def test_an_evaluation_after_a_resume_keeps_the_place_of_the_loader_and_the_gene
         assert after.progress["random"] == before.progress["random"]
 
 
+@pytest.mark.slow
 def test_a_model_gets_the_last_update_back_where_closing_was_broken_off(tmp_path, monkeypatch):
     _, states = reference(COUNT)
     made = model()
@@ -166,6 +173,7 @@ def broken_off(engine):
 # Other readers of a commit
 
 
+@pytest.mark.slow
 def test_a_commit_of_a_killed_run_is_read_by_others_with_its_last_update(tmp_path):
     """By a conversion, and as the source of another run, which goes on with the same bits."""
     losses, states = reference(COUNT)
@@ -186,6 +194,7 @@ def test_a_commit_of_a_killed_run_is_read_by_others_with_its_last_update(tmp_pat
     assert differing(stored(tmp_path / "other"), states[-1]) == []
 
 
+@pytest.mark.slow
 def test_a_plain_loop_goes_on_from_a_commit(tmp_path):
     """Its own state says which direction comes next."""
     _, states = plain_loop(decoder(2), lambda step: batches(step, 2))
@@ -218,6 +227,7 @@ def test_a_step_that_is_skipped_writes_what_the_step_before_has_moved():
     assert not step.leaves(SimpleNamespace(name="blocks.0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_step_with_a_nan_moves_nothing_and_the_next_one_goes_on(tmp_path, placement):
     spoiled = {"step": -1}

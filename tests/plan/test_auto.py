@@ -62,6 +62,7 @@ def host_bytes(question, choice) -> int:
 BUDGETS = [60 * 10**6, 80 * 10**6, 110 * 10**6, None]
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_no_placement_of_a_grid_that_fits_is_much_faster(budget):
@@ -75,6 +76,7 @@ def test_no_placement_of_a_grid_that_fits_is_much_faster(budget):
             assert found.step_seconds <= 1.02 * other.step_seconds, (params, optimizer, delayed)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower():
     seconds = [answer(asked(budget)).best.step_seconds for budget in BUDGETS]
     assert all(after <= 1.01 * before for before, after in pairwise(seconds))
@@ -102,6 +104,7 @@ def test_what_is_stated_and_does_not_fit_is_refused():
         answer(asked(params=1.5))
 
 
+@pytest.mark.slow
 def test_delay_is_chosen_where_it_helps():
     """State on the SSD, parameters in memory, as long for the SSD as for the cores: without delay the forward pass
     moves little."""
@@ -127,6 +130,7 @@ def keeping(budget, flop=5e9, **fields) -> Question:
     return replace(question, **{"recomputed_fraction": "auto", **fields})
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_again_where_computing_binds_and_there_is_memory():
     ample = keeping(10**9, flop=5e10)
     found = answer(ample).best

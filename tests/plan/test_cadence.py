@@ -69,6 +69,7 @@ def test_no_other_cadence_is_better(seed):
     assert found.waste == waste(m, best)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("mean", [60, 600])
 @pytest.mark.parametrize("seed", [3, 5, 7])
@@ -88,6 +89,7 @@ def assert_within_2_percent(m, cadence, limits):
     assert wasted[cadence] <= 1.02 * wasted[best], (cadence, best)
 
 
+@pytest.mark.slow
 def test_after_a_fourfold_drop_of_bandwidth_it_is_the_best_again():
     """Stalls, reads and writes are those of a disk; what is known of them are noisy measurements."""
     before = replace(RUN, mean_seconds_between_failures=600, base_stall_seconds=0.3, write_slowdown=0.5)

@@ -29,6 +29,7 @@ def setting(clipping="none", micro_batches=5, blocks=80, machine="a100-80g", **m
     )
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(
     "clipping, commit_every",
@@ -48,6 +49,7 @@ def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
         assert downs + 4 * resident == pytest.approx(moved[DOWNLOAD], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("clipping", ["none", "defer", "speculate", "per_block"])
 @pytest.mark.parametrize("machine", ["a100-80g", "cpu-2-core"])

@@ -37,6 +37,7 @@ def test_a_guess_waits_for_no_other_blocks_gradients_and_what_redoes_it_for_all(
         assert order.before((0, END), (0, again)) and order.before((0, guess), (0, again))
 
 
+@pytest.mark.slow
 @given(step=steps())
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_again_is_written_after_what_was_guessed_and_read_after_that(step):

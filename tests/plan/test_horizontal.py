@@ -1,5 +1,6 @@
 """The horizontal order: what goes only for it."""
 
+import pytest
 from hypothesis import given, settings
 
 from holdfast.plan import ops
@@ -33,6 +34,7 @@ def test_sums_grow_in_the_order_of_the_micro_batches(step):
         assert order.before((0, upload), (0, Key("backward", block, m)))
 
 
+@pytest.mark.slow
 def test_a_spilled_sum_is_read_after_it_was_written_and_written_after_it_was_read():
     shape = StepShape(micro_batches=3, clipping="defer")
     for work, _, _ in grid((3,)):

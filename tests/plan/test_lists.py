@@ -92,6 +92,7 @@ def test_of_few_blocks_what_fits_stays_where_less_by_all_that_is_too_much_has_no
     assert placement.shares == {"params": 1.0, "optimizer": 0.0, "activations": 1.0, "gradients": 1.0}
 
 
+@pytest.mark.slow
 def test_the_placement_that_a_user_set_by_hand_is_not_faster_in_the_simulator():
     solution, placement = fit(SMALL_BATCHES, 64)
     s = solution.setting
@@ -100,6 +101,7 @@ def test_the_placement_that_a_user_set_by_hand_is_not_faster_in_the_simulator():
     assert play(s, placement, steps=2).seconds_per_step <= play(s, by_hand, steps=2).seconds_per_step
 
 
+@pytest.mark.slow
 def test_memory_that_gradients_wait_in_where_inputs_were_is_not_left_empty():
     chosen = case("llama-70b", "a100-80g")
     solution, placement = fit(chosen, 8, 0.2)

@@ -104,6 +104,7 @@ def between_blocks(order: str, n: int, m: int, s: int, snake: bool) -> dict[str,
     return {kind: count * s for kind, count in moved.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @every_order
 def test_every_step_of_the_grid_is_sound_and_moves_the_bytes_of_the_formulas(order):
@@ -206,6 +207,7 @@ def test_state_is_read_and_changed_only_after_it_was_written(order, step):
         assert before((0, Key("store_resident")), (1, Key("update_resident")))
 
 
+@pytest.mark.slow
 @every_order
 def test_gradients_are_measured_where_they_are_summed_before_they_leave(order):
     for work, placement, shape in grid((3,)):

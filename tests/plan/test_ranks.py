@@ -35,6 +35,7 @@ def of_ranks(work: Work) -> Work:
     )
 
 
+@pytest.mark.slow
 def test_every_list_is_one_that_can_be_run_and_moves_shares():
     for work, placement, shape in grid((1, 2, 3)):
         made = vertical(of_ranks(work), placement, shape)

@@ -28,6 +28,7 @@ def test_the_delayed_fraction_is_the_best_of_all_hundredths(chosen, micro_batche
     assert best_at(chosen, micro_batches).step_seconds <= fastest * 1.002
 
 
+@pytest.mark.slow
 def test_the_fewest_micro_batches_that_come_within_a_hundredth_are_chosen():
     found = search(case(), most=40)
     highest = max(s.tokens_per_second for s in found.tried)
@@ -36,6 +37,7 @@ def test_the_fewest_micro_batches_that_come_within_a_hundredth_are_chosen():
     assert fewer and all(s.tokens_per_second < 0.99 * highest for s in fewer)
 
 
+@pytest.mark.slow
 def test_it_stops_where_nothing_grows_any_more():
     found = search(case(2000), most=1000)
     assert len(found.tried) < 60

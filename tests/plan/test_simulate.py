@@ -164,6 +164,7 @@ def test_no_lane_works_more_than_there_is_time_and_every_operation_runs_once(ste
         assert all(ends[span.step, key] <= span.start for key in span.op.needs)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_operations_take_a_few_seconds():
     work = equal_blocks(80, 1_000_000, tokens=8)
     made = vertical(work, Placement.fractions(80, activations=0.5), StepShape(micro_batches=32))

@@ -30,6 +30,7 @@ def test_equal_blocks_move_the_sums_of_the_papers():
     assert lanes["ssd_write"] == n * d * p + n * state * p + (n - 1) * m * s
 
 
+@pytest.mark.slow
 def test_an_evaluation_loads_each_block_once_and_changes_nothing():
     for work, placement, shape in grid():
         made = forward_only(work, placement, shape)
@@ -95,6 +96,7 @@ def test_micro_batches_go_up_and_in_a_snake_down_through_odd_blocks(step):
             )
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_there_before_it_is_wanted_again():
     for work, placement, shape in grid((3,)):
         made = vertical(work, placement, shape)

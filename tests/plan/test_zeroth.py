@@ -1,5 +1,6 @@
 """The zeroth-order step: one read and one write of each block, two streams of forward passes, and nothing else."""
 
+import pytest
 from hypothesis import given, settings
 
 from holdfast.plan import ops
@@ -16,6 +17,7 @@ def on_ssd(work, stays, size):
     return sum(getattr(block, size) for block, here in zip(work.blocks, stays) if not here)
 
 
+@pytest.mark.slow
 def test_a_step_moves_each_block_once_each_way_whatever_the_number_of_micro_batches():
     for work, placement, shape in grid():
         made = zeroth(work, placement, shape)
@@ -67,6 +69,7 @@ def test_catching_up_writes_all_state_and_what_evaluations_read():
         assert any(op.key == Key("commit") for op in made) == shape.commit
 
 
+@pytest.mark.slow
 def test_catching_up_takes_no_more_memory_than_a_step():
     for work, placement, shape in grid():
         step, after = buffers(zeroth(work, placement, shape)), buffers(catch_up(work, placement, True))

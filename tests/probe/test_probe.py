@@ -25,6 +25,7 @@ def a_block(seconds):
     return measure_block(CPU, None, seconds, torch.float32)
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
     said = []
     began = time.perf_counter()
@@ -59,6 +60,7 @@ def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
     assert "# assumed: look up what yours is rated for" in lines["rated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_the_block_of_a_model_is_timed_unless_that_takes_too_long(dtype):
     small = measure_block(CPU, load_model("gpt-46m"), 1.0, dtype)

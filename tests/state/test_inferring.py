@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def state(draw):
     return world, atoms
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(state())
 def test_rules_inferred_of_a_cut_make_it_again(case):

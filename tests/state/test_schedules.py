@@ -69,6 +69,7 @@ def test_a_given_scheduler_is_not_told(tmp_path, make):
     train(tmp_path / "run", make, scheduler=True)
 
 
+@pytest.mark.slow
 def test_schedulers_in_a_given_one_are_known(tmp_path):
     def several(optimizer):
         return SequentialLR(optimizer, [ConstantLR(optimizer), rising(optimizer)], milestones=[2])
@@ -90,6 +91,7 @@ class Loader:
         assert not state
 
 
+@pytest.mark.slow
 def test_a_scheduler_beside_large_data_is_known(tmp_path):
     """The schedulers in it as well."""
     model = torch.nn.Linear(3, 2)

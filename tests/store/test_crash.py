@@ -60,6 +60,7 @@ def test_killed_at_a_failpoint(tmp_path, failpoint):
     check_recovery(tmp_path / "run", acknowledged)
 
 
+@pytest.mark.slow
 def test_killed_again_while_it_recovers(tmp_path):
     newest = 0
     for name in failpoints.NAMES:
@@ -100,6 +101,7 @@ def test_power_cut_at_a_failpoint(disk, failpoint):
     check_recovery(root, acknowledged)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_power_cut_right_after_each_acknowledgement(disk):
     root = disk.folder / "acknowledged" / "run"

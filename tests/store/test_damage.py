@@ -50,6 +50,7 @@ def parts_of(reader, manifest):
     return [*data, (manifest.index["path"], "index"), (manifest.path, "manifest"), (timeline, "timeline")]
 
 
+@pytest.mark.slow
 def test_every_bit_flip_is_found_and_named(root, reader, queue):
     """Random bits of every class: payload, header, filler, index, manifest, timeline record."""
     rng = random.Random(0)

@@ -87,6 +87,7 @@ def queue():
     queue.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lists", [["a"], ["", "a", "", "a"]], ids=["begun there", "going there and back"])
 def test_every_image_of_a_run_on_a_drive_recovers(tmp_path, queue, lists):
     disk, count = record(tmp_path, *lists), 0

@@ -104,6 +104,7 @@ def test_a_segment_cut_anywhere_keeps_the_records_before(tmp_path, queue, cut):
         payload(disk, queue, stored)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path, queue):
     """In a header it ends the reading there, in a payload it is told with its place."""
     disk = written(tmp_path, queue, [[record(11), record(12)], [record(13)]])

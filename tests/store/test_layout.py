@@ -24,6 +24,7 @@ TENSORS = st.lists(
 ).filter(lambda tensors: not any(key.startswith("__") for key, _, _ in tensors))
 
 
+@pytest.mark.slow
 @given(TENSORS, st.dictionaries(st.text(), st.text(), max_size=3))
 def test_a_header_parses_back_to_its_layout(tensors, metadata):
     layout = Layout.build(tensors, metadata)

@@ -48,6 +48,7 @@ def assert_whole(url):
     return step
 
 
+@pytest.mark.slow
 def test_a_pushed_run_is_whole_and_leads_as_far_as_the_directory_does(run, bucket):
     done = Pusher(run, bucket).push()
     assert done.durable_step == 7 == assert_whole(bucket) and done.damaged == []
@@ -84,6 +85,7 @@ def test_payload_of_a_copy_that_was_interrupted_is_not_sent_again(run, bucket, m
     assert Pusher(run, bucket).push().commits == [ref] and assert_whole(bucket) == 7
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_bucket_as_if_it_were_that_run(run, bucket, tmp_path):
     Pusher(run, bucket).push()
     shutil.rmtree(run)
@@ -140,6 +142,7 @@ def long_run(tmp_path, monkeypatch):
     return root
 
 
+@pytest.mark.slow
 def test_a_push_killed_at_any_point_leaves_a_whole_bucket_that_never_goes_back(
     long_run, tmp_path, bucket, monkeypatch
 ):
@@ -162,6 +165,7 @@ def test_a_push_killed_at_any_point_leaves_a_whole_bucket_that_never_goes_back(
     assert [ref.step for ref in RunReader(bucket).commits()] == [RunReader(long_run).head().step]
 
 
+@pytest.mark.slow
 def test_two_that_push_the_same_run_do_not_harm_each_other(long_run, bucket, monkeypatch):
     monkeypatch.setattr(copying, "GROUP_BYTES", 3 * 8192)
     first, second = Pusher(long_run, bucket), Pusher(long_run, bucket)
@@ -186,6 +190,7 @@ def test_a_manifest_is_published_by_one_of_two(bucket):
     assert disk.read_bytes("commits/a") == b"1"
 
 
+@pytest.mark.slow
 def test_a_place_that_holds_another_run_is_refused_and_stays_as_it_was(run, long_run, bucket):
     Pusher(run, bucket).push()
     before = listing(ObjectDisk(bucket))
@@ -204,6 +209,7 @@ def listing(disk, path=""):
     return found
 
 
+@pytest.mark.slow
 def test_only_the_newest_bases_stay_where_that_is_asked_for(long_run, tmp_path, bucket):
     Pusher(tmp_path / "earlier", bucket).push()
     before = RunReader(bucket).commits()
@@ -224,6 +230,7 @@ def test_only_the_newest_bases_stay_where_that_is_asked_for(long_run, tmp_path, 
     assert assert_whole(bucket) == 20
 
 
+@pytest.mark.slow
 def test_what_another_copied_meanwhile_goes_whole_or_not_at_all(long_run, tmp_path, bucket, monkeypatch):
     """Of commits that the directory does not have any more, and that were not there when this one began to copy."""
     first = Pusher(long_run, bucket, keep=Keep(1))
@@ -240,6 +247,7 @@ def test_what_another_copied_meanwhile_goes_whole_or_not_at_all(long_run, tmp_pa
     assert len(RunReader(bucket).commits()) == 1
 
 
+@pytest.mark.slow
 def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatch):
     Pusher(tmp_path / "earlier", bucket).push()
     gone, unlink = [], ObjectDisk.unlink
@@ -250,6 +258,7 @@ def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatc
     assert max(i for i, kind in enumerate(kinds) if kind == "commits") < kinds.index("data")
 
 
+@pytest.mark.slow
 def test_nothing_is_removed_beside_a_manifest_that_cannot_be_read(long_run, tmp_path, bucket):
     Pusher(tmp_path / "earlier", bucket).push()
     disk = ObjectDisk(bucket)
@@ -266,6 +275,7 @@ def payload(url):
     return next(iter(reader.load(reader.line()[0]).files.values()))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_bucket_is_named(run, bucket):
     Pusher(run, bucket).push()
     ref, disk = payload(bucket), ObjectDisk(bucket)
@@ -302,6 +312,7 @@ def test_damage_in_the_directory_is_not_copied(run, bucket):
     assert RunReader(bucket).commits() == [] and object_path(ref) not in ObjectDisk(bucket).sizes("data")
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_not_copied_and_those_after_it_are(long_run, bucket):
     disk = RunReader(long_run).disk
     refs = segments(disk, ALONE)[:3]
@@ -321,6 +332,7 @@ def test_a_damaged_record_is_not_copied_and_those_after_it_are(long_run, bucket)
     assert first.step not in copied and others and {record.step for record in others} <= copied
 
 
+@pytest.mark.slow
 def test_records_that_are_being_written_are_copied_when_they_are_whole(run, bucket):
     ref = max(segments(RunReader(run).disk, ALONE))
     fourth = read_segment(RunReader(run).disk, ref)[0][3]
@@ -335,6 +347,7 @@ def test_records_that_are_being_written_are_copied_when_they_are_whole(run, buck
     assert pusher.push().durable_step == 7 == assert_whole(bucket)
 
 
+@pytest.mark.slow
 def test_a_record_too_long_for_memory_is_sent_in_parts(run, bucket, monkeypatch):
     sent, put = [], ObjectDisk.put
     monkeypatch.setattr(copying, "GROUP_BYTES", 1)
@@ -367,6 +380,7 @@ def test_a_read_past_the_end_fails(bucket, nbytes):
         disk.open("data/short").read(memoryview(bytearray(nbytes)), 0)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_at_an_earlier_step_takes_its_copy_with_it(run, bucket):
     Pusher(run, bucket).push()
     loop, checkpointer = start(run, "batchnorm")
@@ -378,6 +392,7 @@ def test_a_run_resumed_at_an_earlier_step_takes_its_copy_with_it(run, bucket):
     assert RunReader(bucket).tip() == 2
 
 
+@pytest.mark.slow
 def test_a_run_whose_files_are_written_again_stays_as_it_was_copied(tmp_path, bucket):
     root = tmp_path / "tiny"
     with TinyRun(root) as tiny:
@@ -462,6 +477,7 @@ def test_a_commit_that_lacks_records_and_is_still_there_is_damaged(long_run, buc
     assert done.retired == [] and done.damaged
 
 
+@pytest.mark.slow
 def test_what_several_ranks_wrote_is_copied_and_others_go_on_from_there(tmp_path, bucket):
     with World() as world:
         [said, _] = world.run(2, kind="fsdp", root=tmp_path / "ranks", steps=9)
@@ -474,6 +490,7 @@ def test_what_several_ranks_wrote_is_copied_and_others_go_on_from_there(tmp_path
             assert rank["resumed"] == 9 and rank["digests"]["9"] == said["digests"]["9"]
 
 
+@pytest.mark.slow
 def test_the_mark_waits_for_the_base_that_other_ranks_begin_with(tmp_path, bucket, monkeypatch):
     """Their records are of other parts of the state: before that base is there nothing leads to them."""
     run = tmp_path / "ranks"
@@ -491,6 +508,7 @@ def test_the_mark_waits_for_the_base_that_other_ranks_begin_with(tmp_path, bucke
             assert pusher.push().durable_step == steps
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_one_error(bucket, monkeypatch, run):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -64,6 +64,7 @@ def check(image, queue) -> None:
         assert reader.newest_whole()[0].step >= step
 
 
+@pytest.mark.slow
 def test_every_image_of_a_run_recovers(kill_at):
     disk, queue = record(kill_at), IOQueue(1)
     count = 0

@@ -127,6 +127,7 @@ def test_a_listing_that_stays_spoiled_is_named(spoiled, how):
         disk.listdir("commits")
 
 
+@pytest.mark.slow
 def test_who_answers_everything_is_no_object_store(spoiled):
     """As a page that asks to log in first: it is no bucket without commits."""
     disk, proxy = spoiled
@@ -143,6 +144,7 @@ def test_a_short_range_is_read_again(spoiled, broken):
     assert disk.read_range("commits/c1", 200, 100) == TEXT[200:]
 
 
+@pytest.mark.slow
 def test_an_object_that_breaks_off_is_read_again(spoiled):
     disk, proxy = spoiled
     proxy.spoil, proxy.times = lambda status, data: (status, data[:50], True), 1

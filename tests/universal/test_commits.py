@@ -68,6 +68,7 @@ def test_a_part_of_a_tensor_needs_the_blocks_that_it_lies_in_and_no_others(commi
     assert commit.bytes_read - before <= rows.array.nbytes + 2 * CHECKSUM_BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_whole_block", [True, False])
 def test_a_flipped_bit_is_found_where_it_is_read_and_not_elsewhere(run, tmp_path, commit, in_whole_block):
     copy = tmp_path / "copy"
@@ -92,6 +93,7 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_not_elsewhere(run, tmp_path
         read_all(damaged, [array_of(stored, rows)])
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_is_named(run, tmp_path, commit):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -101,6 +103,7 @@ def test_a_file_that_is_gone_is_named(run, tmp_path, commit):
         Commit(reader, reader.at(2))
 
 
+@pytest.mark.slow
 def test_a_file_that_goes_while_the_commit_is_read_is_named_as_missing(run, tmp_path):
     """And not as one that cannot be written, by who writes what is read."""
     shutil.copytree(run, copy := tmp_path / "copy")

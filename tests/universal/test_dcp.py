@@ -103,6 +103,7 @@ def expected(loaded):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize(("kind", "size"), WORLDS)
 def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, kind, size):
@@ -122,6 +123,7 @@ def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, 
     assert source.progress["roots"] == {"model": "model", "optimizer": ["optim"]}
 
 
+@pytest.mark.slow
 def test_hyper_parameters_by_parameter_are_the_same_groups(saved):
     nested, flat = DCP(saved("fsdp2", 2)[0]), DCP(saved("fsdp2", 2, flat=True)[0])
     assert read(nested) == read(flat)
@@ -129,6 +131,7 @@ def test_hyper_parameters_by_parameter_are_the_same_groups(saved):
         assert nested.progress[name] == flat.progress[name], name
 
 
+@pytest.mark.slow
 def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(saved, monkeypatch):
     folder, _ = saved("fsdp2", 4, flat=True)  # with 108 hyper-parameters
     opened = []
@@ -587,6 +590,7 @@ def test_what_is_no_tensor_is_taken_apart_as_torch_does(tmp_path):
     assert list(ours.items()) == list(theirs.items())
 
 
+@pytest.mark.slow
 def test_the_tools_know_folders(saved, tmp_path):
     folder, run = str(saved("fsdp2_tp", 4)[0]), CliRunner()
     shown = run.invoke(app, ["show", folder]).output
@@ -719,6 +723,7 @@ def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, mo
     assert (tmp_path / "out" / "__0_0.distcp").stat().st_size == last
 
 
+@pytest.mark.slow
 def test_a_written_folder_loads_at_another_world_size(world, saved, tmp_path):
     folder, said = saved("fsdp2_tp", 4)
     write_dcp(DCP(folder), tmp_path / "out")

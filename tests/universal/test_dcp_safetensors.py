@@ -34,6 +34,7 @@ def folders(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2_tp", "ddp"])
 def test_shards_of_all_ranks_are_the_model(folders, kind):
     source = open_source(folders[kind]["shards"])

@@ -69,6 +69,7 @@ def test_every_tensor_of_every_layout_is_what_it_was(tmp_path, stage, world, opt
         assert bits(open_source(root)) == expected(state)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_shapes_in_any_groups_on_any_world(data):

@@ -423,6 +423,7 @@ def test_tensors_of_every_type_that_torch_knows_too_are_what_they_were(tmp_path)
         assert bits(tensor) == bits(there[stored.atom.name]) and tensor.dtype == there[stored.atom.name].dtype
 
 
+@pytest.mark.slow
 def test_a_bit_that_is_flipped_anywhere_in_what_is_written_is_told(source, tmp_path, monkeypatch):
     """But where blanks fill the header up, and in the name of the entry that has the checksums."""
     monkeypatch.setattr(huggingface, "CHUNK", 100)

@@ -462,6 +462,7 @@ def test_damage_is_found_before_a_tensor_is_touched(tmp_path):
     assert not list((tmp_path / "run").glob("commits/*"))
 
 
+@pytest.mark.slow
 def test_a_bit_that_is_flipped_anywhere_is_told_or_changes_nothing(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(3.0), "optimizer": {"state": {}, "param_groups": []}, "step": 7}, path)

@@ -103,6 +103,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", WRITERS)
 @settings(deadline=None, max_examples=25)
 @given(st.data())

@@ -104,6 +104,7 @@ def learnt(kind, **options):
     return losses[0], sum(losses[-30:]) / 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_small_net_learns_as_with_adamw(kind):
     first, exact = learnt(torch.optim.AdamW)

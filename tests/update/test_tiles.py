@@ -79,6 +79,7 @@ def test_threads_that_share_tiles_leave_the_bits(monkeypatch, kind):
     same(by_the_host(kind, (10007,), 7, helpers=3), plain(kind, (10007,), 7))
 
 
+@pytest.mark.slow
 def test_an_update_holds_no_memory_afterwards():
     """What it was given may be lent, and goes back when nothing refers to it."""
     optimizer = host.HostOptimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.01))

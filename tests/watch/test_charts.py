@@ -3,6 +3,7 @@
 import re
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def test_the_picture_of_a_step_has_every_lane_and_says_what_each_bar_is():
     assert len(other) == 1  # the update of the step before
 
 
+@pytest.mark.slow
 def test_ten_thousand_operations_are_a_small_picture():
     spans = [logged.span("compute", "forward", n / 1000, (n + 1) / 1000, 3) for n in range(10_000)]
     html = gantt(Timeline.of(logged.timeline(spans=spans)))

@@ -74,6 +74,7 @@ def test_steps_that_were_logged_together_are_one_slice():
     assert (base["name"], base["args"]) == ("base", {"step": 20, "durable_step": 22})
 
 
+@pytest.mark.slow
 def test_steps_whose_ends_were_logged_late_do_not_overlap():
     steps = [logged.step(1), logged.step(2, seconds=10.5), logged.step(3)]
     check_trace(chrome_trace(History([logged.engine(), *steps]), "runs/a"))

@@ -60,7 +60,10 @@ def test_a_rank_that_cannot_write_any_more_is_told_to_the_others_with_the_reason
     if kind == "plain":  # else the collective of the training has ended it
         assert f"RankFailed: rank {who} failed: DiskFailed: " in cut[1 - who]["error"]
     rest = world.run(2, kind=kind, root=tmp_path / "cut", steps=12)
+    written = 8 if kind == "ddp" else 0  # without collectives the other rank may be steps behind
     for one, other in zip(whole, rest, strict=True):
-        assert max(8, *(said["durable"] for said in cut)) <= other["resumed"] <= 12 and other["finished"]
+        assert (
+            max(written, *(said["durable"] for said in cut)) <= other["resumed"] <= 12 and other["finished"]
+        )
         if kind == "ddp":
             assert other["digests"].items() <= one["digests"].items()

@@ -37,10 +37,11 @@ from .optimizer_attributes import OF_TORCH
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 
+HOST = torch.device("cpu")
+
 SHARE_OF_DEVICE = 1 / 8
 """The largest share of a device's free memory that a replica's state takes there."""
 
-HOST = torch.device("cpu")
 TIMES_PARAMETERS = 6
 """Assumed bytes of parameters, gradients, optimizer state and an update's temporaries, as a multiple of the
 parameters'."""

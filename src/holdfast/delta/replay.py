@@ -39,9 +39,9 @@ Strides = Mapping[str, Sequence[int]]
 
 
 class FlatViews:
-    """The bytes of parameters as flat views, found again only for a parameter whose memory is another one.
+    """The bytes of parameters as flat views, each made again only when its parameter's memory has changed.
 
-    Finding them takes most of the time of a fingerprint. A view keeps its memory alive, so an address cannot be reused.
+    Making them takes half of the time of a fingerprint. A view keeps its memory alive, so an address cannot be reused.
     """
 
     def __init__(self) -> None:

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from ..plan.ops import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
+from ..update.threads import Lane
 
 Handler = Callable[[Op, Any], "Future | None"]
 """Runs one operation of a step; returns a future if the operation continues after the handler has returned."""
@@ -289,37 +289,6 @@ class Executor:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-class Lane:
-    """Threads that run the functions put to them, in order.
-
-    A standard library pool would start its threads late and wait on locks in Python; an interrupt can break off both
-    half way.
-    """
-
-    def __init__(self, workers: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
-        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.put = self._todo.put
-        self._threads = [
-            threading.Thread(target=self._work, args=(prepare,), name=f"{name}-{index}", daemon=True)
-            for index in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def close(self) -> None:
-        """End the threads once everything that was put is done."""
-        for _ in self._threads:
-            self._todo.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self, prepare: Callable[[], object]) -> None:
-        prepare()
-        while (do := self._todo.get()) is not None:
-            do()
-            del do
 
 
 def together(futures: Sequence[Future]) -> Future:

@@ -23,7 +23,7 @@ from .forms import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
-from .threads import Helpers
+from .threads import Lane, one_torch_thread, shared_out
 
 TILE_ELEMENTS = 256 * 1024
 """The elements of one tile; a multiple of 4096."""
@@ -95,14 +95,14 @@ class HostOptimizer:
         """
         self._optimizer = optimizer
         self._worker = _Worker()
-        self._helpers: Helpers | None = None
+        self._helpers: Lane | None = None
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
     def start_helpers(self, count: int) -> None:
         """Share the tiles of each update among ``count`` threads, until ``close``. Nothing changes if it is 0."""
         if count:
-            self._helpers = Helpers(count)
+            self._helpers = Lane(count, "holdfast-tiles", one_torch_thread)
 
     def close(self) -> None:
         """End the helpers. Called when no update is under way."""
@@ -180,7 +180,7 @@ class HostOptimizer:
         if self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS:
             is_fused = bool(hyper.groups[state.group].get("fused"))
             tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
-            (*_, scalars) = self._helpers.map(step, _parts(state, slots, tile))
+            (*_, scalars) = shared_out(self._helpers, step, _parts(state, slots, tile))
         else:
             (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():

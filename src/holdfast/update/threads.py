@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -62,47 +63,49 @@ def one_torch_thread() -> None:
         other.join()
 
 
-class Helpers:
-    """Threads, each with one thread of torch, that share the work of others. Whoever starts them closes them.
+class Lane:
+    """Threads that run the functions put to them, in order.
 
-    They are daemons of their own, because a standard library pool takes no more work once the interpreter ends, when an
-    engine that nobody closed finishes its last step.
+    A standard library pool would start its threads late and wait on locks in Python; an interrupt can break off both
+    half way. It also takes no more work once the interpreter ends, when an engine that nobody closed finishes its last
+    step.
     """
 
-    def __init__(self, count: int) -> None:
-        """Start ``count`` threads; they are ready on return. Called after ``keep_torch_threads``."""
+    def __init__(self, workers: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        ready = threading.Barrier(count + 1)
+        self.put = self._todo.put
         self._threads = [
-            threading.Thread(target=self._work, args=(ready,), name=f"holdfast-tiles-{number}", daemon=True)
-            for number in range(count)
+            threading.Thread(target=self._work, args=(prepare,), name=f"{name}-{index}", daemon=True)
+            for index in range(workers)
         ]
         for thread in self._threads:
             thread.start()
-        ready.wait()
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """Return the results of ``function`` in the order of ``items``. Raises the first error once all are done."""
-        futures = []
-        for item in items:
-            futures.append(future := Future[Any]())
-            self._todo.put(lambda item=item, future=future: _complete(future, function, item))
-        wait(futures)
-        return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads once everything is done."""
+        """End the threads once everything that was put is done."""
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _work(self, ready: threading.Barrier) -> None:
-        one_torch_thread()
-        ready.wait()
+    def _work(self, prepare: Callable[[], object]) -> None:
+        prepare()
         while (do := self._todo.get()) is not None:
             do()
             del do
+
+
+def shared_out(lane: Lane, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Return the results of ``function`` on the threads of ``lane``, in the order of ``items``.
+
+    Raises the first error once all are done.
+    """
+    futures = []
+    for item in items:
+        futures.append(future := Future[Any]())
+        lane.put(partial(_complete, future, function, item))
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _complete(future: Future[Any], function: Callable[[Any], Any], item: Any) -> None:

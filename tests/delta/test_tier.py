@@ -43,3 +43,18 @@ def test_an_inode_counts_with_its_device(tmp_path):
     assert owner.is_run(tmp_path, "key") and not owner.is_run(tmp_path, "other")
     assert not replace(owner, device=owner.device + 1).is_at(tmp_path)
     assert replace(owner, key="").is_run(tmp_path, "key")
+
+
+def test_a_tier_that_goes_meanwhile_is_no_ones(tmp_path, monkeypatch):
+    """Another run may end, and remove its memory, between the listing and a look at it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    gone, own = owned(tmp_path, tmp_path, "other"), owned(run, tmp_path, "key")
+
+    def glob(folder, pattern, glob=type(tmp_path).glob):
+        found = [*glob(folder, pattern)]
+        shared_memory.remove(gone)
+        return found
+
+    monkeypatch.setattr(type(tmp_path), "glob", glob)
+    assert shared_memory.places_of(run, tmp_path, "key") == [own] and not gone.exists()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -175,9 +176,17 @@ def suffix_of(place: Path) -> str:
 
 
 def _tiers(memory: Path) -> list[Path]:
-    """Return the stores of all runs of this user."""
+    """Return the stores of all runs of this user. Other runs may remove theirs meanwhile."""
     found = sorted(memory.glob(f"holdfast-{os.getuid()}-*"))
-    return [path for path in found if os.lstat(path).st_uid == os.getuid() and not path.is_symlink()]
+    return [path for path in found if _is_own_directory(path)]
+
+
+def _is_own_directory(path: Path) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
 
 
 def make(place: Path) -> None:

@@ -15,9 +15,9 @@ from baselines import Arm, CheckFreq, Dcp, Gemini, NaiveDiff, Save
 from trainings import Training
 
 from holdfast import Checkpointer, TopK
-from holdfast.delta.recording import LogBackend
-from holdfast.plan.cadence import Limits
-from holdfast.plan.waste import Measured
+from holdfast.checkpoint.recording import LogBackend
+from holdfast.schedule.interval.snapshot_interval import Limits
+from holdfast.schedule.interval.waste import Measured
 
 
 class Holdfast(Arm):

@@ -25,8 +25,8 @@ from common import finish, options_of, paired_ratio, table
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.plan.ops import COMPUTE, UPDATE
-from holdfast.units import format_bytes
+from holdfast.quantities import format_bytes
+from holdfast.schedule.operations import COMPUTE, UPDATE
 
 STEPS = 4
 """Of one engine before the next engine's turn."""

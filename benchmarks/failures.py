@@ -12,7 +12,7 @@ has a third of them, and the job of each is as long as that allows, unless ``--s
 Each arm is at its best for each mean. Baselines save at Young's interval: with t seconds per step, C that a save
 adds, measured beforehand where it does not wait for the one before, and M between failures, least is wasted where
 sqrt(2 C M) / t steps lie between two saves. A Checkpointer records every step, and its bases are as far apart as
-``plan.cadence.optimum`` says for M and what the tuner has measured. With the smallest mean, baselines also save at
+``snapshot_interval.optimum`` says for M and what the tuner has measured. With the smallest mean, baselines also save at
 every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive the process, which is what is killed
 here, and not the machine. Two are left out unless asked for: ``topk`` trains with other gradients, and so does
 another job; ``replica`` begins with another process that imports torch, some seconds that do not shrink with time, so
@@ -43,9 +43,9 @@ from plot import bars
 from trainings import TRAININGS
 
 from holdfast.errors import DoesNotFit
-from holdfast.plan.cadence import Limits, optimum
-from holdfast.plan.tuner import FIRST_STEPS
-from holdfast.plan.waste import Measured
+from holdfast.schedule.interval.snapshot_interval import Limits, optimum
+from holdfast.schedule.interval.tuner import FIRST_STEPS
+from holdfast.schedule.interval.waste import Measured
 
 TITLES = {
     "exact": "Checkpointer", "replica": "replica=True", "topk": "TopK(0.01)", "save": "torch.save", "dcp": "async_save",

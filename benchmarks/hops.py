@@ -119,7 +119,7 @@ def out_of_core(folder: Path, hops: Hops, found: dict[str, dict[str, int]]) -> N
 
 def from_zero(folder: Path, hops: Hops, found: dict[str, dict[str, int]]) -> None:
     """A checkpoint of ZeRO-3 of four ranks, as a source."""
-    from universal import deepspeed_files
+    from formats import deepspeed_files
 
     shapes = {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
     deepspeed_files.write(folder / "zero", deepspeed_files.random_state([shapes]), 3, 4)

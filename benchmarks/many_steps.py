@@ -27,7 +27,7 @@ from common import finish, options_of, table
 
 import holdfast
 from holdfast.cli.inspect import ls, verify
-from holdfast.units import format_bytes
+from holdfast.quantities import format_bytes
 
 SAMPLES = 10
 """How often ls and verify are timed."""

@@ -19,8 +19,7 @@ from torch import nn
 
 from holdfast.data.corpus import Corpus
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini
-from holdfast.update import rounding
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini, rounding
 
 LR, DECAY, ROWS = 2e-3, 0.1, 8
 

@@ -20,7 +20,7 @@ from common import finish, interleaved, options_of, paired_ratio, table
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.units import format_bytes, parse_bytes
+from holdfast.quantities import format_bytes, parse_bytes
 
 
 def main() -> None:

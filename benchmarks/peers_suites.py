@@ -32,7 +32,7 @@ def replace_in_dcp(replaced: bool) -> None:
     from torch.testing._internal import common_distributed
     from torch.testing._internal.distributed._tensor import common_dtensor
 
-    from holdfast.adapters.dcp import StorageReader, StorageWriter
+    from holdfast.integrations.dcp import StorageReader, StorageWriter
 
     def storage(kind: type, name: str) -> type:
         def init(self: Any, path: Any = "", *_: Any, **__: Any) -> None:
@@ -62,7 +62,7 @@ def replace_in_lightning(replaced: bool) -> None:
     """Add a HoldfastCallback with a run of its own to each Trainer."""
     from lightning.pytorch import Trainer
 
-    from holdfast.adapters.lightning import HoldfastCallback
+    from holdfast.integrations.lightning import HoldfastCallback
 
     own = Trainer.__init__
 

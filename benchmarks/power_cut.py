@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import CheckpointException
 import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from powercut import power_cut_disk, shut_down

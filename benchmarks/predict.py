@@ -32,9 +32,9 @@ import holdfast
 from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import planning
-from holdfast.offload.calibration import LAST
-from holdfast.units import format_bytes
+from holdfast.offload.setup import step_planning
+from holdfast.offload.setup.calibration import LAST
+from holdfast.quantities import format_bytes
 
 STEPS, GRID_STEPS = 3, 2
 """Of one engine before the next engine's turn."""
@@ -162,7 +162,9 @@ def steps_part(options: argparse.Namespace) -> dict[str, dict]:
 
 def grid_part(options: argparse.Namespace) -> dict:
     """The planner's choice against all placements of a grid that fit its budget."""
-    planning.process_bytes = lambda: 0  # engines live side by side, each with a budget as if it were alone
+    step_planning.process_bytes = lambda: (
+        0
+    )  # engines live side by side, each with a budget as if it were alone
     base = GRID.small() if options.small else GRID
     budget = budget_of(options, base)
     grid = {

@@ -32,11 +32,11 @@ from arms import ARMS
 from common import finish, options_of, spread, table
 from trainings import TRAININGS, Training
 
+from holdfast.distributed import stream_of
 from holdfast.io.buffers import Buffer
-from holdfast.ranks import stream_of
-from holdfast.store.chain import read_journal
+from holdfast.quantities import counted, format_bytes
+from holdfast.store.log.chain import read_journal
 from holdfast.store.reader import RunReader
-from holdfast.units import counted, format_bytes
 
 LENGTHS = {"resnet18": (0, 10, 50, 100, 200), "gpt2": (0, 10, 50, 100), "tiny": (0, 2, 5)}
 SHORTER = {("gpt2", "exact"): (0, 5, 10, 20, 40)}

@@ -39,14 +39,14 @@ from torch.distributed.fsdp import fully_shard
 from zero import compare
 
 import holdfast
+from holdfast.formats.load import Target, plan, read_all
+from holdfast.formats.readers.huggingface import write_huggingface
+from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.source import Part, Source, Stored
 from holdfast.opening import source_of
-from holdfast.state.atoms import Atom
-from holdfast.state.fragments import Fragments, flat
-from holdfast.state.regions import Box
-from holdfast.universal.convert.holdfast import Commit
-from holdfast.universal.convert.huggingface import write_huggingface
-from holdfast.universal.load import Target, plan, read_all
-from holdfast.universal.source import Part, Source, Stored
+from holdfast.state.layout.fragments import Fragments, flat
+from holdfast.state.layout.regions import Box
+from holdfast.state.tensor_entries import Atom
 
 LAYERS = 16
 

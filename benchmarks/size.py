@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common import RESULTS, finish, options_of, table
 
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 GIB = 1 << 30
 STEPS = 2

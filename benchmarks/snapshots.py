@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from trainings import Training
 
-from holdfast.update.threads import one_torch_thread
+from holdfast.optim.torch_threads import one_torch_thread
 
 Tensors = dict[str, torch.Tensor]
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
-from holdfast.store.generations import Generations
-from holdfast.store.layout import Layout, block_spans
-from holdfast.store.local import LocalStore
-from holdfast.units import MiB
+from holdfast.quantities import MiB
+from holdfast.store.commit.generations import Generations
+from holdfast.store.format.file_names import Layout, block_spans
+from holdfast.store.run_store import LocalStore
 
 HOW = {"kind": "state", "phase": "benchmark", "priority": 0}
 WARM_UP = 3  # the first round over the three generations allocates their extents

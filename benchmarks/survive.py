@@ -42,7 +42,7 @@ from baselines import Arm
 from common import finish, options_of, table
 from trainings import TRAININGS, Training
 
-from holdfast.units import format_bytes
+from holdfast.quantities import format_bytes
 
 
 @dataclass(frozen=True)

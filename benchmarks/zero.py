@@ -4,8 +4,8 @@ Everything is a command, from its start to its end, and the times are those of c
 them, importing DeepSpeed in those of DeepSpeed. What that alone takes are cases of their own, "start of ...": the same
 command with nothing converted, loaded or resumed. Ratios are of whole commands, and of what is beyond their starts.
 Four ranks wrote what two take: DeepSpeed's engine from a universal folder ("deepspeed load"), the same engine from the
-checkpoint itself ("load", of holdfast.adapters.deepspeed), and FSDP2 with a Checkpointer, which makes a first base that
-is durable ("resume"). As a script it is what the ranks do, under an interpreter that has what they need.
+checkpoint itself ("load", of holdfast.integrations.deepspeed), and FSDP2 with a Checkpointer, whose base is
+durable ("resume"). As a script it is what the ranks do, under an interpreter that has what they need.
 """
 
 from __future__ import annotations
@@ -196,14 +196,14 @@ def load(folder: str, mib: int, stage: int) -> None:
 
 
 def start_live(folder: str, mib: int, stage: int) -> None:
-    from holdfast.adapters.deepspeed import load
+    from holdfast.integrations.deepspeed import load
 
     assert load
     engine_of(mib, stage, universal=False)
 
 
 def load_live(folder: str, mib: int, stage: int) -> None:
-    from holdfast.adapters.deepspeed import load
+    from holdfast.integrations.deepspeed import load
 
     assert load(engine_of(mib, stage, universal=False), folder) == 1
 

@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.io.buffers import BufferPool
-from holdfast.offload import device as device_module
-from holdfast.offload import engine, executor, microbatches
-from holdfast.offload.device import SeparateDevice
-from holdfast.offload.transfer_pool import TransferPool
-from holdfast.plan.ops import COMPUTE
-from holdfast.store.generations import Generations
+from holdfast.offload import engine, executor
+from holdfast.offload.memory import device as device_module
+from holdfast.offload.memory.device import SeparateDevice
+from holdfast.offload.memory.transfer_pool import TransferPool
+from holdfast.offload.model import microbatches
+from holdfast.schedule.operations import COMPUTE
+from holdfast.store.commit.generations import Generations
 from holdfast.store.scratch import Scratch
 from played_device import PLAYED, Played, Silent, plain
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.store.target import Url
+from holdfast.store.remote.push_target import Url
 
 
 def served() -> Iterator[str]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.universal.convert import open_source
-from holdfast.universal.convert.dcp_writer import write_dcp
-from holdfast.universal.convert.deepspeed import write_deepspeed
-from holdfast.universal.convert.huggingface import write_huggingface, write_single
-from holdfast.universal.convert.training_file import write_torch
-from holdfast.universal.save import write_run
+from holdfast.formats.dcp.dcp_writer import write_dcp
+from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.readers import open_source
+from holdfast.formats.readers.huggingface import write_huggingface, write_single
+from holdfast.formats.readers.training_file import write_torch
+from holdfast.formats.run_writer import write_run
 
 WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
     "deepspeed": (lambda source, folder: write_deepspeed(source, folder, 1), ""),

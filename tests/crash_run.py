@@ -19,15 +19,15 @@ import holdfast
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import drives as offload_drives
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
+from holdfast.offload.setup import drive_setup as offload_drives
 from holdfast.optim import MeZO
-from holdfast.store.local import LocalStore
-from holdfast.store.manifest import Manifest
-from holdfast.store.payload_ranges import VerifiedFiles
+from holdfast.optim.mezo import PENDING, pending_of
+from holdfast.store.format.manifest import Manifest
+from holdfast.store.format.payload_ranges import VerifiedFiles
 from holdfast.store.reader import RunReader
-from holdfast.update.mezo import PENDING, pending_of
+from holdfast.store.run_store import LocalStore
 from training import adamw, warm_up
 
 STEPS = 10

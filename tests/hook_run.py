@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.delta.comm_hook import HookState, topk_hook
-from holdfast.delta.lossy import TopK
+from holdfast.checkpoint.compression.comm_hook import HookState, topk_hook
+from holdfast.checkpoint.compression.lossy import TopK
 
 CODEC = TopK(0.05)
 STEPS = 6

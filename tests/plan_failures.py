@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
-from holdfast.plan.waste import HOUR, Cadence, Measured, pace
+from holdfast.schedule.interval.waste import HOUR, Cadence, Measured, pace
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from holdfast.plan.horizontal import horizontal
-from holdfast.plan.machine import Machine
-from holdfast.plan.ops import Key, Op
-from holdfast.plan.vertical import vertical
-from holdfast.plan.work import CLIPPING, BlockWork, Placement, StepShape, Work
-from holdfast.plan.zeroth import zeroth
+from holdfast.schedule.horizontal import horizontal
+from holdfast.schedule.mezo_schedule import zeroth
+from holdfast.schedule.operations import Key, Op
+from holdfast.schedule.planner.machine_rates import Machine
+from holdfast.schedule.vertical import vertical
+from holdfast.schedule.work import CLIPPING, BlockWork, Placement, StepShape, Work
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 LISTS = {**SCHEDULES, "zeroth": zeroth}

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import holdfast.offload.entry  # noqa: F401 - loaded before any of it is patched
-from holdfast.delta import optimizer_attributes
+import holdfast.offload.api  # noqa: F401 - loaded before any of it is patched
+from holdfast.checkpoint.capture import optimizer_attributes
 from holdfast.state import encoding, live_state, prepared_models
 from holdfast.state import plain_tensors as plain_tensors
 

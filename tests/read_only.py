@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.store import files
+from holdfast.store import disk
 
 
 def make_read_only(root: Path, put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -41,4 +41,4 @@ def make_read_only(root: Path, put: Callable[[Any, str, Any], None] = setattr) -
         ),
     )
     put(Path, "write_bytes", refusing(Path.write_bytes, os.fspath))
-    put(files, "_data_sync", os.fdatasync)
+    put(disk, "_data_sync", os.fdatasync)

@@ -17,14 +17,14 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from delta.loops import make
+from checkpoint.loops import make
 from holdfast import failpoints
+from holdfast.checkpoint.replica import replica_main, replica_server, retained_state
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import replica_main, replica_server, retained_state
 from holdfast.errors import DiskFull
 from holdfast.io.queue import Throttle
-from holdfast.store.local import LocalStore
-from holdfast.store.retention import Keep
+from holdfast.store.commit.retention import Keep
+from holdfast.store.run_store import LocalStore
 from survive_run import FEATURE, OPTIMIZER, digest
 
 
@@ -168,7 +168,8 @@ def train(
     has all that it had open. With ``no_memory`` nothing can be kept there, with ``no_disk`` no base is written there
     after the first."""
     from holdfast import checkpointer as module
-    from holdfast.delta import replica, replica_process, snapshot_chunks
+    from holdfast.checkpoint.replica import replica_client, replica_process
+    from holdfast.checkpoint.snapshot import snapshot_chunks
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
     if slow_seconds:
@@ -181,7 +182,7 @@ def train(
         )
     if no_disk:
         LocalStore.publish = partialmethod(without_a_disk, LocalStore.publish)
-    replica.LINGER_SECONDS, replica_process.start_process = linger_seconds, Forked
+    replica_client.LINGER_SECONDS, replica_process.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
         root,

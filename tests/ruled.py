@@ -6,10 +6,9 @@ import json
 from math import prod
 
 import numpy as np
-
-from holdfast.state.assembly import assemble
-from holdfast.state.matching import StoredTensor
-from holdfast.state.rules import Rules
+from holdfast.state.rules.rule_language.assembly import assemble
+from holdfast.state.rules.rule_language.rule_language import Rules
+from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 
 NAN = float("nan")
 

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 from holdfast.offload import ops
-from holdfast.offload.device import SeparateDevice
 from holdfast.offload.executor import Lane
+from holdfast.offload.memory.device import SeparateDevice
 
 DELAYS = (0.0, 0.0, 0.0, 0.0003, 0.001)
 """Seconds, one of which passes before a stream does its next thing."""

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from delta.loops import make
+from checkpoint.loops import make
 from fork_server import Outcome
+from holdfast.checkpoint.compression.codecs import Exact
+from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.codecs import Exact
-from holdfast.delta.lossy import Int8, TopK
-from holdfast.store.retention import Keep
+from holdfast.store.commit.retention import Keep
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
@@ -37,8 +37,8 @@ def shorten(
     root: str, verb: str, *, said: Callable[..., None], to: int | None = None, keep: tuple[Any, ...] = (1,)
 ) -> None:
     """``holdfast compact`` or ``prune`` of a run that nobody writes."""
-    from holdfast.delta.compact import compact
-    from holdfast.store.pruning import prune
+    from holdfast.checkpoint.recovery.compaction import compact
+    from holdfast.store.commit.pruning import prune
 
     if verb == "compact":
         compact(Path(root), to)
@@ -89,8 +89,8 @@ def train(
     """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and
     the digest at the end."""
     from holdfast import checkpointer as module
-    from holdfast.delta import snapshot_chunks
-    from holdfast.store import journal
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.store.log import journal
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
         unit_bytes,

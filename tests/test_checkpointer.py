@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import cut_small, make, same
+from checkpoint.loops import cut_small, make, same
+from holdfast.checkpoint.log.recorder import BOUND
+from holdfast.checkpoint.training_state import TrainingState
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.recorder import BOUND
-from holdfast.delta.training_state import TrainingState
 from holdfast.errors import (
     BadInput,
     DiskFailed,
@@ -34,7 +34,7 @@ from holdfast.errors import (
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.state.encoding import decode, encode
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 

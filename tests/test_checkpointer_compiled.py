@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from delta.loops import same
+from checkpoint.loops import same
+from holdfast.checkpoint.compression.lossy import TopK
+from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import replica_process
-from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
 from holdfast.events import read_events
 from replica_run import Forked

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from formats.deepspeed_files import random_state, write, write_universal
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import ChunkCorrupt, Damaged, RuleError
+from holdfast.formats.dcp.dcp_writer import write_dcp
+from holdfast.formats.readers import open_source
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert import open_source
-from holdfast.universal.convert.dcp_writer import write_dcp
-from universal.deepspeed_files import random_state, write, write_universal
 
 SHAPES = {"0.weight": (12, 10), "0.bias": (12,), "1.weight": (7, 12), "1.bias": (7,)}
 SLOTS = ("param", "exp_avg", "exp_avg_sq")

@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 
-from delta.loops import cut_small, same
+from checkpoint.loops import cut_small, same
 from holdfast.errors import Damaged, RunMismatch
-from holdfast.store.chain import read_journal
-from holdfast.store.local import LocalStore
-from holdfast.store.segments import segments
+from holdfast.store.log.chain import read_journal
+from holdfast.store.log.segments import segments
+from holdfast.store.run_store import LocalStore
 from test_checkpointer import go_on, reference, start
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from delta.loops import cut_small
+from checkpoint.loops import cut_small
+from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.checkpoint.recovery.lineage import Lineage
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.compact import compact
-from holdfast.delta.lineage import Lineage
 from holdfast.errors import NoCommit
 from holdfast.state.text_delta import ADDED, lengthen, shorten
-from holdfast.store.chain import read_journal
-from holdfast.store.local import LocalStore
-from holdfast.store.pruning import prune
-from holdfast.store.retention import Keep
+from holdfast.store.commit.pruning import prune
+from holdfast.store.commit.retention import Keep
+from holdfast.store.log.chain import read_journal
+from holdfast.store.run_store import LocalStore
 
 STEPS = 40
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from delta.loops import same
-from holdfast.delta.compact import compact
+from checkpoint.loops import same
+from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.errors import NoCommit
 from holdfast.opening import source_of
-from holdfast.store.chain import last_step, verify_records
-from holdfast.store.manifest import CommitRef
+from holdfast.store.format.manifest import CommitRef
+from holdfast.store.log.chain import last_step, verify_records
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, reference, start
 

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import cut_small, make, same
+from checkpoint.loops import cut_small, make, same
+from holdfast.checkpoint.compression.codecs import Exact
+from holdfast.checkpoint.compression.lossy import TopK
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import diff
-from holdfast.delta.codecs import Exact
-from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, WriterHung
 from holdfast.io.queue import Throttle
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from test_checkpointer import ADAMW, go_on, reference, start
 
 
@@ -505,7 +505,7 @@ def test_a_module_in_also_that_would_be_text_in_every_record_is_refused_by_name(
 
 
 def test_tensors_in_also_that_every_record_has_are_told_once_and_counted_as_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.delta.user_state.LOOK_EVERY", 1)
+    monkeypatch.setattr("holdfast.checkpoint.user_state.LOOK_EVERY", 1)
     model, large = nn.Linear(3, 3), Holding([{"ema": torch.randn(600_000)}])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"also=\{'large': ...\} has 2\.3 MiB of tensors.*averages=") as told:
@@ -733,7 +733,7 @@ def test_a_last_step_whose_gradient_ends_in_zeros_comes_back(tmp_path):
 SCRIPT = """
 import os, sys, time, torch
 from holdfast.errors import DiskFailed
-from holdfast.store.files import Disk
+from holdfast.store.disk import Disk
 from test_checkpointer import go_on, start
 
 real, then = Disk.sync, []
@@ -797,7 +797,8 @@ def test_a_script_that_cannot_write_its_last_steps_says_so_and_ends(tmp_path, ho
 def test_nothing_is_left_for_the_end_of_the_process(tmp_path, monkeypatch):
     left = []
     monkeypatch.setattr(
-        "holdfast.delta.recorder.atexit", SimpleNamespace(register=left.append, unregister=left.remove)
+        "holdfast.checkpoint.log.recorder.atexit",
+        SimpleNamespace(register=left.append, unregister=left.remove),
     )
     model = nn.Linear(3, 3)
     checkpointer, _ = of(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 import holdfast
-from delta.loops import cut_small, same
+from checkpoint.loops import cut_small, same
 from holdfast.errors import BadInput, DiskFailed
 from read_only import make_read_only
 from test_checkpointer import go_on, reference, start

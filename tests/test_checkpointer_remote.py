@@ -8,20 +8,20 @@ import time
 
 import pytest
 
-from delta.loops import make, same
+from checkpoint.loops import make, same
+from holdfast.checkpoint import bucket_copy
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import remote
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
-from holdfast.store.chain import verify_records
-from holdfast.store.objects import ObjectDisk
+from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
+from holdfast.store.remote.object_store import ObjectDisk
 from test_checkpointer import ADAMW, go_on, reference
 
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch):
-    monkeypatch.setattr(remote, "SECONDS", 0.02)
+    monkeypatch.setattr(bucket_copy, "SECONDS", 0.02)
 
 
 def begin(root, bucket, seed=None, **options):
@@ -159,7 +159,7 @@ def test_a_place_that_is_no_bucket_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("replica", [False, True])
 def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
-    monkeypatch.setattr(remote, "SECONDS", 60)
+    monkeypatch.setattr(bucket_copy, "SECONDS", 60)
     loop, checkpointer = begin(tmp_path / "run", bucket, replica=replica, base_every=100)
     checkpointer.resume()
     go_on(loop, checkpointer, 3)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import cut_small, manifests
-from holdfast.delta.compact import compact
+from checkpoint.loops import cut_small, manifests
+from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.errors import BadInput, RunMismatch
-from holdfast.state.overlaps import Memory, overlaps, placed
+from holdfast.state.layout.overlaps import Memory, overlaps, placed
 
 STEPS = 40
 

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from delta.loops import FEATURES, cut_small, make, same
+from checkpoint.loops import FEATURES, cut_small, make, same
 from holdfast import sources
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
+from holdfast.formats.readers.huggingface import write_huggingface
+from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
 from holdfast.optim import AdamWBF16
 from holdfast.sources import From
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert.holdfast import Commit
-from holdfast.universal.convert.huggingface import write_huggingface
-from holdfast.universal.save import write_run
 from test_checkpointer import ADAMW, go_on, reference, start
 
 HAVE_THEIR_SCRIPT = ("average", "ema")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import same
+from checkpoint.loops import same
 from holdfast.errors import ModelNotSupported
 from training import batches, decoder, stored
 

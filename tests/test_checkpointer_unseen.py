@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.delta import mutation_check
+from holdfast.checkpoint.capture import mutation_check
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.state.encoding import decode, encode
 

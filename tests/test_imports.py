@@ -12,20 +12,32 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 
 FLOORS = [
-    {"errors", "units", "regular", "failpoints", "events", "config", "profiles", "ranks", "accelerators"},
-    {"state", "io", "plan"},
-    {"store", "update"},
-    {"probe"},
-    {"offload", "delta", "universal"},
+    {
+        *(
+            "errors",
+            "quantities",
+            "regular_files",
+            "failpoints",
+            "events",
+            "config",
+            "profiles",
+            "distributed",
+        ),
+        "accelerators",
+    },
+    {"state", "io", "schedule"},
+    {"store", "optim"},
+    {"measure"},
+    {"offload", "checkpoint", "formats"},
     {"opening"},
-    {"sources", "optim"},
-    {"checkpointer", "watch"},
-    {"models", "data", "adapters", "folders"},
+    {"sources"},
+    {"checkpointer", "monitor"},
+    {"models", "data", "integrations"},
     {"cli"},
 ]
 """From the ground up. A room imports from floors below; on the ground floor also from beside."""
 
-WITHOUT_TORCH = {"io", "plan", "store"}
+WITHOUT_TORCH = {"io", "schedule", "store"}
 
 ORDERING_CALLS = {
     "fsync",
@@ -138,16 +150,20 @@ def test_only_the_store_orders_the_disk(path):
     "module, line, wrong",
     [
         ("holdfast.io.queue", "from ..state.atoms import Atom", ["state"]),
-        ("holdfast.io.queue", "from holdfast import plan", ["plan"]),
-        ("holdfast.plan.ops", "import holdfast.store.local", ["store"]),
-        ("holdfast.store.local", "from ..io import queue", []),
-        ("holdfast.offload.engine", "from ..delta.optimizer_hooks import OptimizerHooks", ["delta"]),
+        ("holdfast.io.queue", "from holdfast import schedule", ["schedule"]),
+        ("holdfast.schedule.operations", "import holdfast.store.run_store", ["store"]),
+        ("holdfast.store.run_store", "from ..io import queue", []),
+        (
+            "holdfast.offload.engine",
+            "from ..checkpoint.capture.optimizer_hooks import OptimizerHooks",
+            ["checkpoint"],
+        ),
         ("holdfast.offload.engine", "def f():\n    from ..models import decoder", ["models"]),
         ("holdfast.offload.ops.load", "from ...cli import main", ["cli"]),
         ("holdfast.offload.ops.load", "from ..blocks import find", []),
         ("holdfast.config", "from .errors import ConfigError", []),
         ("holdfast.config", "from .state import atoms", ["state"]),
-        ("holdfast.cli.train", "from ..models.decoder import Decoder", []),
+        ("holdfast.cli.train.train_job", "from ..models.decoder import Decoder", []),
     ],
 )
 def test_the_walls_are_seen(module, line, wrong):

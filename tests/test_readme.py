@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delta.loops import same
+from checkpoint.loops import same
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from holdfast.io.buffers import BufferPool
 from holdfast.io.queue import IOQueue
-from holdfast.store.layout import Layout
-from holdfast.store.local import LocalStore
+from holdfast.store.format.file_names import Layout
+from holdfast.store.run_store import LocalStore
 
 TENSORS = {
     "block_0": [

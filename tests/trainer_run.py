@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from holdfast.adapters.transformers import HoldfastCallback
+from holdfast.integrations.transformers import HoldfastCallback
 from survive_run import digest
 
 VOCABULARY, TOKENS, SAMPLES = 50, 8, 23

@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.state.dtypes import FROM_NAME
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 VOCABULARY, CONTEXT = 17, 8
 

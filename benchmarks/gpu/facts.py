@@ -37,9 +37,9 @@ from common import finish, options_of, table
 
 from holdfast import accelerators
 from holdfast.io.buffers import Buffer
-from holdfast.probe.copies import measure_copies
-from holdfast.probe.ssd import measure_ssd
-from holdfast.units import GiB, MiB
+from holdfast.measure.copies import measure_copies
+from holdfast.measure.ssd import measure_ssd
+from holdfast.quantities import GiB, MiB
 
 CUDA = torch.device("cuda")
 

@@ -51,7 +51,7 @@ from common import finish, options_of, table
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.plan.memory import CROSSING
+from holdfast.schedule.memory_use import CROSSING
 
 SIZES = {
     "tiny": DecoderConfig(blocks=3, width=64, heads=2, kv_heads=2, vocabulary=256, context=32),

@@ -17,42 +17,42 @@ if sys.platform == "win32":
 __version__ = "0.1.0"
 
 _HOME = {
-    "offload": ".offload.entry",
-    "Budget": ".offload.planning",
+    "offload": ".offload.api",
+    "Budget": ".offload.setup.step_planning",
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
-    "Exact": ".delta.codecs",
+    "Exact": ".checkpoint.compression.codecs",
     "From": ".sources",
-    "Int8": ".delta.lossy",
-    "Keep": ".store.retention",
-    "LossScale": ".offload.scaling",
-    "Preflight": ".offload.preflight",
-    "TopK": ".delta.lossy",
-    "empty_parameters": ".offload.blocks",
+    "Int8": ".checkpoint.compression.lossy",
+    "Keep": ".store.commit.retention",
+    "LossScale": ".offload.loss_scaling",
+    "Preflight": ".offload.setup.preflight",
+    "TopK": ".checkpoint.compression.lossy",
+    "empty_parameters": ".offload.model.blocks",
     "keyed_rng": ".offload.rng",
-    "progress_bar": ".watch.recovery",
+    "progress_bar": ".monitor.recovery_bar",
     "loader": ".data.loader",
-    "pretrained": ".folders.pretrained",
+    "pretrained": ".models.pretrained",
     "HoldfastError": ".errors",
 }
 
 if TYPE_CHECKING:
+    from .checkpoint.compression.codecs import Exact
+    from .checkpoint.compression.lossy import Int8, TopK
     from .checkpointer import Checkpointer
     from .data.loader import loader
-    from .delta.codecs import Exact
-    from .delta.lossy import Int8, TopK
     from .errors import HoldfastError
-    from .folders.pretrained import pretrained
-    from .offload.blocks import empty_parameters
+    from .models.pretrained import pretrained
+    from .monitor.recovery_bar import progress_bar
+    from .offload.api import offload
     from .offload.engine import Engine
-    from .offload.entry import offload
-    from .offload.planning import Budget
-    from .offload.preflight import Preflight
+    from .offload.loss_scaling import LossScale
+    from .offload.model.blocks import empty_parameters
     from .offload.rng import keyed_rng
-    from .offload.scaling import LossScale
+    from .offload.setup.preflight import Preflight
+    from .offload.setup.step_planning import Budget
     from .sources import From
-    from .store.retention import Keep
-    from .watch.recovery import progress_bar
+    from .store.commit.retention import Keep
 
 __all__ = [
     "Budget",

@@ -5,7 +5,7 @@ What torch offers under one name for CUDA (ROCm is "cuda" too), XPU and others i
 
 Invariant: a thread that waits for an event or pins memory calls ``use_device`` first. A new thread has device 0, and
 the runtime makes a context there (about 0.5 GB of that device) at the first such call.
-Called by ``offload`` (the engine's device) and by ``delta`` and ``state`` (the Checkpointer). Run on CUDA
+Called by ``offload`` (the engine's device) and by ``checkpoint`` and ``state`` (the Checkpointer). Run on CUDA
 alone (an H200); of the other runtimes only the names were compared.
 """
 

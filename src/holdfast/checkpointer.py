@@ -5,8 +5,8 @@ finalizes the log record of what the optimizers consumed in the iteration and re
 durable. ``resume()`` loads the newest snapshot and replays the log records after it. In the code a snapshot is a
 *base*.
 
-This module only joins other modules. ``delta.training_state`` holds the training state and ``delta.optimizer_hooks``
-hooks the optimizers. ``delta.durability`` keeps the steps, by log records (``recording``) or by a replica
+This module only joins other modules. ``training_state`` holds the training state and ``optimizer_hooks``
+hooks the optimizers. ``durability`` keeps the steps, by log records (``recording``) or by a replica
 (``replicating``). Sizes are bytes.
 """
 
@@ -25,11 +25,12 @@ import torch
 from torch import nn
 
 from .accelerators import devices_of, refuse_unrecorded
-from .delta import shared_memory
-from .delta.codecs import Codec, Exact
-from .delta.durability import DurabilityBackend, ResumeRequest
-from .delta.optimizer_hooks import Update
-from .delta.options import (
+from .checkpoint.bucket_copy import Remote
+from .checkpoint.capture.optimizer_hooks import Update
+from .checkpoint.compression.codecs import Codec, Exact
+from .checkpoint.durability import DurabilityBackend, ResumeRequest
+from .checkpoint.log.step_log import StepLog
+from .checkpoint.options import (
     Options,
     refuse_bad_resume,
     refuse_clipping,
@@ -39,25 +40,24 @@ from .delta.options import (
     refuse_waiting,
     refuse_with_a_replica,
 )
-from .delta.recording import LogBackend
-from .delta.recovery import RecoveryResult
-from .delta.recovery_progress import RecoveryProgress
-from .delta.remote import Remote
-from .delta.replicating import ReplicaBackend
-from .delta.sigterm import SigTerm
-from .delta.step_log import StepLog
-from .delta.training_state import TrainingState, is_no_place
+from .checkpoint.recording import LogBackend
+from .checkpoint.recovery.recovery_progress import RecoveryProgress
+from .checkpoint.recovery.run_recovery import RecoveryResult
+from .checkpoint.replica import shared_memory
+from .checkpoint.replicating import ReplicaBackend
+from .checkpoint.sigterm import SigTerm
+from .checkpoint.training_state import TrainingState, is_no_place
+from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, said_lost, tell
 from .io.queue import IOQueue
-from .plan.tuner import BASE_BYTES_PER_STEP
-from .ranks import Ranks
-from .regular import home_path
+from .quantities import GiB
+from .regular_files import home_path
+from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.local import LocalStore
+from .store.commit.retention import Keep
 from .store.path_checks import check_place
-from .store.retention import Keep
-from .units import GiB
+from .store.run_store import LocalStore
 
 
 class Checkpointer:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
-from .units import parse_bytes
+from .quantities import parse_bytes
 
 Fraction = float | Literal["auto"]
 """A share between 0 and 1, or "auto": the planner's choice for this machine within the budget."""

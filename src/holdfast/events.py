@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Damaged
-from .regular import load_json, open_regular
+from .regular_files import load_json, open_regular
 
 TAIL_BYTES = 64 * 1024
 """The number of bytes at the end of a log that are searched for its newest events."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
-from .regular import home_path
-from .store.chain import last_step
-from .store.local import LocalStore
+from .formats.fragment_reads import looking_at
+from .formats.readers import is_of_others, open_source
+from .formats.readers.run_directory import Commit
+from .formats.source import Source
+from .regular_files import home_path
+from .store.log.chain import last_step
 from .store.reader import RunReader
-from .store.target import Target, Url, holds_run
-from .universal.convert import is_of_others, open_source
-from .universal.convert.holdfast import Commit
-from .universal.files import looking_at
-from .universal.source import Source
+from .store.remote.push_target import Target, Url, holds_run
+from .store.run_store import LocalStore
 
 
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
@@ -44,9 +44,9 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
-    from .delta.snapshot_state import replay_info
-    from .delta.state_at_step import state_at
-    from .universal.memory import InMemory
+    from .checkpoint.recovery.state_at_step import state_at
+    from .checkpoint.snapshot.snapshot_state import replay_info
+    from .formats.memory_source import InMemory
 
     state, progress = state_at(reader.root, step, tip)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]

@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from .delta.recovery import recover, refuse_unless_one_is_whole
-from .delta.training_state import TrainingState
+from .checkpoint.recovery.run_recovery import recover, refuse_unless_one_is_whole
+from .checkpoint.training_state import TrainingState
+from .distributed import Ranks
 from .errors import BadInput
+from .formats import packs
+from .formats.coverage_check import refuse_unequal
+from .formats.entry_matching import Allowed, Form, Match, match
+from .formats.hyperparameters import kept_by, set_hyper_parameters
+from .formats.load import check_all
+from .formats.restore import needs_of, read_tensors, restore
+from .formats.rules_source import UnderRules
+from .formats.source import Source, Stored
+from .formats.split_verification import Need, divided
 from .opening import source_of
-from .ranks import Ranks
-from .regular import home_path
+from .regular_files import home_path
 from .state.capture import Captured, buffer_at
 from .state.dtypes import TO_NAME
 from .state.encoding import decode
-from .state.regions import Box
-from .store.local import LocalStore
-from .store.target import Target, Url
-from .universal import packs
-from .universal.checking import refuse_unequal
-from .universal.hyper import kept_by, set_hyper_parameters
-from .universal.load import check_all
-from .universal.matching import Allowed, Form, Match, match
-from .universal.restore import needs_of, read_tensors, restore
-from .universal.rules_source import UnderRules
-from .universal.source import Source, Stored
-from .universal.split_verification import Need, divided
+from .state.layout.regions import Box
+from .store.remote.push_target import Target, Url
+from .store.run_store import LocalStore
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
 NO_RANDOM = "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"

@@ -17,8 +17,8 @@ from arms import ARMS
 from baselines import Arm, Gemini, NaiveDiff, _step_of
 from trainings import resnet18, tiny, vgg11
 
-from delta.loops import same
-from holdfast.delta.recorder import BOUND
+from checkpoint.loops import same
+from holdfast.checkpoint.log.recorder import BOUND
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says in a thread
 

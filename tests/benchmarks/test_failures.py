@@ -20,9 +20,9 @@ from plot import bars
 from survive import Block, interval, mean_ratio, quantile_ratio
 from survive import summary as summary_of_steps
 
-from holdfast.plan.cadence import Limits
-from holdfast.plan.tuner import FIRST_STEPS
-from holdfast.plan.waste import Measured
+from holdfast.schedule.interval.snapshot_interval import Limits
+from holdfast.schedule.interval.tuner import FIRST_STEPS
+from holdfast.schedule.interval.waste import Measured
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

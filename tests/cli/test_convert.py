@@ -16,16 +16,17 @@ from torch import nn
 
 import holdfast as library
 from holdfast.errors import BadInput, Damaged, RunLocked
+from holdfast.formats.dcp import dcp_writer
+from holdfast.formats.dcp.dcp_writer import write_dcp
+from holdfast.formats.deepspeed import write_deepspeed
+from holdfast.formats.readers import huggingface
+from holdfast.formats.readers.huggingface import write_huggingface, write_single
+from holdfast.formats.readers.training_file import write_torch
+from holdfast.formats.restore import read_tensors
+from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
-from holdfast.state.regions import Box
-from holdfast.store.files import Disk, alone_in
-from holdfast.universal.convert import dcp_writer, huggingface
-from holdfast.universal.convert.dcp_writer import write_dcp
-from holdfast.universal.convert.deepspeed import write_deepspeed
-from holdfast.universal.convert.huggingface import write_huggingface, write_single
-from holdfast.universal.convert.training_file import write_torch
-from holdfast.universal.restore import read_tensors
-from holdfast.universal.save import write_run
+from holdfast.state.layout.regions import Box
+from holdfast.store.disk import Disk, alone_in
 
 pytestmark = pytest.mark.filterwarnings("default:.*the folder gets no config.json")
 

@@ -13,8 +13,8 @@ from torch import nn
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import CHUNK, compare_bytes
 from holdfast.io.queue import IOQueue
-from holdfast.store.layout import Layout
-from holdfast.store.local import LocalStore
+from holdfast.store.format.file_names import Layout
+from holdfast.store.run_store import LocalStore
 from tiny_run import index_of
 
 NAMES = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8"}

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from formats.deepspeed_files import random_state, write
 from holdfast.cli import foreign_states
 from holdfast.cli.inspect import _facts
 from holdfast.cli.runs import Target
 from holdfast.store.reader import RunReader
 from tiny_run import TinyRun
-from universal.deepspeed_files import random_state, write
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
-from delta.loops import cut_small, same
-from holdfast.delta.compact import compact
-from holdfast.store.local import LocalStore
-from holdfast.store.pruning import planned
-from holdfast.store.retention import Keep
+from checkpoint.loops import cut_small, same
+from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.store.commit.pruning import planned
+from holdfast.store.commit.retention import Keep
+from holdfast.store.run_store import LocalStore
 from support.timelines import left_behind
 from test_checkpointer import go_on, reference, start
 

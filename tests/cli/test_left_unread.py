@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from delta.loops import same
-from delta.test_lost import begun_from, segment_with, small_segments, trained, unread, with_bases
-from holdfast.delta.compact import compact
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
-from holdfast.store.segments import segments
+from checkpoint.loops import same
+from checkpoint.test_lost import begun_from, segment_with, small_segments, trained, unread, with_bases
+from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.store.disk import Disk
+from holdfast.store.log.segments import segments
+from holdfast.store.run_store import LocalStore
 from test_checkpointer import go_on, reference, start
 
 __all__ = ["small_segments", "unread"]

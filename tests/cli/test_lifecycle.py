@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from delta.loops import cut_small, make
+from checkpoint.loops import cut_small, make
 from holdfast.checkpointer import Checkpointer
-from holdfast.store.local import LocalStore
-from holdfast.store.retention import Keep
+from holdfast.store.commit.retention import Keep
+from holdfast.store.run_store import LocalStore
 from survive_run import OPTIMIZER
 from tiny_run import TinyRun, flip
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from holdfast.store.files import Disk
+from holdfast.store.disk import Disk
 from tiny_run import TENSORS, TinyRun, index_of
 
 

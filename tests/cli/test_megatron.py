@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from universal.megatron_files import How, state, write
+from formats.megatron_files import How, state, write
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"

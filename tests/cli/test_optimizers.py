@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from holdfast.cli.train.train_job.chosen_optimizer import make_optimizer
+from holdfast.cli.train.train_job.recipe import recipe_of
 
-from holdfast.cli.optimizers import make_optimizer
-from holdfast.cli.recipe import recipe_of
 from holdfast.config import from_values
 from holdfast.events import read_events
 from training import stored
@@ -50,8 +50,8 @@ RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, 
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 1)
-    monkeypatch.setattr("holdfast.cli.train.VALIDATION_SAMPLES", 2)
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("holdfast.cli.train.train_job.VALIDATION_SAMPLES", 2)
 
 
 @pytest.fixture

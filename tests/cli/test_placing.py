@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.plan.search import Case, best_at, search
-from holdfast.plan.setting import Method
 from holdfast.profiles import load_machine, load_model, to_toml
+from holdfast.schedule.planner.plan_search import Case, best_at, search
+from holdfast.schedule.planner.setting import Method
 
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from holdfast.delta.recorder import BOUND
-from holdfast.plan.cadence import Limits, optimum
-from holdfast.plan.waste import Cadence, Measured, closed_form, waste
+from holdfast.checkpoint.log.recorder import BOUND
+from holdfast.schedule.interval.snapshot_interval import Limits, optimum
+from holdfast.schedule.interval.waste import Cadence, Measured, closed_form, waste
 
 GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "1GB/s", "--mtbf", "6h"]
 

@@ -5,12 +5,12 @@ import os
 import shutil
 
 import pytest
+from holdfast.cli.train.train_job.kept_config import write_record
 
 from holdfast.cli.machine import choose_dtype
-from holdfast.cli.record import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
-from holdfast.store.files import Disk
+from holdfast.store.disk import Disk
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -21,7 +21,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def text(tmp_path_factory):
 def train(tmp_path, text, holdfast, monkeypatch):
     """``train("train.steps=3", dtype="bf16")``: sets on the command line, and keys of ``[train]`` in the file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("holdfast.cli.train.VALIDATION_SAMPLES", 2)
+    monkeypatch.setattr("holdfast.cli.train.train_job.VALIDATION_SAMPLES", 2)
 
     def call(*sets, run="run", **in_file):
         keys = TINY | {"run.dir": run, "data.text": str(text)}
@@ -59,11 +59,15 @@ def run(tmp_path, train):
 def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
     train, tmp_path, monkeypatch, faster, chosen
 ):
-    monkeypatch.setattr("holdfast.probe.host.product_seconds", lambda dtype: 1.0 if dtype == faster else 2.0)
+    monkeypatch.setattr(
+        "holdfast.measure.host_rates.product_seconds", lambda dtype: 1.0 if dtype == faster else 2.0
+    )
     result = train(dtype="auto")
     assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
     assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
-    monkeypatch.setattr("holdfast.probe.host.product_seconds", lambda dtype: 2.0 if dtype == faster else 1.0)
+    monkeypatch.setattr(
+        "holdfast.measure.host_rates.product_seconds", lambda dtype: 2.0 if dtype == faster else 1.0
+    )
     result = train("train.steps=3", dtype="auto")
     assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
     assert (result.err, "dtype" in result.out) == ("", False)
@@ -75,16 +79,16 @@ def test_auto_keeps_what_the_run_computes_in_where_its_record_is_gone(train, tmp
     assert train(dtype="bf16").code == 0
     (tmp_path / "run" / "config.toml").unlink()
     monkeypatch.setattr(
-        "holdfast.probe.host.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 2.0
+        "holdfast.measure.host_rates.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 2.0
     )
     result = train("train.steps=3", dtype="auto")
     assert (result.code, result.err, "computed in bf16" in result.out) == (0, "", True)
 
 
 def test_bf16_that_is_a_little_slower_is_taken_and_a_gpu_is_not_asked(monkeypatch):
-    monkeypatch.setattr("holdfast.probe.host.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get)
+    monkeypatch.setattr("holdfast.measure.host_rates.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get)
     assert choose_dtype("cpu") == "bf16"
-    monkeypatch.setattr("holdfast.probe.host.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get)
+    monkeypatch.setattr("holdfast.measure.host_rates.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get)
     assert (choose_dtype("cpu"), choose_dtype("cuda:1")) == ("fp32", "bf16")
 
 

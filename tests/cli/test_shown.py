@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.output import Visible, VisibleConsole
 from holdfast.config import from_values
-from holdfast.units import visible
+from holdfast.quantities import visible
 
 EVIL = "a\x1b]0;title\x07\nb\u202e"
 SHOWN = "a\\x1b]0;title\\x07\\nb\\u202e"

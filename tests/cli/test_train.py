@@ -12,15 +12,15 @@ import termios
 import time
 
 import pytest
+from holdfast.cli.train.train_job.engine_build import learning_rate_factor
+from holdfast.cli.train.train_job.train_job import Job
 from rich.console import Console
 
 from holdfast import __version__ as holdfast_version
-from holdfast.cli import announce, orderly_stop
-from holdfast.cli.build import learning_rate_factor
-from holdfast.cli.train import Job
+from holdfast.cli.train.train_job import announce, orderly_stop
 from holdfast.config import load_config
 from holdfast.events import read_events
-from holdfast.watch.panel import TrainingPanel
+from holdfast.monitor.training_panel import TrainingPanel
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -31,7 +31,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 20)
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 20)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def test_a_signal_in_the_last_step_comes_too_late_to_stop_the_run(tmp_path, argu
 
 @pytest.mark.slow
 def test_a_sample_ends_when_it_takes_too_long(tmp_path, arguments, holdfast, monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_SECONDS", 0.0)
     assert holdfast(*arguments(tmp_path / "run", train__steps=1)).code == 0
     assert events_of(tmp_path / "run", "finished")[0]["sample"] == ""
 
@@ -293,7 +293,7 @@ def test_a_key_press_while_the_run_is_prepared_leaves_nothing_behind(
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.cli.train.make_engine", interrupted)
+    monkeypatch.setattr("holdfast.cli.train.train_job.make_engine", interrupted)
     result = holdfast(*arguments(tmp_path / "run"))
     assert (result.code, result.err) == (130, "")
     assert list(tmp_path.iterdir()) == []
@@ -547,7 +547,7 @@ def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(termin
 BACKGROUND = """
 import fcntl, subprocess, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-code = "from holdfast.cli.orderly_stop import quiet_keys; print(quiet_keys())"
+code = "from holdfast.cli.train.orderly_stop import quiet_keys; print(quiet_keys())"
 print(subprocess.run([sys.executable, "-c", code], process_group=0, capture_output=True, timeout=20).stdout)
 """
 

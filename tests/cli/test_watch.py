@@ -149,8 +149,8 @@ def test_a_trace_is_written_alone_unless_the_page_is_asked_for_too(runs, holdfas
 
 
 def test_the_operations_of_real_steps_nest_in_the_trace(runs):
-    from holdfast.watch.history import History
-    from holdfast.watch.trace import chrome_trace
+    from holdfast.monitor.history import History
+    from holdfast.monitor.trace import chrome_trace
 
     history = History.read(runs / "engine" / "events.jsonl")
     assert history.num_odd == 0 and len(history.sittings[0].timelines) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from universal.deepspeed_files import random_state, write
+from formats.deepspeed_files import random_state, write
 
 SOURCE = Path(__file__).parents[2] / "src"
 CODE = "import sys; sys.modules['torch'] = None; from holdfast.cli.main import main; main()"

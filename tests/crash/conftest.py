@@ -6,7 +6,7 @@ import pytest
 
 from crash_run import STEPS, Reference, write_text
 from fork_server import ForkServer
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 
 def pytest_collection_modifyitems(items):

@@ -32,7 +32,7 @@ def worlds():
     "script, habit", some_of(4, [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of])
 )
 def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
-    """Every third of them at other steps than tests/adapters kills, the others at one of those."""
+    """Every third of them at other steps than tests/integrations kills, the others at one of those."""
     library, habits = SCRIPTS[script]
     pytest.importorskip(library)
     if script not in worlds:

@@ -11,11 +11,11 @@ import pytest
 from convert_run import WRITERS
 from crash.test_disk_full import MIB, mount  # noqa: F401 (a fixture)
 from fork_server import fill_disk
+from formats.deepspeed_files import random_state, write
+from formats.test_deepspeed import bits
 from holdfast.errors import DiskFull
+from holdfast.formats.readers import open_source
 from holdfast.opening import source_of
-from holdfast.universal.convert import open_source
-from universal.deepspeed_files import random_state, write
-from universal.test_deepspeed import bits
 
 pytestmark = pytest.mark.root
 

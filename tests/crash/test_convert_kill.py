@@ -9,10 +9,10 @@ import pytest
 
 from combined import some_of
 from convert_run import WRITERS
+from formats.deepspeed_files import random_state, write
+from formats.test_deepspeed import bits
 from holdfast.errors import HoldfastError
 from holdfast.opening import source_of
-from universal.deepspeed_files import random_state, write
-from universal.test_deepspeed import bits
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from combined import CAMPAIGN
 from crash_run import STEPS
 from holdfast.errors import ChunkCorrupt, FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue
-from holdfast.store.local import LocalStore
-from holdfast.store.manifest import timeline_path
-from holdfast.store.payload_ranges import VerifiedFiles
+from holdfast.store.format.manifest import timeline_path
+from holdfast.store.format.payload_ranges import VerifiedFiles
+from holdfast.store.run_store import LocalStore
 from tiny_run import flip
 
 NEWEST = 6

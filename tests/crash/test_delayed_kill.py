@@ -14,7 +14,7 @@ import pytest
 from combined import CAMPAIGN, one_in
 from crash_run import ON_SSD, STEPS, Reference, end, kill_often
 from holdfast import failpoints
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 UNCLIPPED = {"clip_norm": None}
 WAYS = [

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from crash_run import engine_of, model, take_steps, train
 from holdfast.errors import DiskFull, RunMismatch
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import adamw
 
 

@@ -16,7 +16,7 @@ from combined import some_of
 from crash_run import MIXED, ON_SSD, Reference, acknowledging, engine_of, take_steps, train
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from killed import Killed
 from support.simdisk import SimDisk
 

@@ -14,7 +14,7 @@ import pytest
 from combined import CAMPAIGN, one_in, some_of
 from crash_run import MIXED, ON_SSD, STEPS, atoms_of, end, kill_often
 from holdfast import failpoints
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 KILLS, RESUMED = (50, 25) if CAMPAIGN else (15, 8)
 IN_HOST = dict.fromkeys(MIXED, 1.0)

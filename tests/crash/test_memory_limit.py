@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fork_server import ONE_THREAD, TESTS
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 MIB = 1024**2
 LIMIT = 448 * MIB

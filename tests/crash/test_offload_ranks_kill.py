@@ -11,7 +11,7 @@ from combined import one_in, some_of
 from dist.offloading import plain
 from dist.world import World
 from holdfast import failpoints
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import differing, read_atoms
 
 STEPS, RANKS, COUNT = 8, 2, 2

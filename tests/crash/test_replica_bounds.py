@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from delta.loops import make
+from checkpoint.loops import make
+from holdfast.checkpoint.replica import replica_process, shared_memory
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import replica_process, shared_memory
-from holdfast.offload.process import process_bytes
+from holdfast.offload.setup.process_settings import process_bytes
 from replica_run import Forked
 from survive_run import FEATURE, OPTIMIZER
 

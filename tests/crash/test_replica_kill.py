@@ -15,8 +15,8 @@ import pytest
 from combined import some_of
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.delta import retained_state, shared_memory
-from holdfast.delta.channel import Channel
+from holdfast.checkpoint.replica import retained_state, shared_memory
+from holdfast.checkpoint.replica.channel import Channel
 from holdfast.events import read_events
 from survive_run import kill_in_turn
 

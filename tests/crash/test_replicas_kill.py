@@ -11,7 +11,7 @@ import pytest
 from combined import some_of
 from dist.world import World
 from holdfast import failpoints
-from holdfast.delta import shared_memory
+from holdfast.checkpoint.replica import shared_memory
 from holdfast.events import read_events
 
 STEPS = 40

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from delta.loops import make
+from checkpoint.loops import make
 from dist.test_ranks_storage import watched
+from holdfast.checkpoint.log.recorder import BOUND
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.recorder import BOUND
 from holdfast.io.queue import Throttle
-from holdfast.offload.process import give_back_freed, process_bytes
-from holdfast.store.retention import Keep
+from holdfast.offload.setup.process_settings import give_back_freed, process_bytes
+from holdfast.store.commit.retention import Keep
 from survive_run import FEATURE, OPTIMIZER
 
 STEPS, BASE_EVERY, RETAIN, CAP = 10_000, 50, 2, 1_500_000

@@ -11,17 +11,17 @@ from itertools import islice
 
 import pytest
 
-from delta.loops import make
+from checkpoint.loops import make
+from holdfast.checkpoint.recovery.run_recovery import recover
+from holdfast.checkpoint.snapshot import snapshot_chunks
+from holdfast.checkpoint.user_state import ScriptState
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import snapshot_chunks
-from holdfast.delta.recovery import recover
-from holdfast.delta.user_state import ScriptState
+from holdfast.distributed import Ranks
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
-from holdfast.ranks import Ranks
 from holdfast.state.live_state import LiveState
-from holdfast.store import journal
-from holdfast.store.local import LocalStore
+from holdfast.store.log import journal
+from holdfast.store.run_store import LocalStore
 from support.simdisk import SimDisk
 from survive_run import FEATURE, OPTIMIZER, digest
 

@@ -12,8 +12,8 @@ import pytest
 from combined import one_in, some_of
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.store.chain import chain_of, read_journal, verify_records
-from holdfast.store.local import LocalStore
+from holdfast.store.log.chain import chain_of, read_journal, verify_records
+from holdfast.store.run_store import LocalStore
 from survive_run import kill_in_turn
 
 STEPS, LONG = 40, 160

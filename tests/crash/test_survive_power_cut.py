@@ -14,8 +14,8 @@ from crash.test_replica_kill import wait_for_end
 from crash.test_survive_kill import COMPACTED, PRUNED, finished, recoverable
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.delta import shared_memory
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.replica import shared_memory
+from holdfast.store.run_store import LocalStore
 from powercut import power_cut_disk
 
 pytestmark = [pytest.mark.root, pytest.mark.crash]

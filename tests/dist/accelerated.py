@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker
 
 import holdfast
-from holdfast.adapters.accelerate import AcceleratedCheckpointer
+from holdfast.integrations.accelerate import AcceleratedCheckpointer
 from survive_run import digest
 
 SAMPLES, BATCH = 23, 3

@@ -31,9 +31,9 @@ from dist.awkward_decoder import (
     optimizer_of,
 )
 from holdfast import From, offload
+from holdfast.checkpoint.replica import replica_client, replica_process
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import replica, replica_process
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from replica_run import Forked
 from survive_run import digest
 
@@ -235,7 +235,7 @@ def train(
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
     if options.get("replica"):
-        replica_process.start_process, replica.LINGER_SECONDS = Forked, 20.0
+        replica_process.start_process, replica_client.LINGER_SECONDS = Forked, 20.0
     training = TOPOLOGIES[topology][1](rank, world_size, Form(*form))
     model, optimizer = training.model, optimizer_of(training.model)
     losses, found = [], {}

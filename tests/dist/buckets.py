@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer
-from holdfast.delta import early_averages, replica_process
-from holdfast.delta.layers import LayerHooks
-from holdfast.delta.lossy import TopK
+from holdfast.checkpoint.capture import early_averages
+from holdfast.checkpoint.capture.layer_copies import LayerHooks
+from holdfast.checkpoint.compression.lossy import TopK
+from holdfast.checkpoint.replica import replica_process
 from holdfast.errors import HoldfastError, ReplicaDied
 from replica_run import Forked
 

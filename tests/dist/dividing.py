@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dist.training import Mlp, whole_state
 from holdfast.checkpointer import Checkpointer
-from holdfast.universal import files, split_verification
+from holdfast.formats import fragment_reads, split_verification
 
 
 def main(
@@ -31,14 +31,14 @@ def main(
     boot.write_text(str(machines[rank]))
     split_verification.BOOT = boot
     looked: list[str] = []
-    real = files.Files.check
+    real = fragment_reads.Files.check
 
-    def check(self: files.Files, part: int) -> None:
+    def check(self: fragment_reads.Files, part: int) -> None:
         if self.parts[part].has_checksum and part not in self.checked:
             looked.append(f"{Path(self.parts[part].path).name} {self.parts[part].offset}")
         real(self, part)
 
-    files.Files.check = check
+    fragment_reads.Files.check = check
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = Mlp(12)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.checkpoint.capture import mutation_check
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import mutation_check
 from holdfast.errors import BadInput
 
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast import ranks
+from holdfast import distributed
 from holdfast.checkpointer import Checkpointer
 
 
 def main(
     rank: int, world_size: int, rendezvous: str, say: Callable[..., None], root: str, late_seconds: float
 ) -> None:
-    ranks.PATIENCE_SECONDS = 0.5 if late_seconds else 30.0
+    distributed.PATIENCE_SECONDS = 0.5 if late_seconds else 30.0
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = nn.Linear(2, 2)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker
 
-from holdfast.adapters.lightning import HoldfastCallback
+from holdfast.integrations.lightning import HoldfastCallback
 from survive_run import digest
 
 SAMPLES, BATCH = 23, 3

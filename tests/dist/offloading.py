@@ -18,10 +18,11 @@ import torch.distributed as dist
 import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
-from holdfast.offload import drives, entry, preflight
-from holdfast.plan.ops import traffic
+from holdfast.formats.readers.run_directory import Commit
+from holdfast.offload import api
+from holdfast.offload.setup import drive_setup, preflight
+from holdfast.schedule.operations import traffic
 from holdfast.store import rank_entry
-from holdfast.universal.convert.holdfast import Commit
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
 WIDE = {"width": 64, "hidden": 128, "kv_heads": 2}
@@ -135,14 +136,14 @@ def main(
     optimizer, losses, norms, moved = adamw(model), [], [], []
     given = {"dtype": "fp32", **(options or {}), **(wrong or {}).get(str(rank), {})}
     if slow_seconds:
-        entry.newest_commit = partial(slowly, entry.newest_commit, slow_seconds)
+        api.newest_commit = partial(slowly, api.newest_commit, slow_seconds)
     if sources:
         given["source"] = holdfast.From(sources[rank])
     looked = counting() if counted else {}
     if cursor:
         given["loader"] = Cursor()
     if rates is not None:
-        drives.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
+        drive_setup.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
     if rank in blind:
         rank_entry.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
     if full:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.adapters.dcp import StorageReader, StorageWriter
-from holdfast.store.retention import Keep
+from holdfast.integrations.dcp import StorageReader, StorageWriter
+from holdfast.store.commit.retention import Keep
 from survive_run import digest
 
 

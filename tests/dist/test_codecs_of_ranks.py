@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.store.files import Disk
+from holdfast.store.disk import Disk
+from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
-from holdfast.store.segments import read_segment, segments
 
 TOPK, INT8 = ("topk", 0.3), ("int8", 16)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hook_run
-from holdfast.delta.codecs import ArrayReader, expand
-from holdfast.delta.lossy import Sparse
+from holdfast.checkpoint.compression.codecs import ArrayReader, expand
+from holdfast.checkpoint.compression.lossy import Sparse
 from holdfast.state.dtypes import TO_NAME
 from training import same_bits
 

@@ -8,10 +8,10 @@ import torch
 
 from dist.training import Mlp
 from dist.world import World
+from formats.deepspeed_files import random_state, write
+from holdfast.formats.readers import open_source
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert import open_source
 from survive_run import digest
-from universal.deepspeed_files import random_state, write
 
 SHAPES = {name: tuple(parameter.shape) for name, parameter in Mlp(12).named_parameters()}
 

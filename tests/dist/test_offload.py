@@ -13,7 +13,7 @@ from combined import one_in
 from dist.offloading import made, plain
 from dist.world import World, flip
 from holdfast.cli.main import main
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from training import adamw, differing, read_atoms
 

@@ -11,7 +11,7 @@ import pytest
 from dist.offloading import plain
 from dist.test_offload import check, pieces_of
 from dist.world import World
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 
 STEPS = 5

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dist.world import ONE_THREAD, TESTS
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 
 def left(tmp_path, way):

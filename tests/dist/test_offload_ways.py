@@ -12,7 +12,7 @@ from combined import one_in
 from dist.test_offload import pieces_of
 from dist.ways import plain, task
 from dist.world import World
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from named_optimizers import OPTIMIZERS
 from plain_loops import PLACEMENTS
 from training import differing, read_atoms

@@ -9,13 +9,13 @@ import pytest
 
 from combined import one_in, some_of
 from dist.world import ended, flip
-from holdfast.state.regions import Box
-from holdfast.store.chain import verify_records
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
-from holdfast.store.payload_files import regions
+from holdfast.state.layout.regions import Box
+from holdfast.store.disk import Disk
+from holdfast.store.format.payload_files import regions
+from holdfast.store.log.chain import verify_records
+from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
-from holdfast.store.segments import read_segment, segments
+from holdfast.store.run_store import LocalStore
 
 
 @pytest.mark.campaign(keep=1)

@@ -10,12 +10,12 @@ import pytest
 from combined import one_in
 from dist.world import ended, flip
 from holdfast import failpoints
-from holdfast.delta.compact import compact
+from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.errors import BadInput, NoCommit
-from holdfast.store.files import Disk
-from holdfast.store.payload_files import regions
+from holdfast.store.disk import Disk
+from holdfast.store.format.payload_files import regions
+from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
-from holdfast.store.segments import read_segment, segments
 
 
 class Ended(BaseException):

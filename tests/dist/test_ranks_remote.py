@@ -7,10 +7,10 @@ import pytest
 from buckets import emptied, served
 from dist.world import World, ended
 from holdfast.errors import DiskFailed
-from holdfast.store.chain import verify_records
-from holdfast.store.manifest import CommitRef
-from holdfast.store.pushing import Pusher
+from holdfast.store.format.manifest import CommitRef
+from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
+from holdfast.store.remote.pushing import Pusher
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import pytest
 
 from dist.unread import lose
 from dist.world import ended
-from holdfast.delta.lineage import Lineage
+from holdfast.checkpoint.recovery.lineage import Lineage
 from holdfast.errors import Unreadable
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
-from holdfast.store.segments import segments
+from holdfast.store.disk import Disk
+from holdfast.store.log.segments import segments
+from holdfast.store.run_store import LocalStore
 
 RUN = {"kind": "fsdp", "steps": 20, "base_every": 1000}
 

@@ -12,7 +12,7 @@ import pytest
 from combined import one_in
 from dist.world import ended
 from holdfast.events import read_events
-from holdfast.store.files import Disk
+from holdfast.store.disk import Disk
 from holdfast.store.reader import RunReader
 
 KINDS = ["ddp", "fsdp"]

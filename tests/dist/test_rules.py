@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from holdfast.state.rules.rule_language.rule_language import Rules
 
-from holdfast.state.rules import Rules
+from holdfast.formats.rules_source import check, infer
 from holdfast.store.reader import RunReader
-from holdfast.universal.rules_source import check, infer
 
 
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])

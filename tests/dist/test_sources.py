@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from combined import one_in
 from dist.awkward import TOPOLOGIES
+from holdfast.formats.readers.huggingface import write_single
+from holdfast.formats.readers.safetensors_files import KEYS, PROGRESS
 from holdfast.opening import source_of
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert.huggingface import write_single
-from holdfast.universal.convert.safetensors import KEYS, PROGRESS
 
 STEPS = 9
 KINDS = [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from combined import one_in
 from dist.world import ended
 from holdfast.cli.main import app
-from holdfast.store.payload_files import index_of_stream
+from holdfast.store.format.payload_files import index_of_stream
 from holdfast.store.reader import RunReader
 
 WIDTH = 10

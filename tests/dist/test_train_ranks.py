@@ -14,7 +14,7 @@ import pytest
 
 from cli.test_train import TINY, events_of, wait_for_steps
 from crash.test_torchrun import kill
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 
 pytestmark = pytest.mark.timeout(400)
 

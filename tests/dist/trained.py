@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data._utils import worker
 from transformers import TrainerCallback
 
-from holdfast.adapters.transformers import HoldfastCallback
+from holdfast.integrations.transformers import HoldfastCallback
 from survive_run import digest
 from trainer_run import Stream, Texts, everything, make
 

@@ -25,29 +25,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from delta.test_leaving import Device
+from checkpoint.test_leaving import Device
 from dist.unread import lose_payload
 from holdfast import failpoints
+from holdfast.checkpoint import coordinator
+from holdfast.checkpoint.capture import device_staging
+from holdfast.checkpoint.capture.layer_copies import LayerHooks
+from holdfast.checkpoint.compression.lossy import Int8, TopK
+from holdfast.checkpoint.recovery import model_description
+from holdfast.checkpoint.replica import multi_rank_server, replica_process, replica_rendezvous, replica_server
+from holdfast.checkpoint.replica import replica_client as replica
+from holdfast.checkpoint.replica.multi_rank_client import Replicas
+from holdfast.checkpoint.snapshot.collective_snapshot import CollectiveSnapshot
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
-from holdfast.delta import (
-    coordinator,
-    device_staging,
-    model_description,
-    multi_rank_server,
-    replica,
-    replica_process,
-    replica_rendezvous,
-    replica_server,
-)
-from holdfast.delta.collective_snapshot import CollectiveSnapshot
-from holdfast.delta.layers import LayerHooks
-from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.replicas import Replicas
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
 from holdfast.optim import AdamW8bit, Apollo, Joined
-from holdfast.state.ownership import local_of
+from holdfast.state.layout.ownership import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
 from survive_run import digest
@@ -253,7 +248,7 @@ def wait_until(met: Callable[[], bool]) -> None:
 
 def dying_at_object(number: int) -> None:
     """Of those that a copy in a bucket gets one by one, before it is there."""
-    from holdfast.store.objects import ObjectDisk
+    from holdfast.store.remote.object_store import ObjectDisk
 
     put_new, count = ObjectDisk.put_new, itertools.count(1)
 
@@ -378,12 +373,13 @@ def train(
     "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
     ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import remote, snapshot_chunks, storage_share
-    from holdfast.store import journal
-    from holdfast.store.retention import Keep
+    from holdfast.checkpoint import bucket_copy, storage_share
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.store.commit.retention import Keep
+    from holdfast.store.log import journal
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
-    remote.SECONDS = copies_every
+    bucket_copy.SECONDS = copies_every
     if killed_copying is not None:
         dying_at_object(killed_copying)
     storage_share.LEAST_STORAGE = least_storage or storage_share.LEAST_STORAGE

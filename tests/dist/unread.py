@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from holdfast.store.chain import read_journal
-from holdfast.store.local import LocalStore
+from holdfast.store.log.chain import read_journal
+from holdfast.store.run_store import LocalStore
 
 
 def lose_payload(root: Path, stream: str, step: int) -> None:

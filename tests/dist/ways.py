@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 import holdfast
 from dist.offloading import made
-from holdfast.offload import planning
+from holdfast.offload.setup import step_planning
 from holdfast.optim import MeZO
-from holdfast.plan.work import Placement
+from holdfast.schedule.work import Placement
 from named_optimizers import OPTIMIZERS
 from plain_loops import by_tokens, ragged
 from training import adamw, batches, state_of, warm_up
 
-choose = planning.choose
+choose = step_planning.choose
 LOWER = torch.bfloat16
 """What a loop computes in under ``autocast``."""
 
@@ -129,7 +129,7 @@ def train(
     scheduler = warm_up(chosen)
     begin(own, own.model, chosen, begun)
     disagree(own.model, chosen, (unlike or {}).get(str(rank), "nothing"))
-    planning.choose = partial(choose_to_spill, choose) if spilled else choose
+    step_planning.choose = partial(choose_to_spill, choose) if spilled else choose
     said: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "skipped": [], "left_out": []}
     with holdfast.offload(own.model, chosen, root, scheduler=scheduler, **given) as engine:
         said["resumed"] = engine.resumed_from

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from holdfast.adapters import accelerate, dcp, deepspeed, lightning, transformers
 from holdfast.cli.main import app
+from holdfast.integrations import accelerate, dcp, deepspeed, lightning, transformers
 
 VERBS = (
     "train", "ls", "show", "verify", "diff", "convert", "plan", "simulate", "probe", "watch", "report", "compact",

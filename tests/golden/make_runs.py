@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.adapters.dcp import StorageReader, StorageWriter
+from holdfast.integrations.dcp import StorageReader, StorageWriter
 from holdfast.store.reader import RunReader
 
 STEPS = 7

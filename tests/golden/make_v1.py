@@ -12,9 +12,10 @@ import sys
 from unittest import mock
 
 from holdfast.io.buffers import Buffer
-from holdfast.store import commit_writer, local
-from holdfast.store.layout import Layout
-from holdfast.store.local import LocalStore
+from holdfast.store import run_store
+from holdfast.store.commit import commit_writer
+from holdfast.store.format.file_names import Layout
+from holdfast.store.run_store import LocalStore
 from tiny_run import index_of
 
 TENSORS = [("w/param", "F32", (2, 3)), ("w/exp_avg", "BF16", (2, 3)), ("n/step", "I64", ())]
@@ -31,10 +32,10 @@ def write(root) -> None:
     """Write the run of format version 1 to ``root``."""
     layout = Layout.build(TENSORS, {"format": "holdfast", "version": "1"})
     with (
-        mock.patch.object(local, "this_writer", lambda: WRITER),
+        mock.patch.object(run_store, "this_writer", lambda: WRITER),
         mock.patch.object(commit_writer, "this_writer", lambda: WRITER),
-        mock.patch.object(local.time, "time", lambda: 1790000000.5),
-        mock.patch.object(local.secrets, "token_hex", lambda count: "42" * count),
+        mock.patch.object(run_store.time, "time", lambda: 1790000000.5),
+        mock.patch.object(run_store.secrets, "token_hex", lambda count: "42" * count),
         LocalStore.open(root, direct=False) as store,
     ):
         store.begin(None)

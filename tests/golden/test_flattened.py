@@ -10,14 +10,14 @@ import pytest
 from golden.flattened import ARCHIVE, DIGESTS
 from golden.resuming import resumed
 from holdfast.errors import RuleError
+from holdfast.formats.readers.huggingface import write_single
+from holdfast.formats.rules_source import infer
 from holdfast.opening import source_of
-from holdfast.state.atoms import DTYPE_BYTES
-from holdfast.state.regions import Box
-from holdfast.store.chain import verify_records
-from holdfast.store.payload_files import regions
+from holdfast.state.layout.regions import Box
+from holdfast.state.tensor_entries import DTYPE_BYTES
+from holdfast.store.format.payload_files import regions
+from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert.huggingface import write_single
-from holdfast.universal.rules_source import infer
 
 
 @pytest.fixture

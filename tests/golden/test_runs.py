@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from golden import make_runs
-from holdfast.store.chain import verify_records
+from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
 
 GOLDEN = Path(__file__).parent / "runs_v1"

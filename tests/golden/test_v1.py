@@ -10,8 +10,8 @@ import safetensors
 import xxhash
 
 from golden import make_v1
-from holdfast.store.layout import Layout
-from holdfast.store.local import LocalStore
+from holdfast.store.format.file_names import Layout
+from holdfast.store.run_store import LocalStore
 
 V1 = Path(__file__).parent / "v1"
 

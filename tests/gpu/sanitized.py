@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from holdfast.offload.device import SeparateDevice
+from holdfast.offload.memory.device import SeparateDevice
 from plain_loops import SETTINGS, train
 
 pytestmark = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gpu.training import OPTIMIZERS, Script
-from holdfast.delta.lossy import Int8, TopK
+from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.events import read_events
-from holdfast.store.retention import Keep
+from holdfast.store.commit.retention import Keep
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.io.buffers import BufferPool
-from holdfast.units import PAGE
+from holdfast.quantities import PAGE
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 104729])

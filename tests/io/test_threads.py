@@ -14,7 +14,7 @@ from holdfast.errors import Damaged, DiskFailed, DiskFull
 from holdfast.io import threads
 from holdfast.io.buffers import Buffer
 from holdfast.io.threads import BufferedIOWarning, open_file
-from holdfast.units import PAGE
+from holdfast.quantities import PAGE
 
 SIZES = [0, 1, 4095, 4096, 4097, 104729]
 

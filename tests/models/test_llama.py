@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import holdfast
+from holdfast.formats import packs
+from holdfast.formats.readers.huggingface import write_huggingface
+from holdfast.formats.rules_source import UnderRules
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.models.llama import PACK, llama_config
 from holdfast.opening import source_of
-from holdfast.universal import packs
-from holdfast.universal.convert.huggingface import write_huggingface
-from holdfast.universal.rules_source import UnderRules
 
 
 @pytest.mark.parametrize("file_bytes", [10**9, 5000])

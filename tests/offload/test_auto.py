@@ -15,13 +15,13 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.events import EventLog, read_events
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import calibration, planning
-from holdfast.offload.auto import with_times, within
-from holdfast.offload.block_times import Times, time_model
-from holdfast.offload.blocks import find_blocks
-from holdfast.offload.calibration import correct, covered, ratios
-from holdfast.offload.device import open_device
 from holdfast.offload.executor import Span
+from holdfast.offload.memory.device import open_device
+from holdfast.offload.model.blocks import find_blocks
+from holdfast.offload.reporting.block_times import Times, time_model
+from holdfast.offload.setup import calibration, step_planning
+from holdfast.offload.setup.automatic_placement import with_times, within
+from holdfast.offload.setup.calibration import correct, covered, ratios
 from holdfast.profiles import load_machine, to_toml
 
 CONFIG = DecoderConfig(blocks=3, width=32, heads=2, kv_heads=2, context=16, dropout=0.0)
@@ -90,7 +90,7 @@ def test_without_a_sample_nothing_can_be_planned(tmp_path):
 
 @pytest.mark.slow
 def test_auto_is_less_than_what_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "free_host_bytes", lambda: 10**12)
+    monkeypatch.setattr(step_planning, "free_host_bytes", lambda: 10**12)
     with engine(tmp_path, budget="auto") as made:
         assert 0.9 * 10**12 < made.preflight.host_budget < 0.92 * 10**12
 
@@ -99,8 +99,8 @@ def test_auto_is_less_than_what_is_free(tmp_path, monkeypatch):
 def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("holdfast.probe.cached.SECONDS", 0.2)
-    monkeypatch.setattr("holdfast.probe.cached.FILE_BYTES", 128 * 2**20)
+    monkeypatch.setattr("holdfast.measure.cached.SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.measure.cached.FILE_BYTES", 128 * 2**20)
     monkeypatch.setattr(calibration, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
@@ -131,7 +131,7 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
 def test_a_disk_that_is_nearly_full_is_measured_by_a_small_file(tmp_path, monkeypatch):
     monkeypatch.delenv("HOLDFAST_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("holdfast.probe.cached.SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.measure.cached.SECONDS", 0.2)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 * 2**20))
     engine(tmp_path / "run", budget="auto").close()
@@ -221,7 +221,7 @@ def test_timing_a_model_changes_nothing():
 
 
 def test_times_become_operations_at_the_machines_rate():
-    from holdfast.plan.work import BlockWork, Work
+    from holdfast.schedule.work import BlockWork, Work
 
     block = BlockWork(
         elements=1, param_bytes=1, trained_param_bytes=1, state_bytes=1, grad_bytes=1, forward_flop=10.0

@@ -23,10 +23,10 @@ from holdfast.errors import (
     RunMismatch,
 )
 from holdfast.events import read_events
-from holdfast.offload import planning
-from holdfast.offload.sampling import chooser
-from holdfast.store.files import Disk
-from holdfast.units import MiB, parse_bytes
+from holdfast.offload.setup import step_planning
+from holdfast.offload.text_sampling import chooser
+from holdfast.quantities import MiB, parse_bytes
+from holdfast.store.disk import Disk
 from training import CONTEXT, adamw, batches, decoder
 
 
@@ -413,10 +413,10 @@ def test_the_space_that_the_preflight_asks_for_is_what_a_run_takes(tmp_path):
 def test_a_budget_too_small_says_one_that_works_in_the_next_process_too(tmp_path, monkeypatch):
     """Which may hold a little more beforehand."""
     sizes = {"sample": batches(0, 1)[0], "micro_batches": 2}
-    monkeypatch.setattr(planning, "process_bytes", lambda: 400 * MiB)
+    monkeypatch.setattr(step_planning, "process_bytes", lambda: 400 * MiB)
     with pytest.raises(DoesNotFit) as caught:
         offload(tmp_path, budget=holdfast.Budget(host="10MiB"), **sizes)
-    monkeypatch.setattr(planning, "process_bytes", lambda: 403 * MiB)
+    monkeypatch.setattr(step_planning, "process_bytes", lambda: 403 * MiB)
     [enough] = re.findall(r'Give it "(\d+MiB)"', str(caught.value))
     offload(tmp_path, budget=holdfast.Budget(host=enough), **sizes).close()
 
@@ -439,7 +439,7 @@ def test_a_budget_without_a_sample_to_hold_it_against_is_refused(tmp_path, optio
 
 @pytest.mark.slow
 def test_an_evaluation_takes_fewer_micro_batches_at_once_where_the_budget_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "process_bytes", lambda: 0)
+    monkeypatch.setattr(step_planning, "process_bytes", lambda: 0)
     sizes = {"sample": batches(0, 1, rows=512)[0], "micro_batches": 1, "activations_on_host": 0.0}
     input_bytes = 512 * CONTEXT * 16 * 4
 

@@ -15,10 +15,10 @@ from torch import nn
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
-from holdfast.offload.block_states import as_tensor
-from holdfast.offload.residency import Residency
+from holdfast.offload.memory.block_states import as_tensor
+from holdfast.offload.memory.residency import Residency
+from holdfast.offload.memory.transfer_pool import unpacked
 from holdfast.offload.runtime import InputScratch
-from holdfast.offload.transfer_pool import unpacked
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3

@@ -14,14 +14,14 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
-from holdfast.io.drives import DriveQueues
+from holdfast.io.drive_queues import DriveQueues
 from holdfast.io.queue import IOQueue, Request, Throttle
-from holdfast.offload import drives, preflight
-from holdfast.probe import ssd as probe
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
-from holdfast.store.pruning import prune
-from holdfast.store.retention import Keep
+from holdfast.measure import ssd as probe
+from holdfast.offload.setup import drive_setup, preflight
+from holdfast.store.commit.pruning import prune
+from holdfast.store.commit.retention import Keep
+from holdfast.store.disk import Disk
+from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, check
 from training import adamw, batches, decoder, differing, stored, warm_up
 
@@ -41,7 +41,7 @@ def rates(monkeypatch):
         rates.asked += 1
         return rates.get(directory.name, 1e9)
 
-    monkeypatch.setattr(drives, "rate_of", rate_of)
+    monkeypatch.setattr(drive_setup, "rate_of", rate_of)
     return rates
 
 
@@ -76,7 +76,7 @@ def test_a_run_over_several_drives_has_every_bit_of_a_plain_loop(
     """One drive is much slower than the others."""
     used = [tmp_path / f"drive{k}" for k in range(num_drives)]
     rates |= {"drive0": 3e9, "drive1": 1.5e9}
-    monkeypatch.setattr(drives, "DriveQueues", slow_first)
+    monkeypatch.setattr(drive_setup, "DriveQueues", slow_first)
     options = {"delayed_fraction": 0.5, "clip_norm": 0.5, **PLACEMENTS[placement]}
     check(tmp_path / "run", 6, 2, drives=used, **options)
     assert files_of(tmp_path / "run").keys() >= {path.name for path in used}
@@ -174,11 +174,11 @@ def test_a_list_of_drives_is_measured_once_and_files_stay_where_they_are(tmp_pat
 
 def test_measuring_a_drive_leaves_nothing_on_it(tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(drives, "FILE_BYTES", probe.LEAST_BYTES)
-    monkeypatch.setattr(drives, "SECONDS", 0.1)
-    assert drives.rate_of(tmp_path / "not" / "there", (None, None, None)) > 1
-    assert drives.rate_of(tmp_path, (None, 500, None)) <= 1000
-    assert drives.rate_of(tmp_path, (None, None, 700)) <= 700
+    monkeypatch.setattr(drive_setup, "FILE_BYTES", probe.LEAST_BYTES)
+    monkeypatch.setattr(drive_setup, "SECONDS", 0.1)
+    assert drive_setup.rate_of(tmp_path / "not" / "there", (None, None, None)) > 1
+    assert drive_setup.rate_of(tmp_path, (None, 500, None)) <= 1000
+    assert drive_setup.rate_of(tmp_path, (None, None, 700)) <= 700
     assert not list(tmp_path.iterdir())
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
-from holdfast.offload import checks
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
+from holdfast.offload.setup import checks
+from holdfast.store.disk import Disk
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, stored
 
 

@@ -12,7 +12,7 @@ import holdfast
 from holdfast.errors import EngineFailed
 from holdfast.offload.executor import Executor, together
 from holdfast.offload.ops import KINDS as HANDLERS
-from holdfast.plan.ops import (
+from holdfast.schedule.operations import (
     COMMIT,
     COMPUTE,
     DOWNLOAD,
@@ -24,7 +24,7 @@ from holdfast.plan.ops import (
     Key,
     Op,
 )
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, differing, stored
 
 

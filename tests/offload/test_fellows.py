@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from holdfast.errors import BadInput, RankFailed
-from holdfast.offload.equal_on_ranks import agree_on_placement, refuse_unlike
-from holdfast.offload.ops.commit import publish
-from holdfast.offload.planning import Plan
+from holdfast.offload.ops.commit_ops import publish
 from holdfast.offload.runtime import Runtime
-from holdfast.plan.memory import predict
-from holdfast.plan.vertical import vertical
-from holdfast.plan.work import Placement, StepShape
+from holdfast.offload.setup.equal_on_ranks import agree_on_placement, refuse_unlike
+from holdfast.offload.setup.step_planning import Plan
+from holdfast.schedule.memory_use import predict
+from holdfast.schedule.vertical import vertical
+from holdfast.schedule.work import Placement, StepShape
 from plan_steps import uneven
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import holdfast
 from holdfast.io.queue import IOQueue
-from holdfast.offload import drives
 from holdfast.offload.interrupts import deferred
+from holdfast.offload.setup import drive_setup
 from training import adamw, batches, decoder
 
 
@@ -99,7 +99,7 @@ def ours():
 def test_a_press_while_an_engine_is_made_leaves_no_thread_and_a_directory_to_begin_in(
     tmp_path, press_at, monkeypatch
 ):
-    monkeypatch.setattr(drives, "rate_of", lambda directory, limits: 1e9)
+    monkeypatch.setattr(drive_setup, "rate_of", lambda directory, limits: 1e9)
     before, pressed = ours(), 0
     for n in range(1, 100):
         model = decoder(blocks=2)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.io.buffers import BufferPool
-from holdfast.offload.block_states import ALIGN
-from holdfast.offload.transfer_pool import Arena, TransferPool, forms_of, packed_bytes, unpacked
+from holdfast.offload.memory.block_states import ALIGN
+from holdfast.offload.memory.transfer_pool import Arena, TransferPool, forms_of, packed_bytes, unpacked
 
 KIBI = 1024
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
-from holdfast.offload.microbatches import (
+from holdfast.offload.model.microbatches import (
     BlockCall,
     Coroutine,
     ForwardEnd,
@@ -24,7 +24,7 @@ from holdfast.offload.microbatches import (
     extract_loss,
     module_call,
 )
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, differing, stored
 
 TAG = contextvars.ContextVar("tag", default="unset")

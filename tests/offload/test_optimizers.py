@@ -11,7 +11,7 @@ import holdfast
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import RunMismatch
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from named_optimizers import OPTIMIZERS, matrices, vectors
 from plain_loops import PLACEMENTS
 from training import batches, decoder, differing, state_of, stored, warm_up

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from holdfast.errors import RunMismatch
 from holdfast.opening import source_of
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, warm_up
 
 

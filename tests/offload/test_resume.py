@@ -14,8 +14,8 @@ from torch import nn
 
 import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of
-from holdfast.offload.ops import state
-from holdfast.store.local import LocalStore
+from holdfast.offload.ops import state_ops as state
+from holdfast.store.run_store import LocalStore
 from training import CONTEXT, VOCABULARY, adamw, batches, decoder, differing, stored, warm_up
 
 STEPS, COUNT, ROWS = 6, 2, 2

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.distributed import Ranks
 from holdfast.errors import ChunkCorrupt, RunMismatch
+from holdfast.formats.memory_source import InMemory
+from holdfast.formats.readers.huggingface import write_huggingface, write_single
+from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
-from holdfast.ranks import Ranks
-from holdfast.state.atoms import Atom
 from holdfast.state.capture import capture
-from holdfast.store.local import LocalStore
-from holdfast.store.pushing import Pusher
+from holdfast.state.tensor_entries import Atom
 from holdfast.store.reader import RunReader
-from holdfast.universal.convert.holdfast import Commit
-from holdfast.universal.convert.huggingface import write_huggingface, write_single
-from holdfast.universal.memory import InMemory
-from holdfast.universal.save import write_run
+from holdfast.store.remote.pushing import Pusher
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 BEFORE, STEPS, COUNT = 5, 9, 2

@@ -20,16 +20,16 @@ import torch
 import holdfast
 from combined import one_in
 from holdfast.io.buffers import BufferPool
+from holdfast.offload import api
 from holdfast.offload import engine as engine_module
-from holdfast.offload import entry
-from holdfast.offload.block_states import as_tensor
-from holdfast.offload.device import HostDevice
-from holdfast.offload.ops.gradients import reduce
-from holdfast.offload.residency import Gradients, Residency
-from holdfast.plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
-from holdfast.store.local import LocalStore
+from holdfast.offload.memory.block_states import as_tensor
+from holdfast.offload.memory.device import HostDevice
+from holdfast.offload.memory.residency import Gradients, Residency
+from holdfast.offload.ops.gradient_ops import reduce
+from holdfast.optim import host_optimizer
+from holdfast.schedule.operations import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.reader import RunReader
-from holdfast.update import optimizer
+from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter
 from streams import Apart
 from training import adamw, batches, decoder
@@ -53,7 +53,7 @@ def apart(monkeypatch):
         opened.append(Apart(seed=len(opened)))
         return opened[-1]
 
-    monkeypatch.setattr(entry, "open_device", open_device)
+    monkeypatch.setattr(api, "open_device", open_device)
     return opened
 
 
@@ -94,7 +94,7 @@ def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
     for device in ("apart", "host"):
         with pytest.MonkeyPatch.context() as patch:
             if device == "host":
-                patch.setattr(entry, "open_device", lambda name: HostDevice())
+                patch.setattr(api, "open_device", lambda name: HostDevice())
             with engine_of(tmp_path / device, order="snake") as engine:
                 found = []
                 for step in range(STEPS):
@@ -162,7 +162,7 @@ def test_nothing_is_pinned_any_more_where_no_engine_was_made(tmp_path, apart, mo
         pinned.append(len(apart[0].pinned))
         raise RuntimeError("no engine today")
 
-    monkeypatch.setattr(*((entry, where) if where == "fill" else (LocalStore, where)), fail)
+    monkeypatch.setattr(*((api, where) if where == "fill" else (LocalStore, where)), fail)
     with pytest.raises(RuntimeError, match="no engine today"), engine_of(tmp_path):
         pass
     assert pinned[0] > 0 and apart[0].pinned == {}
@@ -281,8 +281,8 @@ def test_waits_are_for_events_of_the_same_step():
 
 def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
     """The bits are those of updates by one thread each."""
-    monkeypatch.setattr(entry, "open_device", lambda name: Apart())
-    monkeypatch.setattr(optimizer, "SHARED_TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(host_optimizer, "SHARED_TILE_ELEMENTS", 4096)
     states = []
     for helpers in (0, 2):
         monkeypatch.setattr(engine_module, "update_helpers", lambda unified, helpers=helpers: helpers)
@@ -301,7 +301,7 @@ UNCLOSED = """
 import sys
 import holdfast
 from holdfast.offload import engine, entry
-from holdfast.update import optimizer
+from holdfast.optim import optimizer
 from streams import Apart
 from training import adamw, batches, decoder
 

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.executor import Executor
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, stored
 
 

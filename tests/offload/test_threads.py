@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.delta.recorder import Recorder
-from holdfast.offload import drives, engine
+from holdfast.checkpoint.log.recorder import Recorder
+from holdfast.offload import engine
 from holdfast.offload.executor import Executor
+from holdfast.offload.setup import drive_setup
 from holdfast.optim import MeZO
 from training import adamw, batches, decoder
 
@@ -52,7 +53,7 @@ def test_who_calls_offload_keeps_its_threads_whenever_another_sets_its_own(
     tmp_path, two_threads, monkeypatch
 ):
     """A thread that is held up in the middle of that, which here all are, leaves 1 to who asks for the first time."""
-    for module in (drives, engine):
+    for module in (drive_setup, engine):
         monkeypatch.setattr(module, "one_torch_thread", lambda: torch.set_num_threads(1))
     model, found = decoder(blocks=2), []
     optimizer = MeZO(model.parameters())

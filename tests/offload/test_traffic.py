@@ -8,9 +8,9 @@ import pytest
 
 import holdfast
 from combined import one_in
-from holdfast.plan.ops import as_guessed, traffic
-from holdfast.plan.parts.schedule import REDO_SLOTS
-from holdfast.plan.work import StepShape
+from holdfast.schedule.build.parts import REDO_SLOTS
+from holdfast.schedule.operations import as_guessed, traffic
+from holdfast.schedule.work import StepShape
 from training import CONTEXT, adamw, batches, decoder
 
 WIDTH, ROWS = 64, 2

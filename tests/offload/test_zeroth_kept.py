@@ -13,9 +13,9 @@ import holdfast
 from holdfast import failpoints
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Step
-from holdfast.plan.work import StepShape
-from holdfast.store.local import LocalStore
-from holdfast.update.mezo import PENDING, Delta
+from holdfast.optim.mezo import PENDING, Delta
+from holdfast.schedule.work import StepShape
+from holdfast.store.run_store import LocalStore
 from killed import Killed
 from plain_loops import PLACEMENTS, model_with_a_frozen_parameter
 from training import batches, decoder, differing, state_of, stored, warm_up

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.adapters.deepspeed import load, save
+from holdfast.integrations.deepspeed import load, save
 
 
 def everything(engine):

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import holdfast
+from formats.deepspeed_files import State, write
+from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
+from holdfast.formats.load import read_flat
+from holdfast.formats.readers import open_source
+from holdfast.formats.torch_archive.archives import Archive
+from holdfast.formats.torch_archive.pickles import Record, Tensor
 from holdfast.state.encoding import decode
-from holdfast.universal.archives import Archive
-from holdfast.universal.convert import open_source
-from holdfast.universal.convert.deepspeed.write import write_deepspeed
-from holdfast.universal.load import read_flat
-from holdfast.universal.pickles import Record, Tensor
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of, loss_of, tokens_of
-from universal.deepspeed_files import State, write
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 

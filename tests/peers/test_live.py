@@ -15,8 +15,8 @@ import holdfast
 from dist.awkward import out_of_core
 from dist.awkward_decoder import Form
 from holdfast.cli.main import app
+from holdfast.formats.readers import open_source
 from holdfast.state.encoding import decode
-from holdfast.universal.convert import open_source
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of
 from peers.test_deepspeed import tensors

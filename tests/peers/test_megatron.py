@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from holdfast.errors import Damaged
+from holdfast.formats.load import read_flat
+from holdfast.formats.readers import open_source
 from holdfast.sources import From
 from holdfast.state.encoding import decode
-from holdfast.universal.convert import open_source
-from holdfast.universal.load import read_flat
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 

@@ -22,7 +22,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from holdfast.adapters.torchtitan import CheckpointManager
+from holdfast.integrations.torchtitan import CheckpointManager
 
 LENGTH, VOCABULARY = 16, 260
 

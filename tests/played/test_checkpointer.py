@@ -9,25 +9,21 @@ import torch
 from torch import nn
 
 import played_device
-from delta.copy_order import Order
-from delta.loops import cut_small
+from checkpoint.copy_order import Order
+from checkpoint.loops import cut_small
 from holdfast import accelerators
+from holdfast.checkpoint.capture import async_copy, device_staging, staging_buffers
+from holdfast.checkpoint.capture.rng_draws import draw_again, drawn_since, generators
+from holdfast.checkpoint.compression import comm_hook
+from holdfast.checkpoint.compression.lossy import Int8, TopK
+from holdfast.checkpoint.recovery import model_description
+from holdfast.checkpoint.recovery.compaction import compact
+from holdfast.checkpoint.replica import replica_process
+from holdfast.checkpoint.snapshot import snapshot_writer
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import (
-    async_copy,
-    bases,
-    comm_hook,
-    device_staging,
-    model_description,
-    replica_process,
-    staging_buffers,
-)
-from holdfast.delta.compact import compact
-from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.rng_draws import draw_again, drawn_since, generators
 from holdfast.errors import BadInput
 from holdfast.events import read_events
-from holdfast.store.retention import Keep
+from holdfast.store.commit.retention import Keep
 from played_device import HERE, PLAYED, Module, Played, Silent, played  # noqa: F401
 from replica_run import Forked
 
@@ -292,23 +288,27 @@ def buffers_that_nobody_waits_for(patch):
 
 
 def bases_that_nobody_waits_for(patch):
-    real = bases.SnapshotWriter._write
+    real = snapshot_writer.SnapshotWriter._write
     patch.setattr(
-        bases.SnapshotWriter, "_write", lambda maker, staged, buffer, marks: real(maker, staged, buffer, ())
+        snapshot_writer.SnapshotWriter,
+        "_write",
+        lambda maker, staged, buffer, marks: real(maker, staged, buffer, ()),
     )
 
 
 def one_buffer_for_all_bases(patch):
-    real = bases.PinnedChunks.give
+    real = snapshot_writer.PinnedChunks.give
 
     def give(landing, buffer):
         landing._free = [each for each in landing._free if each is not buffer]
         real(landing, buffer)
 
     patch.setattr(
-        bases.PinnedChunks, "take", lambda landing, nbytes: landing._free[-1] if landing._free else None
+        snapshot_writer.PinnedChunks,
+        "take",
+        lambda landing, nbytes: landing._free[-1] if landing._free else None,
     )
-    patch.setattr(bases.PinnedChunks, "give", give)
+    patch.setattr(snapshot_writer.PinnedChunks, "give", give)
 
 
 MUTANTS = {

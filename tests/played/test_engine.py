@@ -20,11 +20,11 @@ import holdfast
 from holdfast import accelerators
 from holdfast.cli.machine import choose_device
 from holdfast.errors import BadInput, ModelNotSupported
-from holdfast.offload.blocks import find_blocks
-from holdfast.offload.device import open_device
-from holdfast.offload.measure import measure
+from holdfast.measure.copies import measure_copies
+from holdfast.offload.memory.device import open_device
+from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.runtime import Step
-from holdfast.probe.copies import measure_copies
+from holdfast.offload.setup.block_measurement import measure
 from plain_loops import PLACEMENTS, model_with_a_frozen_parameter
 from played_device import HERE, PLAYED, Played, played  # noqa: F401
 from training import adamw, batches, decoder, differing, state_of, stored
@@ -434,7 +434,7 @@ def test_recorded_graphs_of_blocks_are_refused(tmp_path, part):
 
 def test_parameters_lie_as_a_plain_loops_do():
     """cuBLASLt chooses algorithms by alignment up to 256 bytes."""
-    from holdfast.offload.block_states import ALIGN
+    from holdfast.offload.memory.block_states import ALIGN
 
     assert ALIGN % 256 == 0
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from holdfast.state.rules.rule_language.assembly import assemble
+from holdfast.state.rules.rule_language.inference import HeldRegion, inferred
+from holdfast.state.rules.rule_language.rule_language import Rules
+from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.state.assembly import assemble
-from holdfast.state.atoms import Atom
-from holdfast.state.inferring import HeldRegion, inferred
-from holdfast.state.matching import StoredTensor
-from holdfast.state.regions import Box
-from holdfast.state.rules import Rules
+from holdfast.state.layout.regions import Box
+from holdfast.state.tensor_entries import Atom
 
 NAMES = ("layers.0.w", "layers.1.w", "layers.10.b", "it's.3", "a+b.w", "norm")
 

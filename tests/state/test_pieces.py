@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.fragments import Fragments, Piece, dense, flat, flat_boxes, joined, row_major
-from holdfast.state.regions import Box
+from holdfast.state.layout.fragments import Fragments, Piece, dense, flat, flat_boxes, joined, row_major
+from holdfast.state.layout.regions import Box
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
 

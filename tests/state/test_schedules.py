@@ -9,8 +9,8 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from holdfast import Checkpointer
+from holdfast.optim.joined import Joined
 from holdfast.state.schedules import MOST_LOOKED_AT, needs_arguments
-from holdfast.update.joined import Joined
 
 
 def rising(optimizer):

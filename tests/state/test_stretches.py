@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelNotSupported
-from holdfast.state.flat_ranges import Stretch, copy_common, is_nothing, refuse_gaps
-from holdfast.state.regions import Box
+from holdfast.state.layout.flat_ranges import Stretch, copy_common, is_nothing, refuse_gaps
+from holdfast.state.layout.regions import Box
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

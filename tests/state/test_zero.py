@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.errors import ModelNotSupported
-from holdfast.state import zero
-from holdfast.state.flat_ranges import Stretch, refuse_gaps
+from holdfast.state.layout import zero
+from holdfast.state.layout.flat_ranges import Stretch, refuse_gaps
 
 SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 

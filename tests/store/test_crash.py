@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import failpoints
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from powercut import power_cut_disk
 from tiny_run import TinyRun, check_content
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit, QueueClosed
 from holdfast.io.queue import IOQueue
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content, flip
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from holdfast.errors import DiskFailed, HoldfastError, RunLocked, RunMismatch
 from holdfast.io.queue import IOQueue
-from holdfast.store import drives
+from holdfast.store import drive_links
+from holdfast.store.disk import Disk, alone_in
 from holdfast.store.disk_usage import SMALL
-from holdfast.store.drives import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
-from holdfast.store.files import Disk, alone_in
-from holdfast.store.local import LocalStore
+from holdfast.store.drive_links import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
+from holdfast.store.run_store import LocalStore
 from killed import Killed
 from support.simdisk import SimDisk
 from tiny_run import TinyRun, check_content
@@ -148,7 +148,7 @@ def test_killed_while_drives_are_taken_or_left(tmp_path, monkeypatch, stop):
 def stop_at(patch, name, arrival, late):
     """End ``take`` at its ``arrival``-th call of ``name``."""
     reached, taking = [], []
-    take, place = drives.take, drives if name == "write_durably" else Disk
+    take, place = drive_links.take, drive_links if name == "write_durably" else Disk
     function = getattr(place, name)
 
     def stopping(*args, **options):
@@ -169,7 +169,7 @@ def stop_at(patch, name, arrival, late):
             taking.clear()
 
     patch.setattr(place, name, stopping)
-    patch.setattr(drives, "take", taken)
+    patch.setattr(drive_links, "take", taken)
     return reached
 
 
@@ -225,7 +225,7 @@ def test_of_two_runs_that_want_the_same_drives_in_the_same_instant_one_has_them(
         ready = wanting(root, used)
         together.wait()
         try:
-            drives.take(*ready, [])
+            drive_links.take(*ready, [])
         except (RunMismatch, RunLocked) as error:
             refused.append((root, str(error)))
 
@@ -240,7 +240,7 @@ def test_of_two_runs_that_want_the_same_drives_in_the_same_instant_one_has_them(
         ((lost, text),) = refused
         (won,) = set(roots) - {lost}
         assert "another run" in text
-        assert [drives._owner(str(drive))["run"] for drive in used] == [str(won)] * 2
+        assert [drive_links._owner(str(drive))["run"] for drive in used] == [str(won)] * 2
         assert folders(Disk(lost)) == ["data"] and len(folders(Disk(won))) == 3
 
 
@@ -248,19 +248,19 @@ def test_a_run_that_comes_second_for_one_of_its_drives_lets_go_of_the_others(tmp
     one, two = tmp_path / "one", tmp_path / "two"
     late, early = wanting(tmp_path / "late", [one, two]), wanting(tmp_path / "early", [two])
     with alone_in(Disk(two)), pytest.raises(RunLocked, match="two is being made a drive of another run"):
-        drives.take(*late, [])
+        drive_links.take(*late, [])
     assert not list(one.iterdir()) and folders(late[0]) == ["data"]
-    drives.take(*early, [])
+    drive_links.take(*early, [])
     with pytest.raises(RunMismatch, match="is a drive of another run"):
-        drives.take(*late, [])
-    drives.take(*wanting(tmp_path / "third", [one]), [])
+        drive_links.take(*late, [])
+    drive_links.take(*wanting(tmp_path / "third", [one]), [])
 
 
 def test_what_ranks_show_each_other_and_a_kill_leaves_does_not_keep_a_run_out(tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
     (drive / "holdfast-1x_a2b3c").touch()
-    drives.take(*wanting(tmp_path / "run", [drive]), [])
+    drive_links.take(*wanting(tmp_path / "run", [drive]), [])
     assert [path.name for path in drive.iterdir()] == [OWNER]
     other = tmp_path / "other"
     other.mkdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked, StaleCommit
-from holdfast.store.files import Disk, write_durably
+from holdfast.store.disk import Disk, write_durably
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_durable_write_never_shows_anything_in_between(disk, monkeypatch):
     for name in ("fdatasync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(
-                "holdfast.store.files._data_sync" if name == "fdatasync" else "os.replace", broken(errno.EIO)
+                "holdfast.store.disk._data_sync" if name == "fdatasync" else "os.replace", broken(errno.EIO)
             )
             with pytest.raises(DiskFailed, match=r"cannot (sync|rename) .*file\.tmp: Input/output error"):
                 write_durably(disk, "file", b"new", why="test")
@@ -231,7 +231,7 @@ def test_another_process_is_kept_out(disk):
 def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
     """As a data loader's workers are, for seconds, after their trainer was killed."""
     code = (
-        "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
+        "import os, sys, time; from holdfast.store.disk import Disk; disk = Disk(sys.argv[1]);"
         "lock = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
         "child or lock.release();"
         "os.write(1, f'{child or \"child\"}\\n'.encode());"  # in one piece: both write

@@ -11,12 +11,12 @@ import pytest
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFull
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
-from holdfast.store import journal
-from holdfast.store.files import Disk
-from holdfast.store.journal import JournalWriter, Record
-from holdfast.store.manifest import Timeline
-from holdfast.store.segments import read_payload, read_segment, segments, trim
-from holdfast.units import MiB
+from holdfast.quantities import MiB
+from holdfast.store.disk import Disk
+from holdfast.store.format.manifest import Timeline
+from holdfast.store.log import journal
+from holdfast.store.log.journal import JournalWriter, Record
+from holdfast.store.log.segments import read_payload, read_segment, segments, trim
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
 PAGE = 4096

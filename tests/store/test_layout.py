@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Damaged
-from holdfast.state.atoms import DTYPE_BYTES
-from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.state.tensor_entries import DTYPE_BYTES
+from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
 
 KiB = 1024
 DTYPES = sorted(DTYPE_BYTES)

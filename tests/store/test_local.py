@@ -13,8 +13,8 @@ from holdfast.errors import (
     RunLocked,
     StaleCommit,
 )
-from holdfast.store.layout import Layout
-from holdfast.store.local import LocalStore
+from holdfast.store.format.file_names import Layout
+from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast import failpoints
 from holdfast.io.queue import IOQueue
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from killed import Killed, kill
 from support.simdisk import SimDisk
 from tiny_run import TinyRun, check_content

@@ -9,8 +9,8 @@ import pytest
 import xxhash
 
 from holdfast.errors import ManifestCorrupt, RunMismatch
-from holdfast.store.checksummed_json import seal, unseal
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, timeline_of_name
+from holdfast.store.format.checksummed_json import seal, unseal
+from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, timeline_of_name
 
 MANIFEST = Manifest(
     step=12,

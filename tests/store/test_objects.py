@@ -7,20 +7,20 @@ import socket
 
 import pytest
 
-from delta.loops import cut_small, make, same
+from checkpoint.loops import cut_small, make, same
 from dist.world import World
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
 from holdfast.opening import source_of
-from holdfast.store import copying, objects
-from holdfast.store.chain import last_step, verify_records
-from holdfast.store.manifest import ALONE
-from holdfast.store.objects import ObjectDisk
-from holdfast.store.pushing import Pusher, object_path
+from holdfast.store.commit.retention import Keep
+from holdfast.store.format.manifest import ALONE
+from holdfast.store.log.chain import last_step, verify_records
+from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep
-from holdfast.store.segments import read_segment, segments
-from holdfast.store.target import Target, Url
+from holdfast.store.remote import copying, object_store
+from holdfast.store.remote.object_store import ObjectDisk
+from holdfast.store.remote.push_target import Target, Url
+from holdfast.store.remote.pushing import Pusher, object_path
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content
 
@@ -372,7 +372,7 @@ def test_another_that_copied_fewer_of_the_same_records_is_believed(run, bucket, 
     assert others == [True] and len(ObjectDisk(bucket).listdir(f"journal/{ALONE}")) == 2
 
 
-@pytest.mark.parametrize("nbytes", [20, objects.AHEAD + 20])
+@pytest.mark.parametrize("nbytes", [20, object_store.AHEAD + 20])
 def test_a_read_past_the_end_fails(bucket, nbytes):
     disk = ObjectDisk(bucket)
     disk.put("data/short", bytes(nbytes - 10))
@@ -513,7 +513,7 @@ def test_a_server_that_does_not_answer_is_one_error(bucket, monkeypatch, run):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        monkeypatch.setattr(objects, "RETRIES", 2)
+        monkeypatch.setattr(object_store, "RETRIES", 2)
         with pytest.raises(
             DiskFailed, match=r"cannot list s3://bucket/runs/a/\w+: .*after 2 retries"
         ) as caught:
@@ -525,7 +525,7 @@ def test_without_an_endpoint_it_is_amazons(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
-    store = objects._connected(Url("s3://bucket/runs/a"))
+    store = object_store._connected(Url("s3://bucket/runs/a"))
     assert store.prefix == "runs/a" and "endpoint" not in store.config
 
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from holdfast.errors import BadInput, DiskFailed, EngineFailed, StaleCommit
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
+from holdfast.store.disk import Disk
+from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
 
 
@@ -187,7 +187,7 @@ def test_a_forked_child_keeps_its_own_lock_and_leaves_its_parents_run_alone(tmp_
     code = """
 import os, sys
 from holdfast.errors import RunLocked, StaleCommit
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 parents = LocalStore.open(sys.argv[1] + "/parents")
 parents.scratch("params", 4096)
 if os.fork() == 0:

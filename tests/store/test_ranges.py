@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from holdfast.store import payload_ranges
-from holdfast.store.files import Disk
-from holdfast.store.manifest import FileRef
+from holdfast.store.disk import Disk
+from holdfast.store.format import payload_ranges
+from holdfast.store.format.manifest import FileRef
 
 
 def test_reading_keeps_nothing_for_each_block_that_was_read(tmp_path, monkeypatch):

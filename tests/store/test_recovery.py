@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
-from holdfast.store.local import DIRECTORIES, LocalStore
+from holdfast.store.run_store import DIRECTORIES, LocalStore
 from killed import Killed
 from support.powerloss import ABOVE, Operation
 from support.simdisk import SimDisk

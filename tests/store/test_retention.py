@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import BadInput
-from holdfast.store.manifest import CommitRef, Manifest, Timeline
-from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.commit.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
 
 
 def refs(*pairs):

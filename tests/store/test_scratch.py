@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import ChunkCorrupt
 from holdfast.io.buffers import Buffer
-from holdfast.units import MiB
+from holdfast.quantities import MiB
 
 HOW = {"kind": "params", "phase": "forward", "priority": 1}
 

@@ -12,10 +12,10 @@ import torch
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import verify
 from holdfast.errors import Damaged, DiskFailed, ManifestCorrupt
-from holdfast.regular import read_regular
-from holdfast.store.files import Disk
-from holdfast.store.local import LocalStore
-from holdfast.store.segments import segments, trim
+from holdfast.regular_files import read_regular
+from holdfast.store.disk import Disk
+from holdfast.store.log.segments import segments, trim
+from holdfast.store.run_store import LocalStore
 
 PLACES = ("commits", "timelines", "index", "data", "journal/rank-00000")
 

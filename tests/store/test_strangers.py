@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from holdfast.errors import RunMismatch
-from holdfast.store.local import LocalStore
+from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
 
 

@@ -10,10 +10,10 @@ import torch
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import RunMismatch
-from holdfast.store.local import LocalStore
-from holdfast.store.manifest import Timeline
+from holdfast.store.commit.retention import ANCESTORS_KEPT
+from holdfast.store.format.manifest import Timeline
 from holdfast.store.reader import with_run
-from holdfast.store.retention import ANCESTORS_KEPT
+from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, flip
 
 

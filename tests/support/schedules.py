@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.plan.ops import COMPUTE, Key, Op
+from holdfast.schedule.operations import COMPUTE, Key, Op
 
 
 def check_schedule(ops: list[Op]) -> None:

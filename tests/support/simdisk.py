@@ -1,6 +1,6 @@
 """SimDisk: a disk in memory that records every operation and yields what a power cut would leave of it.
 
-It has the methods of ``store.files.Disk``. A loop-mounted file system keeps more through a cut than POSIX
+It has the methods of ``store.disk.Disk``. A loop-mounted file system keeps more through a cut than POSIX
 promises, so only this disk shows a missing sync; syncs can be left out of the account one by one.
 """
 
@@ -66,7 +66,7 @@ class SimLock:
 
 
 class SimDisk:
-    """Has the methods of ``store.files.Disk``. Safe to use from several threads."""
+    """Has the methods of ``store.disk.Disk``. Safe to use from several threads."""
 
     def __init__(self, root: str | Path = "/sim") -> None:
         self.root = Path(root)

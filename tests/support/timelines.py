@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.errors import Damaged, DiskFailed, NoCommit
-from holdfast.store.chain import Journal, chain_of, read_journal
+from holdfast.store.log.chain import Journal, chain_of, read_journal
 from holdfast.store.reader import RunReader
 
 

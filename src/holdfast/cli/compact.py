@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..delta.compact import compact
-from ..delta.recovery_progress import RecoveryProgress
-from ..store.pruning import said_spans
-from ..units import counted, format_bytes
-from ..watch.recovery import progress_bar
+from ..checkpoint.recovery.compaction import compact
+from ..checkpoint.recovery.recovery_progress import RecoveryProgress
+from ..monitor.recovery_bar import progress_bar
+from ..quantities import counted, format_bytes
+from ..store.commit.pruning import said_spans
 from .output import error_console, print_json
 from .runs import directory_of
 

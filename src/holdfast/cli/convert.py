@@ -17,30 +17,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
-from ..folders.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep, kept_folder
+from ..formats import packs
+from ..formats.coverage_check import refuse_unequal
+from ..formats.deepspeed import write_deepspeed
+from ..formats.entry_keys import EXTRA
+from ..formats.readers.huggingface import write_huggingface, write_named, write_single
+from ..formats.readers.training_file import SUFFIXES as TORCH_SUFFIXES
+from ..formats.readers.training_file import write_torch
+from ..formats.rules_source import UnderRules
+from ..formats.run_writer import write_run
+from ..formats.source import Source
+from ..models.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep, kept_folder
 from ..opening import source_of
-from ..store.files import Disk, write_durably
-from ..store.target import Target, Url
-from ..units import counted, format_bytes, parse_bytes
-from ..universal import packs
-from ..universal.checking import refuse_unequal
-from ..universal.convert.deepspeed import write_deepspeed
-from ..universal.convert.huggingface import write_huggingface, write_named, write_single
-from ..universal.convert.training_file import SUFFIXES as TORCH_SUFFIXES
-from ..universal.convert.training_file import write_torch
-from ..universal.keys import EXTRA
-from ..universal.rules_source import UnderRules
-from ..universal.save import write_run
-from ..universal.source import Source
+from ..quantities import counted, format_bytes, parse_bytes
+from ..store.disk import Disk, write_durably
+from ..store.remote.push_target import Target, Url
 from .flags import parsed
 from .foreign_states import passed_over
 from .output import print_json, transfer_progress
-from .record import NAME, read_record
 from .runs import open_run
+from .train.kept_config import NAME, read_record
 
 if TYPE_CHECKING:
-    from ..folders.exports import Adapter
     from ..models.decoder import DecoderConfig
+    from ..models.exports import Adapter
 
 DTYPES = {
     "fp32": "F32",
@@ -145,14 +145,14 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
     if renamed:
         opened = as_llama if how.rules is None and as_llama is not None else _under_rules(opened, how)
     if folder is not None:
-        from ..folders.exports import loadable
+        from ..models.exports import loadable
 
         written = loadable(opened, folder, renamed=renamed)
         return Export(written, partial(keep, folder, dtype=_type_in(opened, how)))
     if trained is not None and as_llama is not None and _weights_of(opened) == _weights_of(as_llama):
         return Export(opened, partial(_write_beside, name="config.json", data=config))
     if not renamed:
-        from ..folders.exports import refuse_nameless
+        from ..models.exports import refuse_nameless
 
         refuse_nameless(opened)
     warnings.warn(
@@ -164,7 +164,7 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
 
 
 def _export_of_adapter(opened: Source, folder: Path) -> Export:
-    from ..folders.exports import adapter_in
+    from ..models.exports import adapter_in
 
     config = (folder / ADAPTER_CONFIG).read_bytes()
     return Export(
@@ -229,7 +229,7 @@ def _trained_here(run: Path | Url) -> DecoderConfig | None:
     config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
     if config is None or config.model.path:
         return None
-    from .recipe import decoder_config
+    from .train.recipe import decoder_config
 
     return decoder_config(config)
 
@@ -277,7 +277,7 @@ def _write(export: Export, destination: Path, how: ConvertOptions, told: Told) -
     elif how.to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
     elif how.to == "dcp":
-        from ..universal.convert.dcp_writer import write_dcp
+        from ..formats.dcp.dcp_writer import write_dcp
 
         files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
     elif how.to == "torch":

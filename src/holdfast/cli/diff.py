@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 
-from ..state.atoms import DTYPE_BYTES, Atom
+from ..formats.load import read_flat
+from ..formats.source import Source, Stored
+from ..quantities import format_bytes
 from ..state.numbers import values_of
-from ..units import format_bytes
-from ..universal.load import read_flat
-from ..universal.source import Source, Stored
+from ..state.tensor_entries import DTYPE_BYTES, Atom
 from .foreign_states import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 

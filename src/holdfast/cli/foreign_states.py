@@ -9,12 +9,12 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
+from ..formats.coverage_check import unequal_copies
+from ..formats.readers.run_directory import Commit
+from ..formats.readers.safetensors_files import BITS
+from ..formats.source import Source, Stored
 from ..opening import source_of
-from ..units import counted, format_bytes
-from ..universal.checking import unequal_copies
-from ..universal.convert.holdfast import Commit
-from ..universal.convert.safetensors import BITS
-from ..universal.source import Source, Stored
+from ..quantities import counted, format_bytes
 from .output import atom_table, console, print_facts, print_json, print_table, progress
 from .runs import label, open_run, summary, while_training
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from ..errors import CommitRetired, Damaged, DiskFailed, Unreadable
-from ..store.chain import last_step, verify_records
-from ..store.manifest import Manifest
-from ..store.payload_files import regions
+from ..quantities import counted, format_bytes
+from ..store.format.manifest import Manifest
+from ..store.format.payload_files import regions
+from ..store.log.chain import last_step, verify_records
 from ..store.reader import RunReader
-from ..units import counted, format_bytes
 from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
 from .runs import label, local_time, open_run, summary, with_commits
 
 if TYPE_CHECKING:
-    from ..universal.source import Source
+    from ..formats.source import Source
 
 
 def ls(run: Path, *, as_json: bool) -> None:
@@ -134,13 +134,13 @@ def is_foreign(text: str) -> bool:
     path = Path(text)
     if (path / "commits").is_dir() or not path.exists():
         return False
-    from ..universal.convert import is_of_others
+    from ..formats.readers import is_of_others
 
     return is_of_others(path)
 
 
 def open_foreign(text: str) -> Source:
-    from ..universal.convert import open_source
+    from ..formats.readers import open_source
 
     return open_source(Path(text))
 

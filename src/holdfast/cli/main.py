@@ -19,9 +19,9 @@ import typer
 
 from .. import __version__
 from ..errors import HoldfastError
-from . import planning
 from .machine import launched
-from .planning import AsJson
+from .plan import plan_commands
+from .plan.plan_commands import AsJson
 
 EXIT_CODES = (
     "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
@@ -103,7 +103,7 @@ def train(
     # torch's threads share the cores with ours, so waiting ones may spin only briefly (read when torch is loaded)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from .train import train as run
+    from .train.train_job import train as run
 
     run(chosen, stated={key_of(text) for text in sets or ()})
 
@@ -161,7 +161,7 @@ def prune(
     json: AsJson = False,
 ) -> None:
     """Remove old bases and records of a run that nobody writes."""
-    from ..store.retention import Keep
+    from ..store.commit.retention import Keep
     from .prune import prune_run
 
     prune_run(run, Keep(keep_last, every, hours), dry_run=dry_run, as_json=json)
@@ -269,7 +269,7 @@ def convert(
     convert_state(source, destination, how, as_json=json)
 
 
-for verb in (planning.plan, planning.simulate, planning.probe):
+for verb in (plan_commands.plan, plan_commands.simulate, plan_commands.probe):
     app.command()(verb)
 
 

@@ -25,7 +25,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..units import visible
+from ..quantities import visible
 
 PIPE_COLUMNS = 200
 """Columns of output that is no terminal: tables take the width of their lines, and wrap only beyond this."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..store.pruning import Pruning, planned, prune, said_spans
-from ..store.retention import Keep
-from ..units import counted, format_bytes
+from ..quantities import counted, format_bytes
+from ..store.commit.pruning import Pruning, planned, prune, said_spans
+from ..store.commit.retention import Keep
 from .output import console, plain_table, print_json, print_table
 from .runs import directory_of, open_run
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, DiskFailed
-from ..store.copying import PushResult
-from ..store.pushing import Pusher
-from ..store.retention import Keep
-from ..store.target import Url, place_of
-from ..units import counted, format_bytes
+from ..quantities import counted, format_bytes
+from ..store.commit.retention import Keep
+from ..store.remote.copying import PushResult
+from ..store.remote.push_target import Url, place_of
+from ..store.remote.pushing import Pusher
 from .output import print_json, transfer_progress
 from .runs import directory_of
 

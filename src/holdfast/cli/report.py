@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, Damaged, NoCommit
-from ..store.target import Url, place_of
-from ..units import parse_seconds, visible
-from ..watch.drive import drive_of
-from ..watch.history import History
-from ..watch.report import Look, document, html
-from ..watch.trace import chrome_trace
+from ..monitor.drive_wear import drive_of
+from ..monitor.history import History
+from ..monitor.run_report import Look, document, html
+from ..monitor.trace import chrome_trace
+from ..quantities import parse_seconds, visible
+from ..store.remote.push_target import Url, place_of
 from .flags import parsed
 from .output import print_json
 from .runs import open_run

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ..state.rules import Rules
-from ..store.manifest import Manifest
+from ..formats import packs, rules_source
+from ..quantities import counted
+from ..state.rules.rule_language import Rules
+from ..store.format.manifest import Manifest
 from ..store.reader import RunReader
-from ..units import counted
-from ..universal import packs, rules_source
 from .output import console, plain_table, print_json, print_table
 from .runs import label, with_commits
 

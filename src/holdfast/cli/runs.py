@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import BadInput, NoCommit
-from ..store.local import LocalStore
-from ..store.manifest import Manifest
+from ..store.format.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
-from ..store.target import Target, Url, place_of
-from .record import NAME, read_record, state_directory
+from ..store.remote.push_target import Target, Url, place_of
+from ..store.run_store import LocalStore
+from .train.kept_config import NAME, read_record, state_directory
 
 T = TypeVar("T")
 

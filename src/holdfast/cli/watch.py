@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.live import Live
 
-from ..watch.history import History
-from ..watch.live import LivePanel, Tail
+from ..monitor.history import History
+from ..monitor.run_panel import LivePanel, Tail
 from .output import console, print_json
 from .report import log_of
 

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
-from ..units import MiB, counted
+from ..quantities import MiB, counted
 from .documents import is_packed
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

@@ -26,9 +26,9 @@ import xxhash
 from torch import Tensor
 
 from ..errors import BadInput, Damaged, DiskFailed
-from ..regular import load_json, open_regular, read_regular
-from ..store.files import Disk, write_durably
-from ..units import MiB, counted
+from ..quantities import MiB, counted
+from ..regular_files import load_json, open_regular, read_regular
+from ..store.disk import Disk, write_durably
 from .corpus import Windows, find_files, split
 from .documents import PLAIN, chunks, form_of, records
 

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 
-from holdfast.units import MiB, round_up
+from holdfast.quantities import MiB, round_up
 
 HUGE_PAGE = 2 * MiB
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdfast.errors import QueueClosed
-from holdfast.units import MiB
+from holdfast.quantities import MiB
 
 REQUEST_BYTES = 4 * MiB
 """The most bytes that one request moves, and so the granularity of priorities."""

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import DiskFailed, DiskFull
-from holdfast.regular import open_regular
-from holdfast.units import PAGE, format_bytes
+from holdfast.quantities import PAGE, format_bytes
+from holdfast.regular_files import open_regular
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """The flag of direct I/O, 0 on a system that has none (macOS)."""

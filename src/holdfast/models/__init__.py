@@ -1,1 +1,1 @@
-"""Reference models."""
+"""The reference decoder, and pretrained folders with their tokenizers."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import BadInput
-from ..units import round_up
+from ..quantities import round_up
 
 INIT_STD = 0.02
 

@@ -1,1 +1,1 @@
-"""Out-of-core training: the state lives on the SSD, and the engine runs the operation lists that ``plan`` writes."""
+"""Out-of-core training: the state is on the SSD, and the engine runs operation lists that ``schedule`` writes."""

@@ -12,11 +12,11 @@ from typing import TypeVar, cast
 
 import torch
 
+from ..distributed import Ranks, this_machine
 from ..errors import BadInput, RankFailed
-from ..ranks import Ranks, this_machine
 from ..state.plain_tensors import flat_bytes, tensor_of
-from .block_states import BlockState
-from .residency import Gradients
+from .memory.block_states import BlockState
+from .memory.residency import Gradients
 
 T = TypeVar("T")
 

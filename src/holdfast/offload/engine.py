@@ -20,35 +20,22 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
-from ..plan.ops import Op
+from ..optim.torch_threads import one_torch_thread, update_helpers
+from ..schedule.operations import Op
 from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
-from ..store.manifest import Manifest
-from ..update.threads import one_torch_thread, update_helpers
+from ..store.format.manifest import Manifest
 from . import rng
-from .blocks import install
-from .calibration import Calibration
-from .defaults import on_host_by_default
-from .equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
+from .engine_progress import UserState
 from .executor import Executor
 from .exit_hook import closed, finish_at_exit
-from .export import newest_values, state_dict, trained_values
 from .external_edits import ExternalEdits
 from .external_edits import told as told_of_edits
 from .interrupts import deferred
-from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
-from .ops import handlers
-from .ops.commit import publish
-from .planning import Plan
-from .preflight import Preflight
-from .progress import UserState
-from .reports import Traffic, by_lane, count_tokens, difference, engine_event, step_event, traffic
-from .runtime import Runtime, Step
-from .sampling import chooser, continued
-from .starting_state import Beginning
-from .steps import Rules, StepMaker
-from .takeover import (
+from .model.blocks import install
+from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
+from .model.takeover import (
     MARK,
     OriginalDevices,
     TakenModel,
@@ -58,8 +45,29 @@ from .takeover import (
     refuse_use,
     switch_on_cache,
 )
-from .timelines import Timelines
-from .weights import first_label_counts, mean_of, questions
+from .model.weights import first_label_counts, mean_of, questions
+from .ops import handlers
+from .ops.commit_ops import publish
+from .reporting.operation_times import Timelines
+from .reporting.step_reports import (
+    Traffic,
+    by_lane,
+    count_tokens,
+    difference,
+    engine_event,
+    step_event,
+    traffic,
+)
+from .runtime import Runtime, Step
+from .setup.calibration import Calibration
+from .setup.defaults import on_host_by_default
+from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
+from .setup.export import newest_values, state_dict, trained_values
+from .setup.preflight import Preflight
+from .setup.starting_state import Beginning
+from .setup.step_planning import Plan
+from .steps import Rules, StepMaker
+from .text_sampling import chooser, continued
 
 POSITIONS = ("random", "loader")
 """Parts of the progress that change when a batch is fetched."""

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..plan.ops import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
-from ..update.threads import Lane
+from ..optim.torch_threads import Lane
+from ..schedule.operations import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
 
 Handler = Callable[[Op, Any], "Future | None"]
 """Runs one operation of a step; returns a future if the operation continues after the handler has returned."""

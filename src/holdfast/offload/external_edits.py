@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import Owned, install
-from .export import values_of
+from .model.blocks import Owned, install
 from .runtime import Runtime
+from .setup.export import values_of
 
 
 class ExternalEdits:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..accelerators import generator_state, seed_generator, set_generator_state, with_index
-from .blocks import find_blocks
+from .model.blocks import find_blocks
 
 PROLOGUE = "prologue"
 

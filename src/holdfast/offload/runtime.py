@@ -16,25 +16,25 @@ import torch
 from torch import nn
 
 from ..io.buffers import Buffer
-from ..plan.ops import Op
-from ..plan.work import Placement, StepShape
+from ..optim.host_optimizer import HostOptimizer, HyperParameters
+from ..optim.mezo import Delta
+from ..schedule.operations import Op
+from ..schedule.work import Placement, StepShape
 from ..state.capture import buffer_at
-from ..store.generations import Generations
-from ..store.local import LocalStore
+from ..store.commit.generations import Generations
+from ..store.run_store import LocalStore
 from ..store.scratch import Scratch
-from ..update.mezo import Delta
-from ..update.optimizer import HostOptimizer, HyperParameters
-from .attributes import Attributes
-from .block_states import BlockState
-from .blocks import Patch
-from .boundaries import BlockOutput, Boundary, OriginTracker
 from .data_parallel import DataParallelGroup
-from .device import Device
-from .microbatches import Coroutine
-from .residency import Gradients, Residency
-from .scaling import LossScale
-from .weights import mean_of
-from .zeroth import ZerothOrderState
+from .loss_scaling import LossScale
+from .memory.block_states import BlockState
+from .memory.device import Device
+from .memory.residency import Gradients, Residency
+from .mezo_engine import ZerothOrderState
+from .model.block_attributes import Attributes
+from .model.blocks import Patch
+from .model.boundaries import BlockOutput, Boundary, OriginTracker
+from .model.microbatches import Coroutine
+from .model.weights import mean_of
 
 
 @dataclass

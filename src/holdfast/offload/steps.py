@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..plan.ops import Op
-from ..plan.orders import kept_blocks
-from ..plan.vertical import commit_only, forward_only
-from ..plan.work import Clipping, StepShape
-from ..plan.zeroth import STREAMS, catch_up
-from .microbatches import Coroutine, autocast_state, casts, late_call
-from .planning import LISTS, Plan
+from ..schedule.mezo_schedule import STREAMS, catch_up
+from ..schedule.operations import Op
+from ..schedule.orders import kept_blocks
+from ..schedule.vertical import commit_only, forward_only
+from ..schedule.work import Clipping, StepShape
+from .loss_scaling import LossScale
+from .model.microbatches import Coroutine, autocast_state, casts, late_call
+from .model.weights import depends_on_shift, shares, target_tokens
 from .runtime import MicroBatch, Runtime, Step
-from .scaling import LossScale
-from .weights import depends_on_shift, shares, target_tokens
+from .setup.step_planning import LISTS, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ that it runs on. A key is declared once, as a field of ``MachineProfile`` or ``M
 the written file follow from that. Sizes and rates are text such as ``"80GB"`` and ``"12GB/s"``.
 """
 
-from .files import known, load_machine, load_model, to_toml
-from .machine import MachineProfile
-from .model import ModelProfile
+from .machine_profile import MachineProfile
+from .model_profile import ModelProfile
+from .profile_files import known, load_machine, load_model, to_toml
 
 __all__ = ["MachineProfile", "ModelProfile", "known", "load_machine", "load_model", "to_toml"]

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
-from .atoms import WRAPPED
 from .dtypes import TO_NAME
-from .flat_ranges import Stretch
+from .layout.flat_ranges import Stretch
 from .plain_tensors import odd_kind, repeats_itself
+from .tensor_entries import WRAPPED
 
 FSDP1_INSIDE = "_fsdp_wrapped_module"
 """The name by which FSDP1's wrapper holds the module inside."""

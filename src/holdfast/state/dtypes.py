@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .atoms import TORCH_NAMES
+from .tensor_entries import TORCH_NAMES
 
 FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
 TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}

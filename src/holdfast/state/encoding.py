@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadInput
-from .atoms import TORCH_NAMES
+from .tensor_entries import TORCH_NAMES
 
 _NUMPY_NAMES = {**TORCH_NAMES, "C128": "complex128"}
 _NUMPY_NAMES = {

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import torch
 
+from .layout.overlaps import Key, Memory, Shared, described, placed
 from .live_state import LiveState
-from .overlaps import Key, Memory, Shared, described, placed
 from .plain_tensors import is_plain
 
 BUFFER = ("buffer",)

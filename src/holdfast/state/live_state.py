@@ -15,15 +15,25 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
-from .atoms import RESIDUAL, Atom
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
-from .flat_ranges import Region, copy_common, is_nothing
-from .overlaps import PLACED, Key, Memory, Shared, described, overlaps, put_within, said_keys, tensors_within
-from .ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
+from .layout.flat_ranges import Region, copy_common, is_nothing
+from .layout.overlaps import (
+    PLACED,
+    Key,
+    Memory,
+    Shared,
+    described,
+    overlaps,
+    put_within,
+    said_keys,
+    tensors_within,
+)
+from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
+from .layout.regions import Box
 from .plain_tensors import is_plain, odd_kind
-from .regions import Box
+from .tensor_entries import RESIDUAL, Atom
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""

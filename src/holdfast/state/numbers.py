@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .atoms import TORCH_NAMES
+from .tensor_entries import TORCH_NAMES
 
 
 def values_of(data: np.ndarray, dtype: str) -> np.ndarray:

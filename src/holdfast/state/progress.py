@@ -16,7 +16,7 @@ import torch
 
 from ..accelerators import random_states, set_random_states
 from ..errors import BadInput, RunMismatch
-from ..units import counted
+from ..quantities import counted
 from .encoding import decode, encode
 
 OF_VERSIONS = {

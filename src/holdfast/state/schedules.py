@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..units import shown
+from ..quantities import shown
 
 MOST_LOOKED_AT = 10_000
 """The most objects to examine within a given one, such as the schedulers in a ``SequentialLR``."""

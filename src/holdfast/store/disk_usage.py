@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
-from holdfast.store.drives import data_paths
-from holdfast.store.files import AnyDisk
-from holdfast.store.manifest import CommitRef, Manifest
-from holdfast.store.segments import steps_of_segments, streams
+from holdfast.store.disk import AnyDisk
+from holdfast.store.drive_links import data_paths
+from holdfast.store.format.manifest import CommitRef, Manifest
+from holdfast.store.log.segments import steps_of_segments, streams
 
 SMALL = ("index", "commits", "timelines")
 """The directories of small files."""

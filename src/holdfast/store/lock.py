@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import BadInput, StaleCommit
-from holdfast.regular import load_json
+from holdfast.regular_files import load_json
 
 LOCK = "lock"
 """The lock file of a run, held by the first rank, which publishes."""

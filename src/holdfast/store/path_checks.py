@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from holdfast.errors import BadInput
-from holdfast.regular import home_path
+from holdfast.regular_files import home_path
 
 NO_PLACE = (
     errno.ENOTDIR,

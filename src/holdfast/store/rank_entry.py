@@ -11,9 +11,9 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from holdfast.errors import RunMismatch
-from holdfast.store.drives import MARK
-from holdfast.store.local import LocalStore
-from holdfast.store.manifest import Point, Timeline
+from holdfast.store.drive_links import MARK
+from holdfast.store.format.manifest import Point, Timeline
+from holdfast.store.run_store import LocalStore
 
 
 class Together(Protocol):

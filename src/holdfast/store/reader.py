@@ -16,15 +16,23 @@ from typing import Any, Self, TypeVar
 
 from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store import payload_files, verifying
-from holdfast.store.files import AnyDisk, Disk
-from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
-from holdfast.store.objects import remote_disk
-from holdfast.store.payload_ranges import read_atom
-from holdfast.store.retention import ancestry, is_begun, lineage, newest_tip
-from holdfast.store.segments import timelines_of_segments
-from holdfast.store.target import place_of
+from holdfast.store import verifying
+from holdfast.store.commit.retention import ancestry, is_begun, lineage, newest_tip
+from holdfast.store.disk import AnyDisk, Disk
+from holdfast.store.format import payload_files
+from holdfast.store.format.file_names import Layout
+from holdfast.store.format.manifest import (
+    CommitRef,
+    FileRef,
+    Manifest,
+    Timeline,
+    timeline_of_name,
+    timeline_path,
+)
+from holdfast.store.format.payload_ranges import read_atom
+from holdfast.store.log.segments import timelines_of_segments
+from holdfast.store.remote.object_store import remote_disk
+from holdfast.store.remote.push_target import place_of
 from holdfast.store.verifying import Report
 
 T = TypeVar("T")

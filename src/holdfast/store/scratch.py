@@ -14,8 +14,8 @@ import xxhash
 
 from holdfast.errors import ChunkCorrupt
 from holdfast.io.queue import REQUEST_BYTES, IOQueue, Request
-from holdfast.store.files import AnyDisk
-from holdfast.units import PAGE
+from holdfast.quantities import PAGE
+from holdfast.store.disk import AnyDisk
 
 
 class Scratch:

@@ -18,11 +18,11 @@ import xxhash
 from holdfast.errors import Damaged, DiskFailed, ManifestCorrupt, NoCommit
 from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.io.queue import IOQueue, Request
-from holdfast.store.files import OpenFile
-from holdfast.store.generations import corrupt, name_atoms
-from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
-from holdfast.store.manifest import FileRef, Manifest, timeline_path
-from holdfast.store.payload_files import check_size, index_of, unverified_layout
+from holdfast.store.commit.generations import corrupt, name_atoms
+from holdfast.store.disk import OpenFile
+from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
+from holdfast.store.format.manifest import FileRef, Manifest, timeline_path
+from holdfast.store.format.payload_files import check_size, index_of, unverified_layout
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader

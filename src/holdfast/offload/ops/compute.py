@@ -15,19 +15,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
-from ...plan.ops import Op
-from ...plan.orders import input_stays, micro_batches
-from ...plan.zeroth import DISPLACED
+from ...schedule.mezo_schedule import DISPLACED
+from ...schedule.operations import Op
+from ...schedule.orders import input_stays, micro_batches
 from .. import rng
-from ..block_states import BlockState
-from ..blocks import install
-from ..boundaries import BlockOutput, Boundary, Graph, refuse_hidden
-from ..defaults import callers_default
-from ..input_changes import Watch
-from ..microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
-from ..residency import Gradients
+from ..memory.block_states import BlockState
+from ..memory.residency import Gradients
+from ..model.blocks import install
+from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden
+from ..model.input_changes import Watch
+from ..model.microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
 from ..runtime import Runtime, Step
-from . import inputs, params
+from ..setup.defaults import callers_default
+from . import input_ops, parameter_ops
 
 FORWARD = "forward"
 
@@ -85,7 +85,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
             batch.loss = 0.0 if batch.weight == 0.0 else float(loss)
             batch.deliveries.pop(block).device = None
     if m == len(step.micro_batches) - 1:
-        params.release(run, DISPLACED, block, -1)
+        parameter_ops.release(run, DISPLACED, block, -1)
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
@@ -120,7 +120,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             boundary.send_back()
         batch.tracker.running.clear()
     del batch.boundaries[block], boundary
-    inputs.used(run, block, m)
+    input_ops.used(run, block, m)
     if block == 0 and m == len(step.micro_batches) - 1:
         step.buffers = run.agreed_buffers()
 
@@ -165,7 +165,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
         )
     boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:
-        inputs.hand_on(run, batch.deliveries[block - 1], boundary)
+        input_ops.hand_on(run, batch.deliveries[block - 1], boundary)
     return boundary
 
 
@@ -274,7 +274,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
-        params.release(run, phase, block, micro_batch)
+        parameter_ops.release(run, phase, block, micro_batch)
 
 
 def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:

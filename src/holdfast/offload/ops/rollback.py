@@ -10,10 +10,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from ... import failpoints
-from ...plan.ops import Op
-from ..block_states import as_tensor
+from ...schedule.operations import Op
+from ..memory.block_states import as_tensor
 from ..runtime import Runtime, Step, of
-from . import gradients, state
+from . import gradient_ops, state_ops
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future | None:
@@ -29,7 +29,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
 
 def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
     """Read spilled gradients back, if the update is made again."""
-    return gradients.load(run, op, step) if step.redone else None
+    return gradient_ops.load(run, op, step) if step.redone else None
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
@@ -40,10 +40,10 @@ def update(run: Runtime, op: Op, step: Step) -> None:
     block = op.key.block
     if step.redone:
         failpoints.reach("before_redone_update")
-        unit, copy = run.blocks[block], state.copy_to_update(run, block)
+        unit, copy = run.blocks[block], state_ops.copy_to_update(run, block)
         image = as_tensor(run.residency.redone[block])
         if not step.skipped:
-            state.apply(run, step, unit, image, run.residency.grads[block], copy)
+            state_ops.apply(run, step, unit, image, run.residency.grads[block], copy)
         elif copy is not None:
             unit.write_trained_copy(image, copy)
         failpoints.reach("after_redone_update")
@@ -65,6 +65,6 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if step.skipped:
         pool.give(image)
         return None
-    future = state.write_image(run, op, unit.file_name, image.view)
+    future = state_ops.write_image(run, op, unit.file_name, image.view)
     future.add_done_callback(lambda _: pool.give(image))
     return future

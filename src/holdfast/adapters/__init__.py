@@ -1,1 +1,0 @@
-"""Adapters: durable training with other libraries. Import each adapter by its own name."""

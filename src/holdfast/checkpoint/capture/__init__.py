@@ -1,0 +1,1 @@
+"""Copies of what an optimizer step consumes, and detection of changes that no step made."""

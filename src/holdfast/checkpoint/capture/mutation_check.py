@@ -1,0 +1,232 @@
+"""Detection of changes to parameters and optimizer state that no optimizer step made, and that records do not hold.
+
+Each tensor counts its changes in place. The counter shows changes by an optimizer and to the tensor itself, but not
+those through ``.data`` or NumPy. A parameter that gets other memory is noticed by its address. Every step runs three
+scans, so each is a few passes over flat lists.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...errors import BadInput
+from ...state.layout.ownership import is_distributed
+from ...state.live_state import LiveState, local_held
+
+PATIENCE = 1000
+"""The number of iterations without a step that is an error: more than gradients are accumulated over."""
+
+HINT = 100
+"""The number of iterations without a step that causes a warning, unless gradients are accumulated."""
+
+Marks = tuple[list[int], list[int], list[int], list[Any]]
+"""The state as the last scan saw it.
+
+1. Change counts of the parameters.
+2. Addresses of the parameters.
+3. Identities of the values of the optimizer's state.
+4. Change counts of these values, or marks of those that are no tensors.
+"""
+
+
+class MutationCheck:
+    """A detector of external changes to ``state``.
+
+    Call ``settle`` at the end of each step, and ``stepped`` after each optimizer's step.
+    """
+
+    def __init__(self, state: LiveState) -> None:
+        self._told = self._hinted = False
+        self.idle = 0
+        """The number of iterations since an optimizer stepped last."""
+        self.watch(state)
+
+    def watch(self, state: LiveState) -> None:
+        """Use ``state`` as the state to watch from here on."""
+        self._state = state
+        self._names: list[list[str]] = [[] for _ in (*state.optimizers, None)]
+        self._parameters: list[list[torch.Tensor]] = [[] for _ in self._names]
+        self._any_distributed = any(is_distributed(captured.parameter) for captured in state.parameters)
+        for captured in state.parameters:
+            index = state.optimizer_of(captured)
+            place = -1 if index is None else index
+            self._names[place].append(captured.name)
+            self._parameters[place].append(captured.parameter)
+        self._linked = _linked(self._parameters)
+        self.settle()
+
+    def settle(self) -> None:
+        """Accept the current state as known."""
+        self._marks = [self._now(place) for place in range(len(self._parameters))]
+
+    def stepped(self, index: int) -> None:
+        """Accept the changes by optimizer ``index`` as known."""
+        for place in self._linked[index]:
+            self._marks[place] = self._now(place)
+
+    @property
+    def is_other(self) -> bool:
+        """Return whether anything differs from the state known last."""
+        return any(self._now(place) != marks for place, marks in enumerate(self._marks))
+
+    def found(self, updated: bool, index: int | None = None) -> bool:
+        """Return whether anything unknown changed the state, or that of optimizer ``index``, and accept the state as
+        known.
+
+        Warns the first time. Raises ``BadInput`` after ``PATIENCE`` iterations in which no optimizer ``updated``
+        anything, since nothing of the run would be recorded.
+        """
+        names: list[str] = []
+        for place in range(len(self._marks)) if index is None else self._linked[index]:
+            before, now = self._marks[place], self._now(place)
+            if before != now:
+                self._marks[place] = now
+                names += self._changed(place, before, now)
+        self._wait(updated)
+        if names and not self._told:
+            self._told = True
+            which = names[0] + (f" and {len(names) - 1} others" if names[1:] else "")
+            warnings.warn(
+                f"{which} changed otherwise than by a step of an optimizer that the Checkpointer was given, which no"
+                " record would bring back: a base is made after every such step, which takes long. Pass what changes"
+                " them as after_update=: then it is done in a replay, too; call save() after what is done once.",
+                stacklevel=6,
+            )
+        return bool(names)
+
+    def _wait(self, updated: bool) -> None:
+        self.idle = 0 if updated else self.idle + 1
+        way_out = "Give it the one whose step() the script calls; one that wraps another is given as the one inside."
+        if self.idle >= PATIENCE:
+            raise BadInput(
+                f"in each of the last {PATIENCE} iterations none of the optimizers that the Checkpointer was given has"
+                f" stepped, so nothing could be recorded. {way_out}"
+            )
+        if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
+            self._hinted = True
+            # FSDP stores gradients of passes without an exchange elsewhere
+            maybe = " Where gradients are accumulated over as many, nothing is wrong." * self._any_distributed
+            warnings.warn(
+                f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
+                f" nothing was recorded.{maybe} {way_out} After {PATIENCE} this is an error.",
+                stacklevel=7,
+            )
+
+    def _accumulates(self) -> bool:
+        """Return whether some gradient was added to about as often as iterations passed without a step."""
+        grads = [parameter.grad for parameter in chain.from_iterable(self._parameters)]
+        local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
+        return any(changes_of(grad) >= self.idle // 2 for grad in local)
+
+    def _now(self, place: int) -> Marks:
+        parameters = self._parameters[place]
+        held = _held(self._state.optimizers[place], parameters) if place < len(self._state.optimizers) else []
+        return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held)
+
+    def _addresses(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return the addresses of this process's part of each parameter."""
+        if self._any_distributed:
+            parameters = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+        return list(map(torch.Tensor.data_ptr, parameters))
+
+    def _changed(self, place: int, before: Marks, now: Marks) -> list[str]:
+        """Return the names of what differs from ``before``."""
+        were, are = zip(before[0], before[1], strict=True), zip(now[0], now[1], strict=True)
+        names = [name for name, a, b in zip(self._names[place], were, are, strict=True) if a != b]
+        if before[2:] != now[2:]:
+            names.append(f"the state of {type(self._state.optimizers[place]).__name__}")
+        return names
+
+
+def _linked(parameters: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """Return by place the places whose parameters share storage, since views of one storage have one counter."""
+    places_of: dict[int, set[int]] = {}
+    for place, held in enumerate(parameters):
+        for tensor in map(local_held, held):
+            places_of.setdefault(tensor.untyped_storage().data_ptr(), set()).add(place)
+    return [
+        sorted({place}.union(*(found for storage, found in places_of.items() if storage and place in found)))
+        for place in range(len(parameters))
+    ]
+
+
+_VERSION = attrgetter("_version")
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _changes(things: Sequence[Any]) -> list[Any]:
+    """Return the change count of each tensor, and a mark of everything else."""
+    try:
+        return list(map(_VERSION, things))
+    except (AttributeError, RuntimeError):  # not a tensor, or a tensor of inference mode
+        return [changes_of(thing) if isinstance(thing, torch.Tensor) else mark_of(thing) for thing in things]
+
+
+def mark_of(value: Any, odd: list[Any] | None = None) -> Any:
+    """Return a mark that differs once ``value``, or anything in it, was changed in place or replaced.
+
+    Args:
+        value: A value of an optimizer's state, or of an attribute.
+        odd: Collects everything in the value that is neither a number, text or tensor nor a plain container of these.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        if odd is not None and (kind not in _TENSORS or value.layout != torch.strided):
+            odd.append(value)
+        return (id(value), None if kind is torch.nn.Parameter else changes_of(value))
+    if kind in (list, tuple, deque):
+        return (kind, *[mark_of(item, odd) for item in value])
+    if isinstance(value, dict):
+        if odd is not None and kind is not dict:
+            odd.append(value)
+        return tuple((mark_of(key, odd), mark_of(item, odd)) for key, item in value.items())
+    if odd is not None:
+        odd.append(value)
+    if isinstance(value, GENERATORS):
+        return _hashed(generator_state(value))
+    if isinstance(value, (np.ndarray, set, bytearray)):
+        return _hashed(value.tobytes() if isinstance(value, np.ndarray) else value)
+    return id(value)
+
+
+def _hashed(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a random generator of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate()
+
+
+def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the values of the optimizer's state for ``parameters``. Joined parameters each return that of all."""
+    every = filter(None, map(optimizer.state.get, parameters))
+    try:
+        return list(chain.from_iterable(map(dict.values, every)))
+    except TypeError:  # not a dictionary, which is refused after the first step
+        return []
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for a tensor of inference mode, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version

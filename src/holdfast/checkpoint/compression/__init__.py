@@ -1,0 +1,1 @@
+"""Codecs of gradients, exact and lossy."""

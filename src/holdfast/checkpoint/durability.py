@@ -1,0 +1,256 @@
+"""Survival backends: how the steps of a run outlive the process that does them.
+
+There are two: every step is recorded on the disk (``recording.py``), or a second process does every step as well
+(``replicating.py``). This module holds their interface, as ``Checkpointer`` uses it, and what both do alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..events import EventLog
+from ..store.run_store import LocalStore
+from .capture.optimizer_hooks import OptimizerHooks, Update
+from .capture.staging_buffers import StagingBuffer, StagingPool
+from .coordinator import RankCoordinator
+from .log.record_builder import RecordBuilder
+from .log.recorder import FinalizedStep
+from .options import Options
+from .recovery.recovery_progress import RecoveryProgress
+from .recovery.run_recovery import RecoveryResult
+from .training_state import TrainingState, is_schedule
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """The request of a ``resume``: the step ``target``, the newest up to it unless ``exact``, or the newest of all."""
+
+    target: int | None
+    exact: bool
+    continuing: bool
+    """Accept only a step from which training continues bit for bit."""
+    show: Callable[[RecoveryProgress], None] | None
+    """Called with the progress of the recovery."""
+
+
+class DurabilityBackend(ABC):
+    """The interface of a survival backend, for the steps of a training state.
+
+    1. ``enter`` and ``begin``.
+    2. For each step ``take_slot``, ``record`` and ``go_on``.
+    3. At the end ``finish``, ``close`` and ``let_go``.
+
+    Collective except for ``take_slot``: every rank must call each.
+    """
+
+    beside = False
+    """True if a replica does every step as well."""
+
+    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
+        """Prepare the backend. Raises ``BadInput`` if the memory is too small for two steps."""
+        self._loop, self._options, self._events = loop, options, events
+        self.staging_bytes = options.staging_bytes
+        self._num_slots = self._slots_that_fit()
+        self._sealer = RecordBuilder(loop.state, shortens=not self.beside)  # a replica's record stands alone
+        self.agreement: RankCoordinator | None = None
+        """The agreement with the other ranks, from ``begin`` on; None for one process."""
+        self.begun = False
+
+    # Progress
+
+    @property
+    @abstractmethod
+    def durable_step(self) -> int:
+        """The newest step that survives power loss, on every rank; -1 before there is one."""
+
+    @property
+    @abstractmethod
+    def replica_step(self) -> int:
+        """The newest step that survives the death of all trainers."""
+
+    @property
+    @abstractmethod
+    def base_step(self) -> int:
+        """The step of the newest snapshot, as far as this rank knows."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Return whether every step done is durable, or on its way to be."""
+
+    @abstractmethod
+    def has(self, step: int) -> bool:
+        """Return whether ``step`` is durable on this rank, or will be without another snapshot."""
+
+    @abstractmethod
+    def standing(self) -> dict[str, Any]:
+        """Return what was written and what waits in memory, for the event log."""
+
+    def about(self) -> dict[str, Any]:
+        """Return the resources of the backend, for the event log."""
+        ring_bytes = len(self.pool.slots) * self.pool.slot_bytes
+        return {
+            "replica": self.beside, "memory": self._options.memory_bytes, "storage": self._options.storage_bytes,
+            "ring_bytes": ring_bytes, "staging_bytes": self.staging_bytes,
+        }  # fmt: skip
+
+    @property
+    def recovered_by(self) -> str:
+        """The way in which ``enter`` recovered its step, for a person; empty where that is not known."""
+        return ""
+
+    # Start
+
+    @abstractmethod
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        """Become the run's writer, and restore the newest recoverable step; None if the run has none."""
+
+    @abstractmethod
+    def begin(self, found: RecoveryResult | None) -> None:
+        """Continue after the recovered step, with the loop where it is now. The current step is safe on return."""
+
+    @abstractmethod
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
+        """Return the tap that sees the steps of the loop."""
+
+    # Every step
+
+    @property
+    @abstractmethod
+    def pool(self) -> StagingPool:
+        """The staging buffers into which updates are copied."""
+
+    @abstractmethod
+    def take_slot(self) -> StagingBuffer | None:
+        """Return a staging buffer for the next step; None where the disk is behind and nobody shall wait."""
+
+    @abstractmethod
+    def record(self, updates: Sequence[Update]) -> None:
+        """Keep the step that ``updates`` have done."""
+
+    def lose(self, updates: Sequence[Update], why: str) -> None:
+        """Keep a step that no record would reproduce, which only this rank may know."""
+        self.record(updates)  # the fingerprint finds a replica that differs
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Do the due work of the next snapshot. Called at the end of each step."""
+
+    @abstractmethod
+    def adapt(self) -> None:
+        """Keep the current step after the state has changed its form, as the loop's last ``look`` found."""
+
+    def stepped(self, seconds: float, stall_seconds: float) -> None:
+        """Note that the step took ``seconds``, including ``stall_seconds`` that training waited."""
+        return
+
+    def give_back(self, updates: Sequence[Update]) -> None:
+        """Release the staging buffers of ``updates``, which are not kept."""
+        self.pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
+
+    # Waiting and shutdown
+
+    @abstractmethod
+    def whole(self, again: bool = False) -> None:
+        """Make a snapshot of the current step. It is durable on return.
+
+        ``again`` replaces a snapshot of this step that lacks later changes.
+        """
+
+    @abstractmethod
+    def wait(self, step: int) -> None:
+        """Return when ``step`` is durable on all ranks. It has a record, or a snapshot under way."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Return when nothing is under way any more."""
+
+    def finish(self) -> None:
+        """Make a snapshot if what is durable lacks something. Collective: every rank must call this."""
+        if not self.begun:
+            return
+        begun = self._loop.has_begun_another
+        residuals = {} if begun else self._loop.state.residuals
+        if residuals:
+            self.settle()  # a snapshot under way may be of this very step
+        moved = not begun and self._loop.schedule_moved
+        needed = not self.complete or moved or bool(residuals and self.base_step < self._loop.steps_done)
+        asked = self._loop.ranks.everyone((needed, moved))  # ranks may know different snapshots
+        if not any(needed for needed, _ in asked):
+            return
+        if any(self._loop.ranks.everyone(self._loop.has_moved_on)):
+            self._go_without_base()
+        else:
+            self._loop.note_again(is_schedule)
+            self.whole(again=any(moved for _, moved in asked))
+
+    def _go_without_base(self) -> None:
+        """Warn that the current step can have no snapshot any more, and has no record."""
+        step, durable = self._loop.steps_done, self.durable_step
+        warnings.warn(
+            f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
+            f" it: step {durable} is durable. Close after an optimizer's step and its step().",
+            stacklevel=5,
+        )
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Return whether anything still uses staging buffers, files or the lock."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Begin nothing more, and end the work beside training. Raises the error of that work."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Free all memory. Called when nothing is at work any more."""
+
+    # With other ranks
+
+    def check(self) -> None:
+        """Raise the error of any rank."""
+        if self.agreement is not None:
+            self.agreement.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Report to every rank that this one has failed."""
+        if self.agreement is not None:
+            self.agreement.fail(error)
+
+    def meet(self, stop: bool) -> str:
+        """Return what all ranks do together after this step: "stop", "base" or nothing.
+
+        ``stop`` says whether this rank wants to stop; any rank may.
+        """
+        if self.agreement is None:
+            return "stop" if stop else ""
+        if stop:
+            self.agreement.call(stop=True)
+        return self.agreement.meet() if self.agreement.called else ""
+
+    def wait_for_all(self, step: int) -> None:
+        """Return when every rank has ``step``."""
+        if self.agreement is not None:
+            self.agreement.wait(step)
+
+    def part(self, orderly: bool) -> None:
+        """End the agreement; ``orderly`` if no rank is left behind."""
+        if self.agreement is not None:
+            self.agreement.close(orderly)
+
+    # Helpers of both
+
+    def _seal(self, updates: Sequence[Update]) -> FinalizedStep:
+        loop = self._loop
+        return self._sealer.seal(loop.state, loop.steps_done, updates, loop.now, self.base_step)
+
+    def _slot_bytes(self) -> int:
+        return sum(layout.file_bytes for layout in self._loop.codec.layouts(self._loop.state))
+
+    def _slots_that_fit(self) -> int:
+        return self._options.slots_that_fit(self._slot_bytes() + self._loop.script.text_bytes)

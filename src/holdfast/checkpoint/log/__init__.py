@@ -1,0 +1,1 @@
+"""From a completed step to a durable log record."""

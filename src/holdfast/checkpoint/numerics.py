@@ -1,0 +1,96 @@
+"""Settings of the process that decide the bits of a step: threads, denormals and the default dtype.
+
+The number of torch's threads changes the order of sums within a matrix. Denormal numbers may be flushed to zero. The
+default dtype applies to tensors made without one, such as step counts. Each log record holds the settings of its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..optim.kinds import is_elementwise
+from ..optim.torch_threads import set_torch_threads
+from ..state.live_state import LiveState
+
+Told = Mapping[str, Any]
+
+
+def computing() -> dict[str, Any]:
+    """Return the current settings of this process, as JSON."""
+    tiny = torch.tensor(1e-39, dtype=torch.float32, device="cpu")  # the script may have other defaults
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0), "default_dtype": dtype}
+
+
+def told_in(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Told:
+    """Return the settings of the last step of ``progress``, which follows the snapshot progress ``base``.
+
+    Earlier versions stored only the number of threads, and only in snapshots.
+    """
+    replay = base.get("replay", {})
+    return progress.get("computing", {"threads": replay["threads"]} if "threads" in replay else {})
+
+
+def needs_threads(state: LiveState, after_update: Callable | None) -> bool:
+    """Return whether the bits of a step may depend on the number of threads.
+
+    An elementwise update has the same bits with any number.
+    """
+    return after_update is not None or not all(map(is_elementwise, state.optimizers))
+
+
+@contextmanager
+def computing_as(told: Told, threads: bool) -> Iterator[None]:
+    """Apply the settings ``told`` inside the context, the number of threads only with ``threads``, and restore them
+    after.
+    """
+    here = computing()
+    there = {**here, **told}
+    if not threads:
+        there["threads"] = here["threads"]
+    _compute_as(here, there)
+    try:
+        yield
+    finally:
+        _compute_as(there, here)
+
+
+def _compute_as(before: Told, now: Told) -> None:
+    if before["flush_denormal"] != now["flush_denormal"]:
+        torch.set_flush_denormal(now["flush_denormal"])
+    if before["threads"] != now["threads"]:
+        set_torch_threads(now["threads"])
+    if before["default_dtype"] != now["default_dtype"]:
+        torch.set_default_dtype(getattr(torch, now["default_dtype"]))
+
+
+def told_of_other(told: Told, threads: bool) -> list[str]:
+    """Return warnings where the settings of this process differ from those ``told`` of the run's last step."""
+    here = computing()
+    there = {**here, **told}
+    texts = []
+    if there["flush_denormal"] != here["flush_denormal"]:
+        run, script = (f"torch.set_flush_denormal({each['flush_denormal']})" for each in (there, here))
+        texts.append(
+            f"the run was trained under {run} and is replayed so, and this script has {script}, with which it goes on."
+            f" To go on as before, call {run} at the beginning of the script."
+        )
+    if there["default_dtype"] != here["default_dtype"]:
+        run, script = (f"torch.set_default_dtype(torch.{each['default_dtype']})" for each in (there, here))
+        texts.append(
+            f"the run was trained under {run} and is replayed so, and this script has {script}, with which it goes on:"
+            f" what its optimizer makes from here on has another type. To go on as before, call {run} at the beginning"
+            " of the script."
+        )
+    if threads and there["threads"] != here["threads"]:
+        run, script = there["threads"], here["threads"]
+        texts.append(
+            f"the run was trained with torch.set_num_threads({run}) and is replayed so, and this process has {script},"
+            " with which it goes on: the last bits of what its optimizer computes may be others. To go on as before,"
+            f" call torch.set_num_threads({run}) at the beginning of the script."
+        )
+    return texts

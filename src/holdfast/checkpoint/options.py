@@ -1,0 +1,299 @@
+"""The options of a ``Checkpointer``, and checks that refuse bad ones before anything is written. Bytes, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed import Ranks
+from ..errors import BadInput
+from ..optim.kinds import is_elementwise
+from ..quantities import format_bytes, parse_bytes
+from ..schedule.interval.snapshot_interval import Limits
+from ..state.live_state import LiveState
+from ..store.commit.retention import Keep
+from .capture.closures import refuse_closures
+from .compression.codecs import Codec, Exact
+from .log.recorder import BOUND
+from .snapshot.snapshot_scheduler import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that say how steps are kept. Raises ``BadInput`` for bad values."""
+
+    codec: Codec
+    keep: Keep
+    base_every: int | None
+    when_behind: str
+    memory: int | str
+    """Bytes for copies that wait to be written."""
+    storage: int | str | None
+    """Bytes of the disk, for the whole run."""
+    recovery_seconds: float
+    bandwidth_share: float
+    deadline_seconds: float
+    direct: bool
+    bytes_per_step: int
+    """Bytes of a snapshot that are copied at the end of one step."""
+
+    def __post_init__(self) -> None:
+        _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
+        _ = self.limits
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @property
+    def storage_bytes(self) -> int | None:
+        return parse_bytes(self.storage) if isinstance(self.storage, str) else self.storage
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the memory that copies of a snapshot may take."""
+        return max(self.memory_bytes // 4, self.bytes_per_step)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the snapshot interval.
+
+        One write holds as many records as staging buffers allow, at any interval. Raises ``BadInput`` for bad values.
+        """
+        try:
+            return Limits(
+                recovery_seconds=self.recovery_seconds, storage_bytes=self.storage_bytes, host_bytes=self.memory_bytes,
+                bandwidth_share=self.bandwidth_share, retain=self.keep.last, pending_steps=2,
+            )  # fmt: skip
+        except ValueError as error:
+            raise BadInput(str(error)) from error
+
+    def slots_that_fit(self, slot_bytes: int) -> int:
+        """Return the number of staging buffers: one for each step in flight, at least two where memory is short.
+
+        Raises ``BadInput`` where two do not fit, with the memory that is enough. A quarter of the memory, or
+        ``bytes_per_step`` if that is more, is reserved for snapshots.
+        """
+        room = self.memory_bytes - self.staging_bytes
+        if room < 2 * slot_bytes:
+            least = max(2 * slot_bytes + self.bytes_per_step, 8 * slot_bytes // 3 + 4)
+            raise BadInput(
+                f"memory = {format_bytes(self.memory_bytes)} is too little: the record of a step takes"
+                f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
+                f" {least} bytes."
+            )
+        return max(2, min(BOUND, room // max(slot_bytes, 1)))
+
+
+def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the given optimizer or optimizers as a tuple. Raises ``BadInput`` for anything else."""
+    several = isinstance(given, Iterable) and not isinstance(given, (torch.optim.Optimizer, str))
+    optimizers: tuple[Any, ...] = tuple(given) if several else (given,)
+    if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
+        kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in optimizers)) or "nothing"
+        raise BadInput(
+            f"optimizer is not an optimizer of torch, nor several of them ({kinds}). One that wraps another is given as"
+            " the one inside."
+        )
+    for optimizer in optimizers:
+        _refuse_wrapper(optimizer)
+        refuse_closures(optimizer)
+    return optimizers
+
+
+def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``BadInput`` for a wrapper of an optimizer with separate state, which no commit would hold."""
+    for name, value in vars(optimizer).items():
+        items = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
+        for inner in items:
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                raise BadInput(
+                    f"{type(optimizer).__name__} wraps a {type(inner).__name__} ({name}), which has the state, so that"
+                    f" no commit would hold it. Give the one inside, optimizer.{name}, if its step() is what updates;"
+                    " several as a list, and what the wrapper does besides as after_update=."
+                )
+
+
+def refuse_renormalised(model: nn.Module) -> None:
+    """Raise ``BadInput`` where the forward pass changes parameters, since records of gradients do not hold that."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(
+            module, (nn.Embedding, nn.EmbeddingBag)
+        ):
+            raise BadInput(
+                f"{name or 'the model'} has max_norm={module.max_norm}, by which its forward pass changes its weight,"
+                " and no record would. Leave it out, and bound the rows in after_update= (torch.renorm)."
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``BadInput`` where gradients will be sparse, since records hold dense ones."""
+    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and id(module.weight) in updated:
+            raise BadInput(
+                f"{name or 'the model'} makes sparse gradients, which records do not hold. Build it with"
+                " sparse=False, and give its weight to an optimizer of dense gradients (AdamW)."
+            )
+    if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers):
+        raise BadInput(
+            "SparseAdam takes sparse gradients alone, which records do not hold. Build embeddings with sparse=False,"
+            " and give their weights to Adam or AdamW."
+        )
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Raise ``BadInput`` where parameters are on the meta device."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise BadInput(
+            f"parameter {empty} is on meta, so it has no values. Build the model on a device, or give it memory there"
+            " (model.to_empty(device=...) and its own initialisation) before the optimizer and the Checkpointer."
+        )
+
+
+def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:
+    if base_every is not None and not (isinstance(base_every, Integral) and base_every >= 1):
+        raise BadInput(
+            f"base_every = {base_every!r} must be whole steps, at least 1; leave it out to have it chosen"
+        )
+    if when_behind not in POLICIES:
+        raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
+    if not isinstance(keep, Keep):
+        raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
+    if not isinstance(codec, Codec):
+        raise BadInput(
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
+        )
+
+
+def refuse_taken(also: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name, thing in also.items():
+        if name in given or thing is None:
+            raise BadInput(
+                f"also has {thing!r} as {name}: give it as {name}=, or another name, or leave it out"
+            )
+
+
+def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:
+    if step is not None and before is not None:
+        raise BadInput("resume takes step= or before=, not both")
+    for name, value, least in (("step", step, 0), ("before", before, 1)):
+        if value is not None and not (isinstance(value, Integral) and value >= least):
+            raise BadInput(f"resume({name}={value!r}): give the number of a step, at least {least}")
+    if exactness not in ("state", "continuation"):
+        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+
+
+def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:
+    """Raise ``BadInput`` unless ``resume`` was called with the same arguments on all ranks.
+
+    Collective: every rank must call this.
+    """
+    calls = ranks.everyone(asked)
+    if len(set(calls)) > 1:
+        told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
+        raise BadInput(f"resume was called differently on the ranks (to step: {told}); call it alike on all")
+
+
+def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
+    """Raise ``BadInput`` for options that only one process can use."""
+    if when_behind == "skip" and not ranks.alone:
+        raise BadInput(
+            'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
+            " record, all make a base at once."
+        )
+
+
+def refuse_with_a_replica(
+    ranks: Ranks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    codec: Codec,
+    after_update: Any,
+    averages: Any,
+    when_behind: str,
+    storage: Any,
+) -> None:
+    """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
+    if odd and not ranks.alone:
+        raise BadInput(
+            f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
+            " leave out replica=, and every step is recorded on the disk instead"
+        )
+    if codec != Exact():
+        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
+    if after_update is not None or averages is not None or when_behind == "skip":
+        raise BadInput(
+            "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+    if storage is not None:
+        raise BadInput(
+            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
+            " Leave it out, or leave out replica="
+        )
+
+
+def refuse_waiting(wait_each_step: bool) -> None:
+    """Raise ``BadInput`` where waiting for each step would make a snapshot of each step."""
+    if wait_each_step:
+        raise BadInput(
+            "wait_each_step= with replica= would make a base of every step, since a replica has the others in memory:"
+            " leave out one of them. replica_step says what survives the death of the process."
+        )
+
+
+def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
+    """Raise ``BadInput`` unless ``remote`` is the same on all ranks, since the first rank copies for all.
+
+    Collective: every rank must call this.
+    """
+    places = ranks.everyone(remote)
+    if len(set(places)) > 1:
+        told = ", ".join(f"rank {rank} {place or 'none'}" for rank, place in enumerate(places))
+        raise BadInput(
+            f"remote= is not the same on all ranks ({told}). Give all the same; the first one copies for all."
+        )
+
+
+def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
+    """Raise ``BadInput`` where no single norm exists to clip by.
+
+    torch has no norm of gradients that are sharded over several meshes, or only partly sharded. In a pipeline no rank
+    has all gradients. Several optimizers step one after the other.
+    """
+    if clip_norm is None:
+        return
+    if not clip_norm > 0:
+        raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
+    if len(state.optimizers) > 1:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: each of {len(state.optimizers)} optimizers would have its own gradients clipped"
+            " by their own norm. Clip all in the script, or give one optimizer of all (holdfast.optim.Joined)."
+        )
+    cuts = {getattr(p.parameter, "device_mesh", None) for p in state.parameters if p.trained}
+    if len(cuts) > 1:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has"
+            " no norm of all. Clip in the script."
+        )
+    here = {name for p in state.parameters for name in p.names} | {
+        a.name for a, _ in state.buffers().values()
+    }
+    away = sorted(set(state.elsewhere) - here)
+    if away:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: this rank does not hold {away[0]}, so it has no norm of all. Clip in the script."
+        )

@@ -1,0 +1,209 @@
+"""Comparison of replicated state: ranks that hold the same region of a parameter must hold the same bits.
+
+Only one of them stores the region, so a copy that differs would stay unseen until a resume. For a snapshot that all
+ranks make at once, the copies are compared before it. Beside training the comparison runs in steps:
+
+1. The first rank writes to the board at which step the comparison begins, early enough for all ranks to read it.
+2. From that step on each rank digests, at the end of every step, some of the replicated state, in an order known to
+   all.
+3. Each rank writes one digest of everything, and the individual digests where the ranks differ.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any, ClassVar, NamedTuple
+
+import xxhash
+
+from ..distributed import Ranks
+from ..quantities import MiB, packed, shown
+from ..state.layout.ownership import ReplicatedRegion
+from ..state.live_state import LiveState
+from .capture.state_digests import digests
+
+BYTES_PER_STEP = 16 * MiB
+"""Bytes of parameters that are digested, with their optimizer state, at the end of one step."""
+LEAD_SECONDS = 1.0
+"""Seconds from announcing a comparison to its beginning: many times the delay of the board."""
+Told = dict[str, str]
+"""Digests by what was digested."""
+
+
+class ComparisonResult(NamedTuple):
+    """The result of comparison ``number``.
+
+    ``different`` names the ranks that differ from the rank that stores the region, and in which tensors.
+    """
+
+    number: int = 0
+    step: int = 0
+    different: str = ""
+
+
+class RankConsistency:
+    """The comparison of replicated state, as one rank takes part in it.
+
+    ``tell`` writes to the board, ``emit`` writes an event. The training thread calls ``go_on`` and ``compare``; the
+    thread of the agreement calls ``lead`` and ``note``.
+    """
+
+    common: ClassVar = {"compare": "[0, 0]", "verdict": json.dumps(ComparisonResult())}
+    NOTHING = "[0, null]"
+    """The entry of each rank on the board before any comparison."""
+
+    def __init__(self, ranks: Ranks, emit: Callable[..., None]) -> None:
+        self._ranks, self._emit = ranks, emit
+        self.tell: Callable[[str, str], None] = lambda name, value: None
+        self._wanted, self._verdict = (0, 0), ComparisonResult()
+        self._number = self._warned = self._judged = 0
+        self._left: list[list[int]] = []
+        self._found: Told = {}
+        self._state: LiveState | None = None
+        self._seconds, self._stepped_at = 0.0, time.monotonic()
+
+    def marked(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Return ``progress`` of a snapshot, marked if copies differed and have not been found equal since."""
+        step, different = self._verdict[1:]
+        return {**progress, "copies": {"step": step, "different": different}} if different else progress
+
+    def begin(self, state: LiveState, step: int) -> None:
+        """Start a comparison soon after ``step``, unless one is under way. The first rank chooses the step."""
+        under_way = self._left or self._number < self._wanted[0]
+        if self._ranks.rank == 0 and state.copies and not under_way:
+            lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
+            self.tell("compare", json.dumps([self._number + 1, step + lead]))
+
+    def go_on(self, state: LiveState, step: int) -> None:
+        """Digest the next batch of the current comparison. Called at the end of ``step``."""
+        now = time.monotonic()
+        self._seconds, self._stepped_at = now - self._stepped_at, now
+        self._warn()
+        number, at = self._wanted
+        if number > self._number:
+            self._number, self._state, self._found = number, state, {}
+            self._left = _batches(state.copies) if step <= at else []
+            if not self._left:  # the announcement was read too late
+                self._tell(None)
+        if self._left and self._state is not state:  # the state has changed its form
+            self._left = []
+            self._tell(None)
+        elif self._left and step >= at:
+            self._found |= self._digests(state, self._left.pop(0))
+            if not self._left:
+                self._tell(self._found)
+
+    def compare(self, state: LiveState, step: int) -> None:
+        """Compare all copies at once, at a ``step`` that all ranks have reached.
+
+        Collective: every rank must call this.
+        """
+        if not state.copies:
+            return
+        found = self._digests(state, range(len(state.copies)))
+        self._take(
+            ComparisonResult(self._verdict.number, step, _judged(self._ranks.everyone(found), state.copies))
+        )
+        self._report()
+        self._warn()
+
+    def lead(self, found: dict[str, str], board: Any) -> None:
+        """Judge the comparison once all ranks have reported. Called on the first rank."""
+        ranks = range(self._ranks.world_size)
+        told = [json.loads(found[f"alike/{rank}"]) for rank in ranks]
+        number, step = json.loads(found["compare"])
+        if number <= self._judged or any(each[0] != number for each in told) or self._state is None:
+            return
+        self._judged = number
+        if any(each[1] is None for each in told):
+            self._emit("copies", step=step, compared=False)
+            return
+        groups = {group for each in told for group in each[1]}
+        if any(len({each[1].get(group) for each in told if group in each[1]}) > 1 for group in groups):
+            every = [json.loads(board.get(f"digests/{rank}")) for rank in ranks]
+            verdict = ComparisonResult(number, step, _judged(every, self._state.copies))
+        else:
+            verdict = ComparisonResult(number, step)
+        self._take(verdict)
+        self._report()
+        board.set("verdict", json.dumps(verdict))
+
+    def note(self, found: dict[str, str]) -> None:
+        """Read the announcement and the verdict from the board."""
+        number, at = json.loads(found["compare"])
+        self._wanted = max(self._wanted, (number, at))
+        verdict = ComparisonResult(*json.loads(found["verdict"]))
+        if verdict.number > self._judged and self._ranks.rank:
+            self._judged = verdict.number
+            self._take(verdict)
+
+    def _tell(self, found: Told | None) -> None:
+        if found is not None:
+            self.tell(f"digests/{self._ranks.rank}", json.dumps(found))
+        assert self._state is not None
+        told = None if found is None else _joined(found, self._state.copies)
+        self.tell(f"alike/{self._ranks.rank}", json.dumps([self._number, told]))
+
+    def _digests(self, state: LiveState, places: Sequence[int]) -> Told:
+        """Return the digests of those ``places`` in ``state.copies`` that this rank holds."""
+        mine = [place for place in places if self._ranks.rank in state.copies[place].ranks]
+        return {
+            str(place): xxhash.xxh3_64_hexdigest(
+                json.dumps(sorted(digests(state, state.copies[place].name).items())).encode()
+            )
+            for place in mine
+        }
+
+    def _take(self, verdict: ComparisonResult) -> None:
+        if verdict.step < self._verdict.step:  # older than the last comparison at once
+            return
+        self._verdict = verdict
+        self._warned = min(self._warned, verdict.step - 1) if verdict.different else verdict.step
+
+    def _report(self) -> None:
+        _, step, different = self._verdict
+        self._emit("copies", step=step, compared=True, different=different or None)
+
+    def _warn(self) -> None:
+        """Warn of a difference, once. Called by the training thread."""
+        _, step, different = self._verdict
+        if different and self._warned < step:
+            self._warned = step
+            warnings.warn(
+                f"at step {step} ranks that should hold the same do not: {different}. Bases have what the rank has that"
+                " stores it, and are marked. Find out what only some ranks do (an update without the others, a device"
+                " that computes wrongly), and resume from a step before.",
+                stacklevel=6,
+            )
+
+
+def _batches(copies: Sequence[ReplicatedRegion]) -> list[list[int]]:
+    """Return the places in ``copies`` in batches that are digested at the end of one step each."""
+    return list(packed(range(len(copies)), lambda place: copies[place].nbytes, BYTES_PER_STEP)) or [[]]
+
+
+def _joined(found: Told, copies: Sequence[ReplicatedRegion]) -> Told:
+    """Return one digest for each set of ranks that hold something together."""
+    joined: dict[str, Any] = {}
+    for place, digest in sorted(found.items()):
+        group = ",".join(map(str, sorted(copies[int(place)].ranks)))
+        joined.setdefault(group, xxhash.xxh3_64()).update(f"{place} {digest} ".encode())
+    return {group: each.hexdigest() for group, each in joined.items()}
+
+
+def _judged(found: Sequence[Told], copies: Sequence[ReplicatedRegion]) -> str:
+    """Describe for a person which ranks differ from the rank that stores the region."""
+    other: dict[tuple[int, int], list[str]] = {}
+    for place, copied in enumerate(copies):
+        owner = copied.ranks[0]
+        for rank in copied.ranks[1:]:
+            if found[rank].get(str(place)) != found[owner].get(str(place)):
+                other.setdefault((rank, owner), []).append(copied.name)
+    return "; ".join(
+        f"rank {rank} has other {shown(names)} than rank {owner}"
+        for (rank, owner), names in sorted(other.items())
+    )

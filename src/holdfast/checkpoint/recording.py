@@ -1,0 +1,258 @@
+"""Survival by log records: every step is a record on the disk, and snapshots are made beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast import failpoints
+
+from ..accelerators import devices_of
+from ..events import EventLog
+from ..quantities import counted, format_seconds
+from ..store import rank_entry
+from ..store.run_store import LocalStore
+from .capture.optimizer_hooks import OptimizerHooks, Update
+from .capture.staging_buffers import StagingBuffer, StagingPool
+from .coordinator import RankCoordinator
+from .durability import DurabilityBackend, ResumeRequest
+from .log.recorder import Recorder
+from .options import Options
+from .recovery.recovery_progress import RecoveryProgress, announced
+from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
+from .replica import retained_state
+from .snapshot.collective_snapshot import CollectiveSnapshot
+from .snapshot.snapshot_chunks import owned_by
+from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
+from .storage_share import StorageShare
+from .training_state import TrainingState
+
+
+class LogBackend(DurabilityBackend):
+    """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
+
+    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
+        super().__init__(loop, options, events)
+        self._pool: StagingPool | None = None
+        self._recorder: Recorder | None = None
+        self._pace: SnapshotScheduler | None = None
+
+    @property
+    def recorder(self) -> Recorder:
+        assert self._recorder is not None
+        return self._recorder
+
+    @property
+    def pace(self) -> SnapshotScheduler:
+        assert self._pace is not None
+        return self._pace
+
+    @property
+    def pool(self) -> StagingPool:
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def durable_step(self) -> int:
+        if self._pace is None:  # the first snapshot is not there yet
+            return -1
+        if self.agreement is not None:
+            return self.agreement.standing.durable_step
+        return self.recorder.durable_step
+
+    @property
+    def replica_step(self) -> int:
+        return self.durable_step
+
+    @property
+    def base_step(self) -> int:
+        return self.pace.base_step
+
+    @property
+    def complete(self) -> bool:
+        return self.pace.complete
+
+    def has(self, step: int) -> bool:
+        return self.complete or self.recorder.durable_step >= step
+
+    def standing(self) -> dict[str, Any]:
+        if self._pace is None or self._recorder is None:
+            return {}
+        recorder, bases = self._recorder, self._pace.bases
+        return {
+            "written_bytes": recorder.written_bytes + bases.written_bytes,
+            "waiting_bytes": recorder.pending_bytes,
+            "staged_bytes": bases.memory_bytes,
+        }
+
+    @property
+    def recovered_by(self) -> str:
+        recovery = self._recovery
+        replayed = f" and {counted(recovery.replayed_records, 'record')} replayed" * bool(
+            recovery.replayed_records
+        )
+        seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
+        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}"
+
+    # Start
+
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        loop, self._store = self._loop, store
+        self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
+        loop.ranks.first_does(store.enter)
+        rank_entry.see_alike(store, loop.ranks)
+        for error in store.unread:
+            self._events.emit("unreadable", what=str(error))
+        if not store.commits():
+            return None
+        found = recover(
+            store, loop.state, loop.script, ranks=loop.ranks, target=asked.target, exact=asked.exact,
+            continuing=asked.continuing, after_update=loop.update_again, watch=recovery,
+        )  # fmt: skip
+        loop.rates = recovery.rates
+        self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        if asked.target is None and isinstance(store.root, Path):
+            loop.ranks.all_do(partial(retained_state.refuse_to_leave, store.root, store, found.point.step))
+        return found
+
+    def begin(self, found: RecoveryResult | None) -> None:
+        self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
+        self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
+        point = None if found is None else found.point
+        rank_entry.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
+        self._store.measure()
+        self._pool = self._slot_pool()
+        self._recorder = self._make_recorder(self._pool)
+        self.begun = True
+        pace = self._make_pace(self._recorder)
+        newest = self._store.newest_base
+        if found is not None and found.same_cut and newest is not None:
+            pace.go_on_after(newest.step, newest.oldest_step)
+        else:
+            pace.whole(self._loop.steps_done)
+        pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
+        if self._recovery.over:
+            pace.recovered(self._recovery)
+        self._pace = pace
+
+    def _slot_pool(self) -> StagingPool:
+        state = self._loop.state
+        devices = devices_of(p.parameter for p in state.parameters)
+        return StagingPool(self._loop.codec.layouts(state), self._num_slots, devices)
+
+    def _make_recorder(self, pool: StagingPool) -> Recorder:
+        loop = self._loop
+        return Recorder(
+            self._store.journal(loop.ranks.stream), pool, durable_step=loop.steps_done,
+            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds, pack=loop.codec.pack,
+        )  # fmt: skip
+
+    def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:
+        """Return the snapshot scheduler; with several ranks one that makes this rank's share."""
+        loop, options, emit = self._loop, self._options, self._events.emit
+        means = SnapshotResources(
+            self.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
+            options.when_behind,
+        )  # fmt: skip
+        together = None if loop.ranks.alone else CollectiveSnapshot(loop.ranks, self._store, emit)
+        pace = SnapshotScheduler(
+            self._store, loop.state, recorder, means, progress=loop.progress, emit=emit,
+            restarted=self._sealer.forget, prefix=loop.ranks.prefix, together=together,
+        )  # fmt: skip
+        if together is not None:
+            self._agree(together, recorder)
+        return pace
+
+    def _agree(self, together: CollectiveSnapshot, recorder: Recorder) -> None:
+        """Start the background agreement with the other ranks."""
+        loop, store, options = self._loop, self._store, self._options
+        together.room = StorageShare(
+            loop.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
+        )
+        self.agreement = together.agreement = RankCoordinator(
+            loop.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: loop.steps_done,
+            publish=together.publish_shares, follow=store.follow, is_there=store.has_writer, alike=together.alike,
+            deadline_seconds=options.deadline_seconds,
+        )  # fmt: skip
+
+    def _stored_bytes(self) -> int:
+        """Return the bytes of the state that this rank stores."""
+        return sum(atom.nbytes for held in owned_by(self._loop.state).values() for atom, _ in held.values())
+
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
+        return OptimizerHooks(self._loop.state, self._loop.codec, take_slot, clip_norm)
+
+    # Every step
+
+    def take_slot(self) -> StagingBuffer | None:
+        return self.recorder.take_slot(wait=self._options.when_behind == "block")
+
+    def record(self, updates: Sequence[Update]) -> None:
+        slots = [update.slot for update in updates]
+        if not updates and self.pace.recording:
+            slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step
+        if not self.pace.recording or None in slots:
+            self.give_back(updates)
+            self.pace.lose(self._loop.steps_done)
+            return
+        sealed = self._seal(updates)
+        sealed.slots = sealed.slots or tuple(slot for slot in slots if slot is not None)
+        failpoints.reach("after_step_sealed")
+        if self.pace.fits(sealed.nbytes):
+            self.recorder.put(sealed)
+            failpoints.reach("after_step_put")
+        else:
+            self.pool.give(sealed.slots)
+            self.pace.go_without_room(self._loop.steps_done)
+
+    def lose(self, updates: Sequence[Update], why: str) -> None:
+        self.give_back(updates)
+        self.pace.lose(self._loop.steps_done, why)
+
+    def go_on(self) -> None:
+        self.pace.go_on(self._loop.steps_done)
+
+    def stepped(self, seconds: float, stall_seconds: float) -> None:
+        self.pace.stepped(self._loop.steps_done, seconds, stall_seconds)
+
+    def adapt(self) -> None:
+        self.recorder.settle()
+        self.pace.close()
+        self.pool.close()
+        self._num_slots = self._slots_that_fit()
+        self._pool = self._slot_pool()
+        self.recorder.use(self._pool)
+        self.pace.watch(self._loop.state)
+        self.whole()
+
+    # Waiting and shutdown
+
+    def whole(self, again: bool = False) -> None:
+        self.pace.whole(self._loop.steps_done, again)
+
+    def wait(self, step: int) -> None:
+        self.recorder.wait(step)
+        self.wait_for_all(step)
+
+    def settle(self) -> None:
+        self.recorder.settle()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._recorder is not None and self._recorder.is_alive
+
+    def close(self) -> None:
+        with suppress(Exception):  # the recorder reports failures
+            if self._pace is not None:
+                self._pace.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def let_go(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        if self._pace is not None:
+            self._pace.bases.let_go()

@@ -1,0 +1,1 @@
+"""Recovery: from a snapshot and log records to the state of a step."""

@@ -1,0 +1,420 @@
+"""A snapshot with its log records, as far as all writers have them, and its replay into a live state.
+
+Where this process holds exactly the regions that the writers stored, the records are replayed on the live model. Under
+another parallelism they are replayed in the writers' sharding, on separate tensors, one writer after another, and the
+result is resharded. The log of one writer is a *stream*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from ...errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
+from ...optim.kinds import is_elementwise
+from ...state.joined_buffers import BUFFER, arrange_buffers
+from ...state.layout.overlaps import PARAMETERS, Shared, placed, said_keys
+from ...state.live_state import BUFFERS, LiveState
+from ...state.tensor_entries import RESIDUAL
+from ...store.format.manifest import Manifest, Point
+from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
+from ...store.log.segments import StoredRecord
+from ...store.run_store import LocalStore
+from ..compression.codecs import Spreads
+from ..log.recorder import BOUND
+from ..numerics import computing_as, needs_threads, told_in
+from ..snapshot.snapshot_shard import SnapshotShard
+from .recovery_progress import RecoveryProgress
+from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
+from .shard_state import ShardState, pour
+
+
+class ReplayMismatch(HoldfastError):
+    """Replay of the log record of ``step`` did not give the state that training had."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"replaying step {step} did not give what training had. The run continues after step {step - 1}."
+        )
+        self.step = step
+
+
+@dataclass
+class Lineage:
+    """A snapshot with its log records, all cut to the same last ``step``.
+
+    ``chains`` holds the records by stream. ``odd`` is the reason why there are no more, if that is known.
+    """
+
+    store: LocalStore
+    base: Manifest
+    chains: dict[str, Chain]
+    step: int
+    odd: Damaged | None
+    watch: RecoveryProgress = field(default_factory=RecoveryProgress)
+    """Observer of the recovery's progress."""
+    acknowledged: int = -1
+    """A step known from the logs to have been durable on all streams."""
+
+    @classmethod
+    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Lineage:
+        """Build the line from ``base`` to at most ``target``, by headers alone.
+
+        Args:
+            tip: The timeline that the line belongs to; None for the current one.
+
+        Raises ``Damaged`` if records are missing that the snapshot needs.
+        """
+        journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
+        chains, unread = _chains(base, journals, target)
+        acknowledged = min(  # at most BOUND steps are on their way
+            max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()
+        )
+        shortest = min(chains.values(), key=lambda chain: (chain.last.step, chain.stream in unread))
+        for chain in chains.values():
+            chain.cut_to(shortest.last.step)
+        step = shortest.last.step
+        odd = shortest.odd or (None if step == target else _left_out(shortest, journals[shortest.stream]))
+        return cls(store, base, chains, step, odd, acknowledged=acknowledged)
+
+    @property
+    def point(self) -> Point:
+        """The commit or a record that further training continues."""
+        return next(iter(self.chains.values())).last
+
+    @property
+    def residuals_dropped(self) -> bool:
+        """Return whether training continued without residuals since the snapshot, by a codec without any."""
+        records = [r for chain in self.chains.values() for r in chain.records if r.step > self.base.step]
+        updated = [record for record in records if record.about["updates"]]  # a skipped step changes none
+        return bool(updated) and not uses_feedback(updated[-1].about)
+
+    @cached_property
+    def shares(self) -> dict[str, SnapshotShard]:
+        """The share of each stream in the snapshot."""
+        return {stream: SnapshotShard(self.store, self.base, stream) for stream in self.chains}
+
+    def progress(self, rank: int) -> dict[str, Any]:
+        """Return the progress of ``rank`` after the last step; the first rank's if there was no such rank."""
+        return self.chains[self.stream_of(rank)].progress
+
+    def trained(self, rank: int) -> set[str]:
+        """Return the parameters that the last step trained; none if the version of the snapshot does not say."""
+        stream = self.stream_of(rank)
+        replay, records = self.shares[stream].progress.get("replay", {}), self.chains[stream].records
+        if "frozen" not in replay:
+            return set()
+        updates = records[-1].about["updates"] if records and records[-1].step > self.base.step else []
+        without = {name for update in updates for name in update["without"]}
+        members = [{name for names in groups for name in names} for groups in replay["parameters"]]
+        told = set[str]().union(*(members[update["optimizer"]] for update in updates))
+        frozen = set(replay["frozen"]) - told  # some may have begun to train since the snapshot
+        return set[str]().union(*members) - frozen - without
+
+    def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
+        """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
+        before.
+
+        Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
+        ``RunMismatch`` if the run is another model's, with nothing changed.
+        """
+        kinds = {
+            key: (atom["dtype"], tuple(atom["shape"]))
+            for share in self.shares.values()
+            for key, atom in share.atoms.items()
+        }
+        state.check(kinds)
+        self._arrange_buffers(state, rank)
+        sources, stream = self._sources(state), self.stream_of(rank)
+        self._refuse_joined(state, stream, is_cut_alike=sources is not None)
+        self.watch.begins(self.base, list(self.chains.values()))
+        overlap_alike = self.overlap_alike(state, stream)
+        if not overlap_alike:
+            self._refuse_apart(state, after_update)
+        state.forget_optimizer_state()
+        if sources is not None and overlap_alike and self._has_buffers_of(state, stream):
+            self._replay(state, sources, stream, after_update)
+        else:
+            self._recut(state, after_update)
+        self._arrange_buffers(state, rank)  # it may have ended at an earlier step
+
+    def _arrange_buffers(self, state: LiveState, rank: int) -> None:
+        """Arrange buffers that shared memory when the model was made as they lay after the last step."""
+        shared = self.progress(rank).get("joined", self._shared(self.stream_of(rank)))
+        if shared is not None:
+            arrange_buffers(state, shared)
+
+    def _shared(self, stream: str) -> Shared | None:
+        """Return which tensors overlapped at the writer of ``stream``; None where its version did not say."""
+        return self.shares[stream].progress.get("replay", {}).get("shared")
+
+    def overlap_alike(self, state: LiveState, stream: str) -> bool:
+        """Return whether parameters overlap in memory as they did at the writer of ``stream``.
+
+        Buffers are not compared: they are recorded, and a forward pass may replace them.
+        """
+        shared = self._shared(stream)
+        return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
+
+    def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
+        """Raise ``RunMismatch`` where tensors share memory here, but had separate values in the run."""
+        told = [placed(shared) for each in self.shares if (shared := self._shared(each)) is not None]
+        for keys, lies in placed(state.shared()).items() if len(told) == len(self.shares) else ():
+            if all(key[1:] == BUFFER for key in keys):
+                continue  # arranged as after the last step, and records hold every change
+            together = [there for groups in told for there in groups if keys <= there]
+            as_here = lies in placed(self._shared(stream) or []).values()
+            if not together or (is_cut_alike and not as_here):
+                raise RunMismatch(
+                    f"{said_keys(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
+                    " of their values could be brought back. Build the model as the run's was, each with memory of its"
+                    " own (.clone())."
+                )
+
+    def apart(self, state: LiveState, stream: str) -> list[str]:
+        """Return the names of parameters that shared memory in the run and do not here, by group."""
+        here = placed(state.shared(), PARAMETERS)
+        there = placed(self._shared(stream) or [], PARAMETERS)
+        return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
+
+    def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
+        """Raise ``RunMismatch`` where tensors do not share memory here, but replay needs them to."""
+        odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
+        names = [name for stream in self.shares for name in self.apart(state, stream)]
+        if names and odd_one and any(chain.records for chain in self.chains.values()):
+            raise RunMismatch(
+                f"{names[0]} were one memory in the run, and are not here: its records can be replayed only where they"
+                " are, since there is an after_update= or an optimizer that is not elementwise. Build the model as the"
+                " run's was, resume, call save(), and change it then."
+            )
+
+    def stream_of(self, rank: int) -> str:
+        streams = list(self.chains)
+        return streams[rank if rank < len(streams) else 0]
+
+    def _sources(self, state: LiveState) -> dict[str, str] | None:
+        """Return for each parameter the stream with exactly the region that ``state`` holds; None if any has none."""
+        sources: dict[str, str] = {}
+        for stream, share in self.shares.items():
+            for name, box in share.boxes.items():
+                if state.boxes.get(name) == box:
+                    sources.setdefault(name, stream)
+        return sources if sources.keys() == state.boxes.keys() else None
+
+    def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
+        """Return whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
+        return state.buffers().keys() <= self.shares[stream].atoms.keys()
+
+    def _recut(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
+        """Replay each stream in its writer's sharding, and copy from it what ``state`` holds."""
+        odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
+        if odd_one and any(chain.records for chain in self.chains.values()):
+            raise RunMismatch(
+                f"{self.store.root} was written under another parallelism, and its records from step"
+                f" {self.base.oldest_step + 1} on can be replayed only under that one, since there is an after_update="
+                " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
+                " change the parallelism then."
+            )
+        step = self.step
+        self._pour(state)
+        while self.step < step:
+            # the records of one stream end earlier than their headers say: start again, up to there
+            step = self.step
+            state.forget_optimizer_state()
+            self._pour(state)
+
+    def _pour(self, state: LiveState) -> None:
+        buffers: dict[str, torch.Tensor] = {}
+        for _, ghost in self.parts(state):
+            pour(ghost, state)
+            buffers = {**ghost.loaded_buffers, **buffers}
+        state.load(buffers)
+        if state.own:
+            state.load_own(next(iter(self.shares.values())).progress)
+
+    def parts(self, state: LiveState) -> Iterator[tuple[str, ShardState]]:
+        """Yield each stream with its state after the last step, in its writer's sharding.
+
+        ``state`` provides the parameters' form and the optimizers.
+        """
+        for stream, share in self.shares.items():
+            ghost = ShardState(state, share.boxes, self._shared(stream) or [])
+            self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
+            yield stream, ghost
+
+    def _replay(
+        self,
+        state: LiveState,
+        sources: Mapping[str, str],
+        with_buffers: str,
+        after_update: Callable[[int], None] | None,
+    ) -> None:
+        """Load each parameter of ``state`` from its source stream, and replay the steps. Buffers come from
+        ``with_buffers``.
+        """
+        owners = {with_buffers: {BUFFERS}}
+        for name, stream in sources.items():
+            owners.setdefault(stream, set()).add(name)
+        taking = {stream: _Taking(self.shares[stream], names, state) for stream, names in owners.items()}
+        for stream, each in sorted(taking.items(), key=lambda item: item[0] == with_buffers):  # its own last
+            wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
+            later = {unit for units in each.later.values() for unit in units}
+            state.layouts |= each.share.progress.get("layouts", {})
+            state.rebound |= state.carried.intersection(self.progress(0).get("rebound", ()))
+            each.share.load(state, each.share.files.keys() - later, wanted, self.watch.loaded)
+            state.load_standing(each.share.progress, each.owners)
+        if state.own:
+            state.load_own(taking[with_buffers].share.progress)
+        state.share(self._shared(with_buffers) or [])
+        self._step_on(state, taking, after_update)
+
+    def _step_on(
+        self, state: LiveState, taking: Mapping[str, _Taking], after_update: Callable[[int], None] | None
+    ) -> None:
+        """Replay the steps. The first stream's records provide everything but the gradients."""
+        step = min(self.base.oldest_step_of(stream) for stream in taking)
+        with ExitStack() as stack:
+            following = {
+                stream: stack.enter_context(
+                    closing(payloads(self.store.disk, self.store.queue, self.chains[stream].records))
+                )
+                for stream in taking
+            }
+            while step < self.step:
+                try:
+                    records = [
+                        (each, *next(following[stream]))
+                        for stream, each in taking.items()
+                        if step >= self.base.oldest_step_of(stream)
+                    ]
+                except Damaged as error:
+                    if step < self.base.step:
+                        raise
+                    self._end_at(step, error)
+                    return
+                except DiskFailed as error:
+                    if step < self.base.step:
+                        raise
+                    raise Unreadable(error, step) from error
+                step += 1
+                taken = [each.of(record, parts) for each, record, parts in records]
+                how = told_in(taken[0].about["progress"], records[0][0].share.progress)
+                again = None if after_update is None else partial(after_update, step - 1)
+                try:
+                    with computing_as(how, needs_threads(state, after_update)):
+                        apply(state, taken, again)
+                except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
+                    raise ReplayMismatch(step) from error
+                for each in taking.values():
+                    if units := each.later.get(step):
+                        each.share.load(state, units, each.owners)  # counts as replay time
+                self.watch.replayed(len(records))
+                if step >= self.base.step and any(each.differs(record) for each, record, _ in records):
+                    raise ReplayMismatch(step)
+
+    def end_before_feedback(self) -> None:
+        """End the line before the first record that changed residuals after the snapshot had copied them."""
+        steps = self._feedback_steps()
+        if steps:
+            self._end_at(max(min(steps) - 1, self.base.step), None)
+
+    @property
+    def residuals_lost(self) -> bool:
+        """Return whether a record changed residuals after the snapshot had copied them."""
+        return bool(self._feedback_steps())
+
+    def _feedback_steps(self) -> list[int]:
+        return [
+            record.step
+            for stream, chain in self.chains.items()
+            for record in chain.records
+            if uses_feedback(record.about) and record.step > self.shares[stream].residual_step
+        ]
+
+    @property
+    def is_torn(self) -> bool:
+        """Return whether the line ends in a record that a killed process was writing.
+
+        False if a later step is known to have been durable.
+        """
+        return self.odd is not None and self.odd.offset is not None and self.step >= self.acknowledged
+
+    def _end_at(self, step: int, why: Damaged | None) -> None:
+        self.step, self.odd = step, why
+        for chain in self.chains.values():
+            chain.cut_to(step)
+
+
+class _Taking:
+    """The content that a replay takes from one stream: that of ``owners``."""
+
+    def __init__(self, share: SnapshotShard, owners: set[str], state: LiveState) -> None:
+        self.share, self.owners, self.later = share, owners, share.later_rows(owners)
+        self._loaded = share.steps_loaded
+        # in the writer's order; a fingerprint can be compared only where all parameters are taken
+        names = share.boxes if share.boxes.keys() <= owners else ()
+        self._compared = [state.parameter(name) for name in names]
+        self._strides = share.progress.get("replay", {}).get("strides")
+        self._views = FlatViews()
+        self._spreads: dict[int, Spreads] = {}
+
+    def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> ReplayRecord:
+        """Return the part of ``record`` that the replay takes."""
+        skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
+        return ReplayRecord(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
+
+    def differs(self, record: StoredRecord) -> bool:
+        """Return whether the state differs from that of training after ``record``, as far as fingerprints tell."""
+        told = record.about["fingerprint"]
+        if not self._compared:
+            return False
+        if self._strides is None:
+            return told != fingerprint(self._compared, record.step, self._views)
+        return told != fingerprint_as(self._compared, record.step, self._strides)
+
+
+def _chains(
+    base: Manifest, journals: Mapping[str, Journal], target: int | None
+) -> tuple[dict[str, Chain], set[str]]:
+    """Return the chain of each stream, and the streams that continue unreadably; these reach as far as the others.
+
+    Raises ``Unreadable`` where all others lead further than one of them.
+    """
+    chains: dict[str, Chain] = {}
+    ended: dict[str, Unreadable] = {}
+    for stream, journal in journals.items():
+        try:
+            chains[stream] = chain_of(base, stream, journal, target)
+        except Unreadable as error:
+            ended[stream] = error
+    if not ended:
+        return chains, set()
+    first = min(ended.values(), key=lambda error: error.step)
+    least = min((chain.last.step for chain in chains.values()), default=first.step + 1)
+    if first.step < least:
+        raise first
+    chains |= {stream: chain_of(base, stream, journals[stream], least) for stream in ended}
+    return {stream: chains[stream] for stream in journals}, {*ended}
+
+
+def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
+    """Return the reason why the chain ends although there are records of later steps; None if there are none."""
+    step = chain.last.step
+    later = min((other for other in journal.records if other > step), default=None)
+    if later is None:
+        return None
+    return Damaged(
+        f"there is no record of step {step + 1} in journal/{chain.stream}, and one of step {later}: a segment was"
+        f" removed, or the steps between were not recorded. The run continues after step {step}.",
+        path=f"journal/{chain.stream}",
+    )
+
+
+def uses_feedback(about: dict[str, Any]) -> bool:
+    """Return whether the step of a record changed residuals."""
+    return any(update.get("codec", {}).get("feedback") for update in about["updates"])

@@ -1,0 +1,392 @@
+"""Recovery of a run: its newest whole snapshot and the log records after it, loaded into a live model.
+
+A snapshot that does not verify gives way to the one before it, whose records reach further back. A record ends the
+chain if it is missing, does not verify, or does not reproduce the state of training. The run then continues after the
+step before.
+
+Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
+All ranks recover the same step, the newest that every rank can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ...distributed import Ranks
+from ...errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
+from ...quantities import shown
+from ...state.encoding import joined_members
+from ...state.live_state import LiveState
+from ...store.format.manifest import CommitRef, Manifest, Point
+from ...store.log.segments import streams
+from ...store.remote.push_target import Url
+from ...store.run_store import LocalStore
+from ...store.verifying import NONE_WHOLE
+from ..numerics import needs_threads, told_in, told_of_other
+from ..snapshot.snapshot_state import strides_of
+from ..user_state import ScriptState
+from .lineage import Lineage, ReplayMismatch
+from .model_factory import members_of, places_of
+from .recovery_progress import RecoveryProgress
+
+BY, RECORDS = "by", "records"
+"""The key, and a value, in a timeline's record that name how the writer's steps survive."""
+
+
+@dataclass
+class RecoveryResult:
+    """The point where the run continues.
+
+    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
+    stored, and does the same after updates. Records may then follow the existing ones.
+    """
+
+    point: Point
+    odd: list[str] = field(default_factory=list)
+    same_cut: bool = True
+    residuals_lost: bool = False
+    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
+    trained: Collection[str] = ()
+    """The parameters that the last step trained, as far as that is known."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """The state that is no tensor, from the record of the last step."""
+
+
+def recover(
+    store: LocalStore,
+    state: LiveState,
+    script: ScriptState,
+    *,
+    ranks: Ranks,
+    target: int | None = None,
+    tip: int | None = None,
+    exact: bool = False,
+    continuing: bool = False,
+    after_update: Callable[[int], None] | None = None,
+    watch: RecoveryProgress | None = None,
+) -> RecoveryResult:
+    """Restore model, optimizers and user state to the newest recoverable step.
+
+    Collective: every rank must call this; all ranks restore the same step.
+
+    Args:
+        target: The greatest step that is wanted; None for the newest.
+        tip: The timeline whose steps are recovered; None for the current one.
+        exact: Fail unless precisely ``target`` can be restored.
+        continuing: Only accept a step whose residuals were saved, so that training continues bit for bit.
+        after_update: Called after each replayed update with the number of steps done.
+        watch: Observer of the progress.
+
+    Residuals are restored only if they are those of the restored step.
+
+    Raises ``NoCommit`` if ``target`` cannot be restored, ``Damaged`` if no snapshot is whole, and ``Unreadable`` if a
+    later step may be in data that cannot be read. Raises ``RunMismatch`` if the run belongs to another model, with
+    nothing changed.
+    """
+    bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
+    search = _Search(
+        store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
+    )  # fmt: skip
+    odd, unread = search.odd, search.unread
+    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
+    if bases and not continuing_ones:
+        raise NoCommit(
+            f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
+            ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
+        )
+    for ref in continuing_ones:
+        line = search.line_from(ref)
+        if line is None:
+            store.damaged.add(ref)
+            continue
+        if line.step < max(unread.values(), default=-1):
+            raise Unreadable(next(iter(unread)), line.step)
+        if watch is not None:
+            watch.ended()
+        if exact and continuing and line.step != target and line.odd is None:
+            raise NoCommit(
+                f"{store.root} cannot be brought to step {target} so that training goes on as it did: residuals are"
+                f" part of bases alone, and the newest at or before it is of step {line.step}. Resume there, or with"
+                ' exactness="state".'
+            )
+        if exact and line.step != target:
+            elsewhere = store.said_of_timelines(target) if tip is None and target is not None else ""
+            raise NoCommit(
+                f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
+                f" {odd[-1] if odd else 'No later step of this line can be had.'}{elsewhere}"
+            )
+        if target is None and not continuing:
+            # without a log the store is a replica's, whose timelines fork from steps that were in memory alone
+            _tell_lost(line, line.acknowledged if streams(store.disk) else -1, odd)
+        others = _other_members(line, state)
+        same_cut = len(line.chains) == ranks.world_size and all(
+            ranks.everyone(_stores_alike(line, state, ranks) and not others)
+        )
+        same_cut &= _updated(line, after_update is not None) == (after_update is not None)
+        own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
+        lost = line.residuals_lost or (own_residuals and len(line.chains) != ranks.world_size)
+        if lost or line.residuals_dropped:
+            state.forget_residuals()
+        base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
+        odd += script.told_of_kept(base, progress)
+        trained = line.trained(ranks.rank)
+        odd += _told_of_thawed(line.base, state, trained)
+        odd += [text for text in others.values() if text]
+        odd += [
+            f"{names} were one memory in the run and are not here: from here on each is trained by itself."
+            for names in line.apart(state, line.stream_of(ranks.rank))
+        ]
+        odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
+        script.restore(progress)
+        if ranks.rank >= len(line.chains):
+            script.scatter(ranks.rank)
+        return RecoveryResult(line.point, odd, same_cut, lost, trained, progress)
+    if not bases:
+        elsewhere = store.said_of_timelines(target) if exact and tip is None and target is not None else ""
+        raise NoCommit(f"{store.root} has no commit of step {target} or before it.{elsewhere}")
+    if unread:
+        raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
+    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
+
+
+def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
+    """Add to ``odd`` which steps up to ``durable_step`` are lost.
+
+    Raises ``Damaged`` where the log itself is missing.
+    """
+    step, root = line.step, line.store.root
+    newest = line.store.timelines()[0].get(line.store.tip())
+    is_local = not isinstance(root, Url)  # a bucket has no empty folders
+    by_records = newest is not None and newest.writer.get(BY) == RECORDS
+    if is_local and by_records and not line.store.disk.exists("journal"):
+        raise Damaged(
+            f"{root} has no journal/, and its steps were recorded there: it was removed or not restored. Nothing on the"
+            f" disk was changed: put it back, or call resume(step={step}) to go on from there without it.",
+            path="journal",
+        )
+    if durable_step <= step:
+        return
+    several = f"Steps {step + 1} to {durable_step} had been durable, and are lost."
+    one = f"Step {durable_step} had been durable, and is lost."
+    lost = one if durable_step == step + 1 else several
+    odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
+
+
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
+
+    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
+    """
+    odd: list[Damaged] = []
+    for ref in store.line(tip):
+        if target is None or ref.step <= target:
+            try:
+                found = store.verify(store.load(ref))
+            except Damaged as error:
+                found = [error]
+            if not found:
+                return
+            odd += found
+    if odd:
+        raise odd[0]
+
+
+def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
+    """Return whether the snapshot's own records changed residuals after they were copied.
+
+    Several ranks copy theirs at several steps.
+    """
+    try:
+        base = store.load(ref)
+        return Lineage.of(store, base, base.step, tip).residuals_lost
+    except (Damaged, DiskFailed):  # reported where the snapshot is loaded
+        return False
+
+
+def _stores_alike(line: Lineage, state: LiveState, ranks: Ranks) -> bool:
+    """Return whether this rank stores what the rank of its number stored, with the same memory layout."""
+    here = strides_of(state)
+    there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
+    boxes = {p.name: state.boxes[p.name] for p in state.stored}
+    alike = there == here and line.overlap_alike(state, ranks.stream)
+    return alike and line.shares[ranks.stream].boxes == boxes
+
+
+def _updated(line: Lineage, here: bool) -> bool:
+    """Return whether the snapshot was made with ``after_update=``; ``here`` where its version does not say."""
+    return line.base.progress_of(line.base.streams[0]).get("replay", {}).get("after_update", here)
+
+
+def _refuse_other_updates(line: Lineage, here: bool) -> None:
+    """Raise ``RunMismatch`` where records were made with ``after_update=`` and it is missing here, or the reverse.
+
+    A replay would give other bits.
+    """
+    there = _updated(line, here)
+    if there == here or not any(chain.records for chain in line.chains.values()):
+        return
+    told = (
+        "the run has an after_update=, which a replay of its records calls, and none was passed. Pass it as before"
+        if there
+        else "an after_update= was passed, and the records of the run were made without one. Resume without it"
+    )
+    raise RunMismatch(f"{told}; a base from save() can be gone on from either way.")
+
+
+def _other_members(line: Lineage, state: LiveState) -> dict[str, str]:
+    """Return a text for each parameter that is in another group than the snapshot says.
+
+    The text is empty for a parameter that was in no group.
+    """
+    replays = [line.base.progress_of(stream).get("replay") for stream in line.base.streams]
+    if not all(replays):
+        return {}
+    there = places_of(joined_members([each["parameters"] for each in replays if each]))
+    here = places_of([members_of(state, optimizer) for optimizer in state.optimizers])
+    others = [p.name for p in state.parameters if there.get(p.name) != here.get(p.name)]
+    return {
+        name: f"{name} was in {_said(there[name])} of the run, and is in {_said(here.get(name))} here"
+        if name in there
+        else ""
+        for name in others
+    }
+
+
+def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) -> list[str]:
+    """Return a warning for parameters that train now and were frozen by the script of the snapshot.
+
+    Parameters in ``trained``, which trained since then, are left out. A snapshot of an earlier version does not say
+    what was frozen.
+    """
+    frozen = {name for each in base.streams for name in base.progress_of(each).get("given_frozen") or ()}
+    thawed = frozen.difference(trained)
+    now = [p.name for p in state.parameters if p.name in thawed and state.is_trained(p)]
+    if not now:
+        return []
+    return [
+        f"{shown(now)}: frozen when the script was started before, and trained from here on. Which"
+        " parameters are is the script's and no part of the run."
+    ]
+
+
+def _said(place: tuple[int, int] | None) -> str:
+    return "no parameter group" if place is None else "parameter group {1} of optimizer {0}".format(*place)
+
+
+def _refuse_other_members(line: Lineage, state: LiveState) -> None:
+    """Raise ``RunMismatch`` where records have a parameter in another group than here.
+
+    A replay would give other bits.
+    """
+    moved = [text for text in _other_members(line, state).values() if text]
+    if moved and any(chain.records for chain in line.chains.values()):
+        more = f" (and {len(moved) - 1} more are elsewhere too)" if moved[1:] else ""
+        raise RunMismatch(
+            f"{moved[0]}{more}: the run's records would be replayed with the hyper-parameters of another group. Put it"
+            " back, resume, call save(), and change the groups then."
+        )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of one rank's attempt to recover from a snapshot.
+
+    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
+    """
+
+    has: int | None
+    could: int | None
+    why: str | None
+    is_unread: bool = False
+    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
+
+
+@dataclass
+class _Search:
+    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
+
+    store: LocalStore
+    state: LiveState
+    script: ScriptState
+    ranks: Ranks
+    target: int | None
+    tip: int | None
+    continuing: bool
+    after_update: Callable[[int], None] | None
+    watch: RecoveryProgress | None
+    acknowledged: int = -1
+    """A step known from the logs to have been durable on all streams."""
+    odd: list[str] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
+    """The step of each snapshot that the device did not return, by the device's message."""
+
+    def line_from(self, ref: CommitRef) -> Lineage | None:
+        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
+
+        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
+        call this.
+        """
+        tried: list[Lineage] = []
+        ended: list[Unreadable] = []
+        target = self.target
+
+        def attempt() -> _Outcome:
+            tried.clear(), ended.clear()
+            try:
+                tried.append(self._replayed(ref, target))
+            except ReplayMismatch as error:
+                return _Outcome(-1, error.step - 1, str(error))
+            except Unreadable as error:
+                ended.append(error)
+                return _Outcome(-1, error.step, None, is_unread=True)
+            except (Damaged, DiskFailed) as error:
+                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
+            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
+
+        while True:
+            outcomes = self.ranks.all_do(attempt)
+            said = {each.why: each for each in outcomes if each.why is not None}
+            self.odd += [why for why in said if why not in self.odd]
+            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
+            reachable = [each.could for each in outcomes if each.could is not None]
+            if len(reachable) < len(outcomes):
+                return None
+            target = min(reachable)
+            if all(
+                each.is_unread for each in outcomes if each.could == target
+            ):  # other ranks could continue from there
+                self.ranks.all_do(partial(_tell_unreadable, ended, target))
+            if all(each.has == target for each in outcomes):
+                return tried[0]
+
+    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
+        """Return the line up to ``target``, with the state at its end."""
+        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
+        if self.continuing:
+            line.end_before_feedback()
+        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
+        _refuse_other_updates(line, self.after_update is not None)
+        _refuse_other_members(line, self.state)
+        line.watch = self.watch or line.watch
+        line.replay_into(self.state, self.ranks.rank, self.after_update)
+        return line
+
+
+def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
+    """Raise ``Unreadable``, naming the ``step`` that all ranks can reach, where the device does not return what
+    follows.
+    """
+    if ended:
+        raise Unreadable(ended[0].error, step) from ended[0]
+
+
+def _said_end(line: Lineage) -> str | None:
+    """Return the reason why ``line`` ends; None if there are no later records."""
+    harmless = (
+        " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
+    )
+    return None if line.odd is None else f"{line.odd}{harmless}"

@@ -1,0 +1,1 @@
+"""Replicas: processes that do every step as well and outlive the trainer."""

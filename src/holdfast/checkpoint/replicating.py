@@ -1,0 +1,152 @@
+"""Survival by a replica: every step is handed to a second process, the run's only writer, which makes all snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..accelerators import devices_of
+from ..events import EventLog
+from ..store.rank_entry import see_alike
+from ..store.run_store import LocalStore
+from .capture.early_averages import averaging
+from .capture.layer_copies import LayerHooks
+from .capture.optimizer_hooks import OptimizerHooks, Update
+from .capture.staging_buffers import StagingBuffer, StagingPool
+from .durability import DurabilityBackend, ResumeRequest
+from .options import Options
+from .recovery.run_recovery import RecoveryResult
+from .replica.multi_rank_client import Replicas
+from .replica.replica_client import Replica
+from .training_state import TrainingState
+
+
+class ReplicaBackend(DurabilityBackend):
+    """Survival by the replica of the run in ``run``, which keeps its shared-memory store in ``memory``."""
+
+    beside = True
+
+    def __init__(
+        self, loop: TrainingState, options: Options, events: EventLog, *, run: str | Path, memory: Path
+    ) -> None:
+        """Prepare the replica. Raises ``BadInput`` if the training state cannot have one."""
+        super().__init__(loop, options, events)
+        self._memory = memory.absolute()
+        self.replica = (Replica if loop.ranks.alone else Replicas)(
+            run, loop.state, memory=memory, staging_bytes=self.staging_bytes, base_every=options.base_every,
+            keep=options.keep, direct=options.direct, deadline_seconds=options.deadline_seconds, events=events,
+            ranks=loop.ranks,
+        )  # fmt: skip
+
+    @property
+    def pool(self) -> StagingPool:
+        assert self.replica.pool is not None
+        return self.replica.pool
+
+    @property
+    def durable_step(self) -> int:
+        return self.replica.durable_step
+
+    @property
+    def replica_step(self) -> int:
+        return self.replica.replica_step
+
+    @property
+    def base_step(self) -> int:
+        return self.replica.durable_step
+
+    @property
+    def complete(self) -> bool:
+        return self.has(self.replica.last_put)
+
+    def has(self, step: int) -> bool:
+        return self.replica.durable_step >= step
+
+    def standing(self) -> dict[str, Any]:
+        return {"replica_step": self.replica_step}
+
+    def about(self) -> dict[str, Any]:
+        return super().about() | {"replica_in": str(self._memory)}
+
+    # Start
+
+    def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
+        """Start the replica, and restore the state from memory or from the disk; None if the run has no step.
+
+        With a replica there are no residuals, so training continues exactly from every step. Of several ranks none can
+        take a kept state by itself, because all must first see whether all have their parts.
+        """
+        self.replica.start(takes=self._loop.ranks.alone and asked.target is None)
+        see_alike(store, self._loop.ranks)
+        if not store.commits():
+            return None
+        return self.replica.recover(store, self._loop.script, target=asked.target, exact=asked.exact)
+
+    def begin(self, found: RecoveryResult | None) -> None:
+        self.begun, loop = True, self._loop
+        point = None if found is None else found.point
+        self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
+        try:
+            self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
+        finally:  # even after an error, which the other ranks must learn
+            self.agreement = self.replica.agreement
+
+    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
+        """Return the tap: one that copies early, unless gradients are on a device.
+
+        Copies by a device take its time whenever they begin, so early ones gain nothing. The device would also have to
+        be waited for, to learn which copies to repeat.
+        """
+        loop = self._loop
+        if devices_of(p.parameter for p in loop.state.parameters):
+            return OptimizerHooks(loop.state, loop.codec, take_slot, clip_norm)
+        alone = loop.ranks.alone
+        state = None if alone else averaging(loop.model)
+        return LayerHooks(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)
+
+    # Every step
+
+    def take_slot(self) -> StagingBuffer:
+        return self.replica.take_slot()
+
+    def record(self, updates: Sequence[Update]) -> None:
+        self.replica.put(self._seal(updates))
+
+    def go_on(self) -> None:
+        loop = self._loop
+        self.replica.go_on(loop.steps_done, loop.progress, self._options.bytes_per_step)
+
+    def adapt(self) -> None:
+        loop, num_slots = self._loop, self._slots_that_fit()
+        self.replica.sync(loop.state, loop.steps_done, loop.progress(), num_slots)
+
+    # Waiting and shutdown
+
+    def whole(self, again: bool = False) -> None:
+        loop = self._loop
+        if again:  # the replica's user state is that of the last step
+            self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots, again=True)
+        self.replica.save(loop.steps_done, loop.progress, again)
+
+    def _go_without_base(self) -> None:
+        if not self._loop.ranks.alone:  # alone, the replica makes a snapshot of what it has
+            super()._go_without_base()
+
+    def wait(self, step: int) -> None:
+        self.replica.wait(step)
+        self.wait_for_all(step)
+
+    def settle(self) -> None:
+        self.replica.settle()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.replica.is_alive
+
+    def close(self) -> None:
+        self.replica.close()
+
+    def let_go(self) -> None:
+        if self.replica.pool is not None:
+            self.replica.pool.close()

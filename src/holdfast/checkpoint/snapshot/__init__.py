@@ -1,0 +1,1 @@
+"""Snapshots: commits of the whole state, written beside training."""

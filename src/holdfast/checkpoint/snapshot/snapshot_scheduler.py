@@ -1,0 +1,400 @@
+"""The snapshot scheduler: it decides when snapshots are made, and what happens when the disk is behind or full.
+
+A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
+are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
+a *gap*, which ends with a snapshot. Training waits for that snapshot (``"block"``, ``"commit"``), or it is made beside
+training with records again from its beginning (``"skip"``, unless that has failed once). Called by the training thread;
+bytes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...quantities import format_bytes
+from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
+from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
+from ...state.live_state import LiveState
+from ...store.run_store import LocalStore
+from ..log.recorder import Recorder, Task
+from ..recovery.recovery_progress import RecoveryProgress
+from ..storage_share import LEAST_STORAGE, left_bytes
+from .collective_snapshot import CollectiveSnapshot
+from .snapshot_writer import SnapshotWriter
+
+POLICIES = ("block", "skip", "commit")
+
+PRIOR_BYTES_PER_SECOND = 500_000_000.0
+"""The assumed disk bandwidth before the process has written a snapshot."""
+
+
+@dataclass(frozen=True)
+class SnapshotResources:
+    """The resources that snapshots may use."""
+
+    staging_bytes: int
+    """Bytes of copies that wait to be written."""
+    bytes_per_step: int
+    """Bytes that are copied at the end of one step."""
+    storage_bytes: int | None = None
+    """Bytes of the disk, for the whole run.
+
+    None is ``STORAGE_FULLS`` times the state, or ``LEAST_STORAGE`` if that is more, besides what is kept for good.
+    """
+    of_one_step: bool = False
+    """True if all chunks of a snapshot are of one step. Several ranks wait for such a snapshot, since no two copy at
+    the same step.
+    """
+    when_behind: str = "block"
+
+
+class SnapshotScheduler:
+    """The scheduler and maker of a run's snapshots.
+
+    Args:
+        progress: Returns the progress of the current step.
+        emit: Writes an event.
+        restarted: Called when records begin anew.
+        prefix: The prefix of this rank's chunks.
+        together: The snapshots of several ranks, of which this rank makes its share; None for one process.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        state: LiveState,
+        recorder: Recorder,
+        means: SnapshotResources,
+        *,
+        progress: Callable[[], dict[str, Any]],
+        emit: Callable[..., None],
+        restarted: Callable[[], None],
+        prefix: str = "",
+        together: CollectiveSnapshot | None = None,
+    ) -> None:
+        self._store, self._state, self._recorder, self._means = store, state, recorder, means
+        self._progress = progress if together is None else lambda: together.alike.marked(progress())
+        self._emit, self._restarted = emit, restarted
+        self.bases = SnapshotWriter(store, state, recorder, prefix, self._set_cap)
+        self._together = together
+        self.tuner: Tuner | None = None
+        self.base_step, self._begun_at = -1, 0
+        self._losses_when_shared = 0
+        self._again = False
+        """True if all ranks make another snapshot after the next step, since the last one did not free enough space."""
+        self.gap = False
+        """True if steps are not recorded, or if their records follow a snapshot that is not published yet."""
+        self._losses = self._losses_at_begin = 0
+        self._failed_beside = False
+        """True if a snapshot that was to end the gap beside training failed; training waits for the next one."""
+        self._published: deque[int] = deque()
+        self._told: dict[SnapshotWriter | Recorder, tuple[int, float]] = {
+            self.bases: (0, 0.0),
+            recorder: (0, 0.0),
+        }
+        self._stall = self._stall_of_base = 0.0
+        self._num_stages = 0
+        self._dropped = 0
+
+    @property
+    def recording(self) -> bool:
+        """Return whether a log record of the current step could be replayed.
+
+        False while a gap is open (an earlier step was not recorded), unless a snapshot that closes the gap is being
+        written.
+        """
+        self._see_published()
+        return not self.gap or self._held
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every step done is durable, or on its way to be."""
+        self._see_published()
+        return not self.gap
+
+    @property
+    def _held(self) -> bool:
+        """Return whether steps are recorded for a snapshot under way that will end the gap."""
+        return self.gap and self.bases.under_way and self._losses == self._losses_at_begin
+
+    def go_on_after(self, base_step: int, begun_at: int) -> None:
+        """Set the newest snapshot of the run that is continued."""
+        self.base_step, self._begun_at = base_step, begun_at
+
+    def watch(self, state: LiveState) -> None:
+        """Make the following snapshots of ``state``. Called while none is under way."""
+        self._state = state
+        self.bases.watch(state)
+
+    def go_on(self, step: int) -> None:
+        """Copy the next chunks of a snapshot under way, or begin one that is due. Called at the end of ``step``."""
+        started = time.perf_counter()
+        bases = self.bases
+        self._see_published()
+        if self._together is not None:
+            self._together.alike.go_on(self._state, step)
+        if self._again:
+            self.whole(step)
+        elif self.gap and (self._together is not None or not bases.under_way):
+            self._end_gap(step)
+        elif self._at_once:
+            if self._is_time(step):
+                self.whole(step)
+        elif self._is_due(step):
+            if self._together is not None:
+                self._together.alike.begin(self._state, step)
+            self._begin(step)
+        if bases.under_way and not bases.all_staged:
+            self._stage(step)
+        self._stall = time.perf_counter() - started
+        self._stall_of_base += self._stall
+
+    @property
+    def _at_once(self) -> bool:
+        """Return whether training waits for every snapshot: only so are the shares of all ranks of one step."""
+        return self._together is not None and self._means.of_one_step
+
+    def _is_time(self, step: int) -> bool:
+        assert self.tuner is not None
+        return step - self._begun_at >= self.tuner.steps
+
+    def _is_due(self, step: int) -> bool:
+        due = not self.bases.under_way and self._is_time(step)
+        return due if self._together is None else self._together.is_due(due, self.bases)
+
+    def whole(self, step: int, again: bool = False) -> None:
+        """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.
+
+        ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
+        """
+        self._recorder.settle()
+        self._see_published()
+        self._restarted()
+        there = self.base_step == step and self._together is None  # one that was made beside training
+        if there and not again:
+            self.gap = False
+            return
+        if self._together is not None:
+            self._together.nothing_else()
+        self.bases.give_up()
+        if self._together is not None:
+            self._recorder.settle()
+            self._together.room.divide()
+            self._together.alike.compare(self._state, step)
+        self._begin(step)
+        while not self.bases.all_staged:
+            self.bases.write_next(step)
+        if self._together is None:
+            self._recorder.do(partial(self._publish, self._progress(), self._losses, there))
+            self._see_published()
+            return
+        share = partial(self.bases.share, self._progress())
+        self._together.publish_at_once(self.bases, lambda: self._recorder.do(share))
+        self.base_step, self.gap = step, False
+        self._recorder.restart(step)
+        assert self._together.agreement is not None
+        self._together.agreement.wait(step)
+        self._recorder.do(self._store.measure)
+        self._again = not self._again and self._together.room.is_low_anywhere()
+
+    def lose(self, step: int, why: str = "the disk is behind") -> None:
+        """Open a gap, since the current step is not recorded: only a snapshot made after it can follow."""
+        if not self.bases.all_staged:
+            self.bases.give_up()  # the records that would bring its chunks to one step have ended
+        self._losses += 1
+        if self.gap:
+            return
+        self.gap = True
+        agreement = None if self._together is None else self._together.agreement
+        durable = self._recorder.durable_step if agreement is None else agreement.standing.durable_step
+        self._emit("gap", step=step, durable_step=durable, why=why)
+        warnings.warn(
+            f"step {step} was not recorded, since {why}: step {durable} is durable, and the next that will be is that"
+            " of the next base",
+            stacklevel=5,
+        )
+
+    def go_without_room(self, step: int) -> None:
+        """Handle a record that exceeds the storage cap.
+
+        A snapshot of the current step frees space, now or once the disk has caught up.
+        """
+        store = self._store
+        if self._again:  # a snapshot of this step follows at once
+            return
+        self._emit(
+            "storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind
+        )
+        if self._means.when_behind == "block" and self._together is None:
+            self.whole(step)
+        else:
+            self.lose(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""
+        if self.tuner is not None:
+            self.tuner.records_are(nbytes)
+        nbytes += self._recorder.header_bytes  # approximate
+        if self._together is not None:
+            return self._together.room.fits(nbytes)
+        if self._store.cap_bytes is None:
+            return True
+        if self._is_room(nbytes):
+            return True
+        found = self._recorder.do(lambda: self._store.make_room(nbytes + self._margin(nbytes)))
+        self._tell_dropped()
+        return found and self._is_room(nbytes)
+
+    def tune(self, told: int | None, limits: Limits, record_bytes: int) -> None:
+        """Start the schedule: snapshots are due every ``told`` steps, or as ``limits`` allow.
+
+        Called once there is a snapshot. ``record_bytes`` is the expected size of a record.
+        """
+        bases = self.bases
+        full = bases.full_bytes or self._store.newest_bytes
+        rate = bases.written_bytes / bases.write_seconds if bases.written_bytes else PRIOR_BYTES_PER_SECOND
+        believed = prior(full, record_bytes, self._means.bytes_per_step, rate)
+        if self._at_once:  # all ranks have to compute the same step
+            told = told or FIRST_STEPS
+        self.tuner = Tuner(told, limits, believed)
+        self._recorder.expect(self.tuner.steps)
+        if self._together is not None:
+            self._together.room.divide()
+        self._set_cap(full)
+        self.tuner.restarted(*self._store.restarts())
+
+    def recovered(self, recovery: RecoveryProgress) -> None:
+        """Tell the tuner how long the resume took. Called before the first step."""
+        assert self.tuner is not None
+        self.tuner.replayed(
+            recovery.loaded_bytes, recovery.load_seconds, recovery.replayed_records, recovery.replay_seconds
+        )
+
+    def stepped(self, step: int, seconds: float, stall: float) -> None:
+        """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds of waiting."""
+        tuner = self.tuner
+        if tuner is None:
+            return
+        self._tell_dropped()
+        tuner.stepped(seconds - stall, max(stall - self._stall, 0.0))
+        change = tuner.retuned()
+        if change is not None:
+            self._emit(
+                "cadence", step=step, base_every=change.steps, was=change.was, binding=change.binding,
+                relaxed=change.relaxed, measured=asdict(change.measured),
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Give up a snapshot that is not fully copied. Called once nothing more is written."""
+        if not self.bases.all_staged:
+            self.bases.give_up()
+
+    def _end_gap(self, step: int) -> None:
+        if self._together is not None:
+            self._together.call()
+            return
+        if self._recorder.pending:
+            return
+        if self._means.when_behind == "skip" and not self._means.of_one_step and not self._failed_beside:
+            self._failed_beside = True  # reset when it is published
+            self._recorder.hold()
+            self._restarted()
+            self._begin(step)
+        else:
+            self.whole(step)
+
+    def _begin(self, step: int) -> None:
+        self._begun_at, self._losses_at_begin = step, self._losses
+        self.bases.begin()
+        if self.tuner is not None:
+            self._recorder.expect(self.tuner.steps)
+        self._set_cap(self.bases.full_bytes)
+
+    def _set_cap(self, full_bytes: int) -> None:
+        """Set the storage cap: the configured one, or a multiple of the state plus what is kept for good."""
+        for_good, told = self._store.for_good_bytes, self._means.storage_bytes
+        if self._together is not None:
+            self._together.room.default(full_bytes)
+            cap = self._store.cap_bytes
+        else:
+            cap = max(STORAGE_FULLS * full_bytes, LEAST_STORAGE) + for_good if told is None else told
+            self._store.cap_bytes = cap
+        if cap is not None and self.tuner is not None:
+            self.tuner.limits = replace(self.tuner.limits, storage_bytes=max(cap - for_good, 1))
+
+    def _stage(self, step: int) -> None:
+        """Copy chunks of the snapshot under way, as many as step time and memory allow."""
+        bases, means = self.bases, self._means
+        room = means.staging_bytes - bases.memory_bytes
+        self._num_stages += 1
+        together = bases.left_bytes if means.of_one_step else bases.late_bytes
+        if together > means.staging_bytes:
+            self.whole(step)  # no memory to copy all that must be of one step: training waits
+            return
+        if together == bases.left_bytes:
+            if together <= room:
+                bases.stage(step, together)
+        elif bases.next_bytes > means.staging_bytes:
+            bases.write_next(step)  # the same for a chunk that is larger than all copies may be
+        elif bases.next_bytes <= room:
+            bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
+        if bases.under_way and bases.all_staged:
+            if self._together is not None:
+                self._together.sharing, self._losses_when_shared = True, self._losses
+            self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
+
+    def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
+        """Make the snapshot a commit. With ``again`` it replaces a commit of the same step.
+
+        Called by the recorder's thread, when the records up to the snapshot are durable.
+        """
+        if self._together is not None:
+            self._together.share(self.bases.share(progress))
+            return
+        self.base_step = self.bases.publish(progress, again).step
+        self._recorder.restart(self.base_step)
+        self._published.append(losses)
+        self.bases.end()  # so that the training thread sees it as published, not as given up
+        self._emit("base", step=self.base_step, durable_step=self._recorder.durable_step)
+
+    def _see_published(self) -> None:
+        """Note published snapshots. One ends the gap if no step was lost since its last chunk was copied."""
+        if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
+            self.base_step = step
+            self._published.append(self._losses_when_shared)
+            self._recorder.put(Task(self._store.measure, at_once=True))
+        if not self._published:
+            return
+        if self._published.popleft() == self._losses:
+            self.gap = self._failed_beside = False
+        if self.tuner is not None and self._num_stages:  # scheduled, not requested
+            self._tell_written(self.tuner)
+            self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)
+        self._stall_of_base, self._num_stages = 0.0, 0
+
+    def _is_room(self, nbytes: int) -> bool:
+        return nbytes + self._margin(nbytes) <= left_bytes(self._store, self._recorder)
+
+    def _margin(self, nbytes: int) -> int:
+        """Return the bytes that may be wasted at the ends of segments."""
+        return 2 * self._recorder.group * nbytes
+
+    def _tell_dropped(self) -> None:
+        gone = self._store.dropped[self._dropped :]
+        self._dropped += len(gone)
+        for ref in gone:
+            self._emit(
+                "storage", dropped_step=ref.step, cap=self._store.cap_bytes, used=self._store.used_bytes
+            )
+
+    def _tell_written(self, tuner: Tuner) -> None:
+        """Tell the tuner the bytes and seconds that snapshots and records have taken since the last call."""
+        for who, (nbytes, seconds) in self._told.items():
+            self._told[who] = who.written_bytes, who.write_seconds
+            tuner.wrote(who.written_bytes - nbytes, who.write_seconds - seconds)

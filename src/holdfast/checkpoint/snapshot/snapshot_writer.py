@@ -1,0 +1,392 @@
+"""Snapshots: commits of the whole state, made beside training, a bounded number of bytes in each step.
+
+The state is divided into chunks (``SnapshotChunk``): some parameters with what belongs to them, or some rows of a
+large one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of
+the step at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring
+the chunk to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
+
+Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
+training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast import failpoints
+
+from ...accelerators import devices_of, synchronize
+from ...errors import DoesNotFit
+from ...io.buffers import Buffer
+from ...quantities import PAGE, format_bytes, round_up
+from ...state.live_state import Held, LiveState
+from ...state.tensor_entries import Atom
+from ...store.format.manifest import Manifest, RankShare
+from ...store.run_store import LocalStore
+from ..capture.async_copy import DeviceCopies, pinned
+from ..log.recorder import InlineRecorder, Recorder, Task
+from .snapshot_chunks import SnapshotChunk, atoms_of, divided, of_one_base, owned_by
+from .snapshot_image import SnapshotImage, place_in, write_tensor
+
+
+@dataclass
+class _Staged:
+    unit: SnapshotChunk
+    step: int
+    generation: int = -1
+    written: Future[tuple[str, ...]] | None = None
+
+
+class PinnedChunks:
+    """Two pinned buffers, each of ``unit_bytes``, for copies of chunks on ``devices``.
+
+    The training thread takes them. They are given back when their content is on the disk.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], unit_bytes: int) -> None:
+        self.departures, self.unit_bytes = DeviceCopies(devices), unit_bytes
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []
+        self.is_made = False
+
+    def make(self) -> None:
+        """Allocate two buffers, if they can be pinned. Called by the writing thread, because pinning takes a while."""
+        for _ in range(2):
+            buffer = Buffer(round_up(self.unit_bytes), "base")
+            np.frombuffer(buffer.view, np.uint8)[::PAGE] = 0  # fault every page in
+            buffer.unpin = pinned(buffer.view, self.departures.devices[0], "copies for bases")
+            if buffer.unpin is None:
+                return buffer.free()
+            self.give(buffer)
+        self.is_made = True
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """Return a buffer for a chunk; None if none is free, or if they are too small."""
+        with self._lock:
+            return self._free.pop() if self._free and nbytes <= self.unit_bytes else None
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a buffer for such a chunk exists, free or not."""
+        return self.is_made and nbytes <= self.unit_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+    def free(self) -> None:
+        """Unpin and free all buffers that are not in use."""
+        with self._lock:
+            for buffer in self._free:
+                assert buffer.unpin is not None
+                buffer.unpin()
+                buffer.free()
+            self._free.clear()
+
+
+class SnapshotWriter:
+    """Writer of one snapshot at a time, or of this rank's share of one (``prefix``).
+
+    The training thread divides and copies. The recorder's thread does all that touches the disk, so that a hanging disk
+    is noticed by that thread's deadline.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        state: LiveState,
+        recorder: Recorder | InlineRecorder,
+        prefix: str = "",
+        sized: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Prepare a writer. ``sized`` is called with the size of a snapshot when that has changed, before any file is
+        made.
+        """
+        self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
+        self._sized = sized
+        self._units: list[SnapshotChunk] = []
+        self._index: dict[str, Any] = {}
+        self._atoms: dict[str, Atom] = {}
+        self._left: list[SnapshotChunk] = []
+        self._staged: list[_Staged] = []
+        self._counting = threading.Lock()
+        self.memory_bytes = 0
+        """The bytes that copies of chunks take at present."""
+        self.written_bytes = 0
+        self.write_seconds = 0.0
+        """The approximate seconds in which there was something to write."""
+        self._last_write = 0.0
+        self._landing: PinnedChunks | None = None
+        """None unless the state is on a device."""
+
+    def watch(self, state: LiveState) -> None:
+        """Make the following snapshots of ``state``, and divide it again. Called while none is under way."""
+        self._state, self._atoms = state, {}
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._left or self._staged)
+
+    @property
+    def all_staged(self) -> bool:
+        return not self._left
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes that a copy of the next chunk takes."""
+        return self._left[0].layout.file_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that copies of the remaining chunks will take."""
+        return sum(unit.layout.file_bytes for unit in self._left)
+
+    @property
+    def late_bytes(self) -> int:
+        """The remaining bytes that must be copied at the end of one step, after all others."""
+        return sum(unit.layout.file_bytes for unit in self._left if unit.late)
+
+    @property
+    def full_bytes(self) -> int:
+        """The bytes of a snapshot, as the state was divided last."""
+        return sum(unit.layout.file_bytes for unit in self._units)
+
+    def begin(self) -> None:
+        """Divide the state into chunks, without copying any. Makes files if the form of the state has changed."""
+        owned = owned_by(self._state)
+        atoms = atoms_of(owned)
+        if atoms != self._atoms or not self._units:
+            before = self._units
+            self._units, index = divided(owned, self._state, self._prefix)
+            self._atoms = atoms
+            self._sized(self.full_bytes)
+            self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
+        self._left, self._staged = list(self._units), []
+
+    def stage(self, step: int, most_bytes: int) -> bool:
+        """Copy chunks as they are at the end of ``step``, at most ``most_bytes`` of them.
+
+        Late chunks are copied only if all that is left is copied. Returns False, with nothing copied, where the state
+        has changed its form and the snapshot was begun again.
+        """
+        owned = self._owned_now()
+        if owned is None:
+            return False
+        late_too = self.left_bytes <= most_bytes
+        while self._left and self.next_bytes <= most_bytes and (late_too or not self._left[0].late):
+            unit = self._left[0]
+            tensors = unit.tensors_of(owned)
+            copied = self._copied(unit, tensors, now=late_too)
+            if copied is None:
+                break
+            self._left.pop(0)
+            most_bytes -= unit.layout.file_bytes
+            self._staged.append(staged := _Staged(unit, step))
+            self._recorder.put(Task(partial(self._write, staged, *copied), at_once=True))
+            failpoints.reach("after_unit_staged")
+        return True
+
+    def _copied(
+        self, unit: SnapshotChunk, tensors: dict[str, torch.Tensor], now: bool
+    ) -> tuple[Buffer, Sequence[Any]] | None:
+        """Copy the tensors of ``unit``, and return the buffer with the events of copies under way into it.
+
+        Returns None where a later step will find a pinned buffer free. With ``now`` training waits for the copies
+        instead.
+        """
+        nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
+        largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
+        if devices and largest and self._landing is None:
+            self._landing = PinnedChunks(devices, largest)
+            self._recorder.put(Task(self._landing.make, at_once=True))
+        landing = self._landing if devices else None
+        buffer = landing.take(nbytes) if landing is not None else None
+        if landing is not None and buffer is not None:
+            self._count(nbytes)
+            places = [place_in(buffer.view, unit.layout, key, tensor) for key, tensor in tensors.items()]
+            return buffer, landing.departures.send(places, list(tensors.values()))
+        if landing is not None and landing.takes(nbytes) and not now:
+            return None
+        buffer = self._buffer(nbytes)
+        for key, tensor in tensors.items():
+            write_tensor(buffer.view, unit.layout, key, tensor)
+        return buffer, ()
+
+    def let_go(self) -> None:
+        """Free the memory that is kept between snapshots. Called while nothing is under way."""
+        if self._landing is not None:
+            self._landing.free()
+            self._landing = None
+
+    def write_next(self, step: int) -> None:
+        """Write the next chunk as it is at the end of ``step``, without a copy; training waits for it.
+
+        Raises the error of a failed write, and ``WriterHung``.
+        """
+        owned = self._owned_now()
+        if owned is None:
+            return
+        unit = self._left.pop(0)
+        self._staged.append(staged := _Staged(unit, step))
+        tensors = unit.tensors_of(owned)
+        settle_devices(tensors.values())
+        self._recorder.do(partial(self._write_through, staged, tensors))
+
+    def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
+        """Publish the snapshot as a commit once all its chunks are written. It is durable when this returns.
+
+        The commit is of the step at which the last chunk was copied. Called by the recorder's thread.
+
+        Args:
+            progress: The progress of that step.
+            again: Replace an existing commit of the same step.
+        """
+        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress), again)
+        self._store.prune_journal()
+        self._store.measure()
+        return manifest
+
+    def share(self, progress: dict[str, Any]) -> RankShare:
+        """Write this rank's share of a commit of all ranks, instead of ``publish``. It is durable when this returns."""
+        share = self._store.share(self._staged[-1].step, *self._all_written(progress))
+        failpoints.reach("after_share_written")
+        return share
+
+    def published(self) -> None:
+        """Release the files of the shared snapshot, which the first rank has published."""
+        for staged in self._staged:
+            assert staged.unit.files is not None
+            staged.unit.files.release(staged.generation)
+        self.end()
+
+    def end(self) -> None:
+        """Note that the published snapshot is not under way any more."""
+        self._staged = []
+
+    def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
+        files = {}
+        for staged in self._staged:
+            assert staged.written is not None
+            files[staged.unit.name] = (staged.generation, staged.written.result())
+            self._recorder.beat()
+        index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
+        return (
+            files,
+            self._store.put_index(index),
+            progress,
+            {staged.unit.name: staged.step for staged in self._staged},
+        )
+
+    def give_up(self) -> None:
+        """Abandon the snapshot under way. Its files are free again when running writes have ended."""
+        staged, self._left, self._staged = self._staged, [], []
+        if staged:
+            self._recorder.put(Task(partial(self._release, staged), at_once=True))
+
+    def _owned_now(self) -> dict[str, Held] | None:
+        """Return the tensors to store; None if optimizer state appeared or grew, and the snapshot was begun again."""
+        owned = owned_by(self._state)
+        if atoms_of(owned) == self._atoms:
+            return owned
+        self.give_up()
+        self.begin()
+        return None
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        self._count(nbytes)
+        return Buffer(nbytes, "base")
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.memory_bytes += nbytes
+
+    # Called by the recorder's thread from here on.
+
+    def _make(self, before: list[SnapshotChunk], units: list[SnapshotChunk], index: dict[str, Any]) -> None:
+        """Make files for ``units``, and drop those of ``before``.
+
+        The name of a chunk encodes its form, since the size of a file never changes. Raises ``DoesNotFit``.
+        """
+        for unit in before:
+            if unit.files is not None:
+                self._store.drop_unit(unit.files)
+        for unit in units:
+            unit.files = self._store.unit(unit.name, unit.layout, copies=min(self._store.retain, 2) + 1)
+        files = [unit.files for unit in units if unit.files is not None]
+        nbytes, store = self._store.space_needed(files), self._store
+        if nbytes and not store.make_room(nbytes):
+            least = int((store.used_bytes + nbytes + self.full_bytes) / store.cap_share)
+            who = "what this rank stores" if store.cap_share < 1 else "the run"
+            raise DoesNotFit(
+                f"storage = {format_bytes(store.told_cap_bytes)} is too little: of"
+                f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
+                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give more than {least} bytes,"
+                " since records take some as well."
+            )
+        for each in files:
+            each.create()
+            self._recorder.beat()
+        store.measure()
+        self._index = index
+
+    def _write(self, staged: _Staged, buffer: Buffer, marks: Sequence[Any]) -> None:
+        """Wait for a copy and begin to write it. The buffer is freed or given back once it is written."""
+        files, nbytes = staged.unit.files, staged.unit.layout.file_bytes
+        assert files is not None
+        for mark in marks:
+            mark.synchronize()
+        began = time.perf_counter()
+        staged.generation = self._store.free_generation(files)
+        staged.written = files.write(
+            staged.generation, buffer.view[:nbytes], kind="state", phase="base", priority=2
+        )
+        staged.written.add_done_callback(lambda _: self._written(buffer, nbytes, began))
+
+    def _written(self, buffer: Buffer, nbytes: int, began: float) -> None:
+        now = time.perf_counter()
+        if buffer.unpin is None:
+            buffer.free()
+        elif self._landing is not None:
+            self._landing.give(buffer)
+        self._count(-nbytes)
+        self._wrote(nbytes, began, now)
+
+    def _wrote(self, nbytes: int, began: float, now: float) -> None:
+        with self._counting:
+            self.written_bytes += nbytes
+            self.write_seconds += now - max(began, self._last_write)
+            self._last_write = now
+
+    def _write_through(self, staged: _Staged, tensors: dict[str, torch.Tensor]) -> None:
+        files = staged.unit.files
+        assert files is not None
+        began = time.perf_counter()
+        staged.generation = self._store.free_generation(files)
+        checksums = files.write_through(
+            staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
+            beat=self._recorder.beat,
+        )  # fmt: skip
+        staged.written = Future()
+        staged.written.set_result(checksums)
+        self._wrote(staged.unit.layout.file_bytes, began, time.perf_counter())
+
+    def _release(self, staged: list[_Staged]) -> None:
+        for each in staged:
+            if each.written is not None and each.unit.files is not None:
+                each.written.exception()
+                each.unit.files.release(each.generation)
+            self._recorder.beat()
+
+
+def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for running work on the devices of ``tensors``, before another thread reads them."""
+    for device in devices_of(tensors):
+        synchronize(device)

@@ -1,0 +1,147 @@
+"""The share of the storage cap that one of several ranks may use.
+
+Each rank counts its own files and its own log; the first rank also counts files that belong to no rank. The shares add
+up to the cap, so no rank has to ask another before it writes. A rank with little space left calls all ranks to a
+snapshot of one step, after which older records are dropped.
+
+Whenever all ranks make a snapshot at once, the cap is divided again by the bytes that each holds. Older snapshots are
+then dropped as far as necessary. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..distributed import Ranks
+from ..errors import DoesNotFit
+from ..quantities import PAGE, GiB, format_bytes
+from ..schedule.interval.snapshot_interval import STORAGE_FULLS
+from ..store.run_store import LocalStore
+from .log.recorder import Recorder
+
+LEAST_STORAGE = GiB
+"""The default cap for a small state, where headers are most of a record."""
+
+RECORDS_AHEAD = 5
+"""A rank with room for fewer records than this calls the others to a snapshot.
+
+That snapshot comes a step or two later, and sometimes a second one is needed.
+"""
+
+BESIDE_STATE = 64 * 1024
+"""The bytes that a rank stores whatever it holds: headers, filler, the index."""
+
+
+class Part(NamedTuple):
+    """The storage of one rank, in bytes."""
+
+    used: int
+    holds: int
+    needs: int
+    cap: int
+
+
+def left_bytes(store: LocalStore, recorder: Recorder) -> int:
+    """Return the bytes that may still be written. The true number can be smaller while the recorder's thread works."""
+    assert store.cap_bytes is not None
+    # read first: what is written meanwhile must count twice rather than never
+    pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
+    free = recorder.segment_free_bytes
+    return store.cap_bytes - (store.used_bytes - free + pending)
+
+
+class StorageShare:
+    """The storage share of this rank.
+
+    Args:
+        told: The cap of the whole run, in bytes; None for the default.
+        holds: Returns how many bytes of state the rank stores.
+        call: Calls all ranks to a snapshot of one step.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: LocalStore,
+        recorder: Recorder,
+        told: int | None,
+        holds: Callable[[], int],
+        call: Callable[[], None],
+    ) -> None:
+        self._ranks, self._store, self._recorder = ranks, store, recorder
+        self._told, self._holds, self._call = told, holds, call
+        self._record_bytes = self._full_bytes = 0
+        store.retires_for_room = False  # all ranks have to do so together
+
+    def default(self, full_bytes: int) -> None:
+        """Set the default cap. ``full_bytes`` is the size of this rank's share of a snapshot."""
+        self._full_bytes = full_bytes
+        if self._told is None:
+            least = LEAST_STORAGE // self._ranks.world_size
+            self._store.cap_bytes = max(STORAGE_FULLS * full_bytes, least) + self._store.for_good_bytes
+
+    def divide(self) -> None:
+        """Compute the share of each rank.
+
+        Collective: every rank must call this, with nothing waiting to be written and no snapshot under way. Raises
+        ``DoesNotFit`` if the cap is too small.
+        """
+        store = self._store
+        while True:
+            used, holds = self._recorder.do(store.measure), self._holds() + BESIDE_STATE
+            self.default(max(self._full_bytes, store.newest_bytes, holds))
+            parts = self._ranks.everyone(Part(used, holds, self._ahead, store.cap_bytes or 0))
+            if self._told is not None:
+                room, all_hold = self._told - sum(part.used for part in parts), sum(p.holds for p in parts)
+                parts = [part._replace(cap=part.used + room * part.holds // all_hold) for part in parts]
+                store.cap_bytes, store.cap_share = parts[self._ranks.rank].cap, holds / all_hold
+            if all(part.used + part.needs <= part.cap for part in parts) or not self._drop_one():
+                break
+        if self._told is not None and any(part.used > part.cap for part in parts):
+            self._refuse(sum(part.used for part in parts))
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether a record of ``nbytes`` may be written. Calls the other ranks when space is low."""
+        self._record_bytes = nbytes
+        if self._is_low():
+            self._recorder.do(self._store.measure)  # the first rank may have removed segments
+            if self._is_low():
+                self._call()
+        return self._left >= nbytes
+
+    def is_low_anywhere(self) -> bool:
+        """Return whether any rank is low on space. Collective: every rank must call this."""
+        return any(self._ranks.everyone(self._is_low()))
+
+    def _is_low(self) -> bool:
+        return self._left < self._ahead
+
+    @property
+    def _left(self) -> int:
+        """The bytes left, less what the ends of segments may waste."""
+        if self._store.cap_bytes is None:
+            return sys.maxsize
+        return left_bytes(self._store, self._recorder) - 2 * self._recorder.group * self._record_bytes
+
+    @property
+    def _ahead(self) -> int:
+        """The bytes below which the others are called: some records, and files if more snapshots are retained."""
+        return RECORDS_AHEAD * (self._record_bytes or PAGE) + self._full_bytes * self._store.may_grow
+
+    def _drop_one(self) -> bool:
+        """Retire the oldest snapshot that may go, and return whether there was one.
+
+        Collective: every rank must call this.
+        """
+        gone = self._ranks.first_does(self._store.drop_oldest)
+        if self._ranks.rank:
+            self._store.follow()
+        return gone is not None
+
+    def _refuse(self, used: int) -> None:
+        raise DoesNotFit(
+            f"storage = {format_bytes(self._told or 0)} is too little: {self._store.root} takes {format_bytes(used)},"
+            f" and the newest two bases with their records stay. Give at least {used + used // 2} bytes."
+        )

@@ -1,0 +1,1 @@
+"""``plan``, ``simulate`` and ``probe``: questions to the planner."""

@@ -1,0 +1,312 @@
+"""``plan --model --machine``: placement of the state, time of a step, the bottleneck, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...errors import ConfigError, DoesNotFit
+from ...profiles import MachineProfile, load_machine, load_model
+from ...quantities import MiB, counted, format_bytes, format_seconds, parse_bytes
+from ...schedule.operation_lists import fit, play
+from ...schedule.planner import formulas
+from ...schedule.planner.explain import Change, Life, binding, life, memory_is_full, what_if
+from ...schedule.planner.formulas import FRACTIONS
+from ...schedule.planner.linear_program import Solution
+from ...schedule.planner.plan_search import Case, Found, best_at, engine_case, search
+from ...schedule.planner.setting import Method
+from ...schedule.simulate import Simulation
+from ..flags import parsed
+from ..output import console, plain_table, print_facts, print_json, print_table
+
+SIZES = {
+    "params": "parameters",
+    "optimizer": "optimizer state",
+    "activations": "block inputs",
+    "gradients": "waiting gradients",
+}
+
+Engine = tuple[Solution, Simulation] | DoesNotFit
+"""The engine's version of a plan and its simulated steps, or the reason why it does not fit."""
+
+BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
+
+ENGINE_TODAY = (
+    "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
+    "gradients wait."
+)
+
+
+def plan_placement(given: Mapping[str, Any]) -> None:
+    """Print the plan for a model on a machine."""
+    case = case_of(given)
+    if given["delayed"] is not None and case.method.delayed is not None:
+        raise ConfigError("--delayed says what --clipping defer decides: with it every update waits")
+    found = search(case, given["micro_batches"], delayed=given["delayed"])
+    changes, engine = what_if(case, found.best), _on_engine(found, given["delayed"])
+    if given["json"]:
+        print_json(_document(found, changes, engine))
+    else:
+        _print(found, changes, engine)
+
+
+def case_of(given: Mapping[str, Any]) -> Case:
+    """Return the machine, model and method that the options name. Raises ``ConfigError``."""
+    missing = [flag for flag in ("model", "machine") if given[flag] is None]
+    if missing:
+        raise ConfigError(
+            f"--{missing[0]} is missing: a plan needs --model and --machine, names or TOML files"
+        )
+    if given["clipping"] == "speculate" and given["commit_every"] != 1:
+        raise ConfigError(
+            f"--commit-every {given['commit_every']} with --clipping speculate: a wrong guess is undone from the commit"
+            " of the step before. Give --commit-every 1, or --clipping defer"
+        )
+    model = load_model(given["model"])
+    changed = {"micro_batch": given["micro_batch_size"], "sequence": given["sequence"]}
+    model = replace(model, **{name: value for name, value in changed.items() if value is not None})
+    try:
+        method = Method(
+            clipping=given["clipping"],
+            commit_every=given["commit_every"],
+            retain=given.get("retain") or 2,
+            order=given.get("order", "plain"),
+            least_steps=given.get("ssd_steps") or 0,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Case(machine=_machine(given), model=model, method=method)
+
+
+def on_host(solution: Solution) -> dict[str, float]:
+    """Return the fractions in host memory, without those of nothing."""
+    waits = formulas.waiting_bytes(solution.setting)
+    return {name: solution.fractions[name] for name in FRACTIONS if name != "gradients" or waits}
+
+
+def rate_text(rate: float) -> str:
+    """Format a rate as a whole number, or with three digits."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _machine(given: Mapping[str, Any]) -> MachineProfile:
+    machine = load_machine(given["machine"])
+    if given["ssds"] is not None:
+        machine = replace(machine, ssd_count=given["ssds"])
+    if given["host"] is not None:
+        nbytes = parsed("--host", parse_bytes, given["host"])
+        if given["host"].strip().isdigit() and nbytes < MiB:
+            raise ConfigError(f"--host {given['host']} is {nbytes} bytes; write {nbytes}GB if that is meant")
+        machine = replace(machine, host_memory_bytes=nbytes)
+    return machine
+
+
+def _on_engine(found: Found, delayed: float | None) -> Engine:
+    """Return the plan as the engine would run it, with the same number of micro-batches."""
+    case, count = engine_case(found.case), found.best.setting.micro_batches
+    best = best_at(case, count, delayed)
+    try:
+        solution, placement = fit(case, count, best.setting.delayed_fraction if best else 0.0)
+    except DoesNotFit as error:
+        return error
+    return solution, play(solution.setting, placement)
+
+
+def _document(found: Found, changes: list[Change], engine: Engine) -> dict[str, Any]:
+    case, lives = found.case, life(found.best)
+    return {
+        "model": case.model.description,
+        "machine": case.machine.description,
+        "parameters": case.model.parameters,
+        "clipping": case.method.clipping,
+        "commit_every": case.method.commit_every,
+        "chosen": document_of(found.best),
+        "tried": [
+            {
+                "micro_batches": s.setting.micro_batches,
+                "delayed_fraction": s.setting.delayed_fraction,
+                "step_seconds": s.step_seconds,
+                "tokens_per_second": s.tokens_per_second,
+            }
+            for s in found.tried
+        ],
+        "what_if": [
+            {"change": c.what, "fits": c.solution is not None, "gain": c.gain if c.solution else None}
+            for c in changes
+        ],
+        "ssd_life": {
+            "written_bytes_per_step": lives.written_bytes_per_step,
+            "rated_bytes": lives.rated_bytes,
+            "steps": lives.steps,
+            "days": lives.days,
+        },
+        "engine_today": _engine_document(engine),
+    }
+
+
+def _engine_document(engine: Engine) -> dict[str, Any]:
+    if isinstance(engine, DoesNotFit):
+        return {"error": str(engine)}
+    solution, simulation = engine
+    seconds = simulation.seconds_per_step
+    simulated = {"step_seconds": seconds, "tokens_per_second": solution.setting.tokens / seconds}
+    return {**document_of(solution), "simulated": simulated}
+
+
+def document_of(solution: Solution) -> dict[str, Any]:
+    """Return a solution as JSON."""
+    setting = solution.setting
+    return {
+        "micro_batches": setting.micro_batches,
+        "micro_batch_size": setting.model.micro_batch,
+        "sequence": setting.model.sequence,
+        "delayed_fraction": setting.delayed_fraction,
+        "on_host": on_host(solution),
+        "step_seconds": solution.step_seconds,
+        "tokens_per_second": solution.tokens_per_second,
+        "forward_seconds_per_block": solution.forward_seconds,
+        "backward_seconds_per_block": solution.backward_seconds,
+        "busy_seconds": solution.busy_seconds,
+        "busiest_lane": solution.busiest,
+        "binds": binding(solution),
+        "host_bytes": solution.of(formulas.host_bytes),
+        "host_memory_full": memory_is_full(solution),
+        "device_bytes": solution.of(formulas.device_bytes),
+        "ssd_bytes": solution.of(formulas.ssd_bytes),
+        "read_bytes_per_step": solution.of(formulas.read_bytes),
+        "written_bytes_per_step": solution.of(formulas.written_bytes),
+    }
+
+
+def _print(found: Found, changes: list[Change], engine: Engine) -> None:
+    best, model, machine, out = found.best, found.case.model, found.case.machine, console()
+    setting, lives = best.setting, life(best)
+    print(f"{model.description}, {counted(model.blocks, 'block')}, on {machine.description}\n")
+    print(
+        f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of "
+        f"{model.micro_batch} x {model.sequence:,} tokens, {setting.delayed_fraction:.0%} of each update delayed: "
+        f"{format_seconds(best.step_seconds)} a step, {rate_text(best.tokens_per_second)} tokens/s. The busiest lane "
+        f"is {best.busiest}, {best.busy_seconds[best.busiest] / best.step_seconds:.0%} of the time.\n"
+    )
+    _print_places(best)
+    print()
+    _print_lanes(best)
+    print()
+    print_facts(
+        out,
+        {
+            "what binds": _binds_text(best),
+            "memory": _memory_text(best),
+            "what would help": "; ".join(map(_change_text, changes)),
+            "SSD life": _life_text(lives),
+            "micro-batches": _tried_text(found),
+            "the engine": _engine_text(engine),
+        },
+    )
+    if not isinstance(engine, DoesNotFit):
+        _print_settings(engine[0])
+
+
+def _print_places(best: Solution) -> None:
+    """Print what stays in host memory, and how much of the total it is."""
+    setting = best.setting
+    whole = {
+        "params": setting.blocks * setting.param_bytes,
+        "optimizer": setting.blocks * setting.state_bytes,
+        "activations": setting.blocks * setting.micro_batches * setting.input_bytes,
+        "gradients": formulas.waiting_bytes(setting),
+    }
+    table = plain_table("", ">in all", ">on the host")
+    for name, part in on_host(best).items():
+        table.add_row(SIZES[name], format_bytes(whole[name]), f"{part:.0%}")
+    print_table(console(), table)
+
+
+def _print_lanes(best: Solution) -> None:
+    table = plain_table("lane", ">s/step", ">of the step", ">ms/block forward", ">backward")
+    for name, seconds in sorted(best.busy_seconds.items(), key=lambda item: -item[1]):
+        forward, backward = best.lane_seconds[name]
+        table.add_row(
+            name,
+            f"{seconds:.1f}",
+            f"{seconds / best.step_seconds:.0%}",
+            f"{forward * 1e3:.1f}",
+            f"{backward * 1e3:.1f}",
+        )
+    print_table(console(), table)
+
+
+def _binds_text(best: Solution) -> str:
+    passes = [f"{name.partition('_')[0]}: {' and '.join(which)}" for name, which in binding(best).items()]
+    full = "host memory is full" if memory_is_full(best) else "host memory is not all used"
+    return f"{'; '.join(passes)}; {full}"
+
+
+def _memory_text(best: Solution) -> str:
+    machine, used = best.setting.machine, {n: format_bytes(best.of(getattr(formulas, n))) for n in BYTES}
+    places = [f"{used['host_bytes']} of {format_bytes(machine.host_memory_bytes)} on the host"]
+    if not machine.device_shares_host:
+        places.append(
+            f"about {used['device_bytes']} of {format_bytes(machine.device_memory_bytes)} on the device"
+        )
+    return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"])
+
+
+def _change_text(change: Change) -> str:
+    if change.solution is None:
+        return f"{change.what}: does not fit"
+    return f"{change.what}: {change.gain:+.1%}"
+
+
+def _life_text(found: Life) -> str:
+    if found.written_bytes_per_step == 0:
+        return "nothing is written"
+    return (
+        f"{format_bytes(found.written_bytes_per_step)} written a step; rated for {found.rated_bytes / 1e12:,.0f} TB "
+        f"they last {found.steps:,.0f} steps, {found.days:,.1f} days of this"
+    )
+
+
+def _tried_text(found: Found) -> str:
+    """Describe tokens per second at counts that double, and at the chosen one."""
+    chosen = found.best.setting.micro_batches
+    shown = [s for s in found.tried if s.setting.micro_batches in (chosen, *(2**k for k in range(20)))]
+    rates = ", ".join(f"{s.setting.micro_batches}: {rate_text(s.tokens_per_second)}" for s in shown)
+    if len(found.tried) == 1:
+        return f"{rates} tokens/s, as asked"
+    return f"{rates} tokens/s; {chosen} is the least within 1 % of the best up to {len(found.tried)}"
+
+
+def _engine_text(engine: Engine) -> str:
+    if isinstance(engine, DoesNotFit):
+        return f"{ENGINE_TODAY} It does not fit: {engine}"
+    solution, simulation = engine
+    seconds = simulation.seconds_per_step
+    return (
+        f"{ENGINE_TODAY} With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
+        f"{rate_text(solution.setting.tokens / seconds)} tokens/s (the formulas above: "
+        f"{rate_text(solution.tokens_per_second)}), set so:"
+    )
+
+
+def _print_settings(engine: Solution) -> None:
+    """Print the settings for the configuration of ``holdfast train``, whose names ``holdfast.offload`` shares."""
+    print("\n  [train]")
+    print(f"  micro_batches = {engine.setting.micro_batches}")
+    method = engine.setting.method
+    print("  clip_norm = 0" if method.clipping == "none" else "  clip_norm = 1.0")
+    if method.clipping not in ("none", "defer"):
+        print(f'  clipping = "{method.clipping}"')
+    print("\n  [offload]")
+    if method.order != "plain":
+        print(f'  order = "{method.order}"')
+    if method.delayed is None and engine.setting.delayed_fraction:
+        print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
+    for name in ("params", "optimizer", "activations"):
+        print(f"  {name}_on_host = {engine.fractions[name]:g}")
+    if engine.setting.method.commit_every != 1:
+        print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")

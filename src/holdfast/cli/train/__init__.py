@@ -1,0 +1,1 @@
+"""``holdfast train``: a language model trained on text, out of core."""

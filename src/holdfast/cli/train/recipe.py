@@ -1,0 +1,211 @@
+"""Recipes of ``holdfast train``: the model and its text.
+
+A recipe is the reference decoder on bytes, or the model in a Hugging Face folder on the tokens of its tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from ...config import Config, ModelConfig, literal
+from ...data.corpus import Corpus, Windowed
+from ...data.loader import Stack
+from ...data.tokens import encoded
+from ...errors import BadInput, ConfigError
+from ...models.decoder import Decoder, DecoderConfig
+from ...models.keeping import MODEL, keep, kept_folder
+from ...models.pretrained import Weights, empty_model, pretrained
+from ...models.tokenizer import Tokenizer
+from ...offload.model.blocks import empty_parameters
+from ...store.path_checks import check_place
+from .kept_config import state_directory
+
+OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
+"""Keys of ``[model]`` that a folder defines itself."""
+
+PROMPT = "def __init__(self"
+
+PROMPT_TOKENS = 12
+"""The tokens of held-out text in a prompt, where the model has its own tokenizer."""
+
+
+class Recipe(Protocol):
+    """The model, its text and its samples.
+
+    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
+    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens.
+    """
+
+    model: nn.Module
+    source: Weights | None
+    corpus: Windowed
+    sample: dict[str, Tensor]
+    normalize: Literal["micro_batches", "tokens"]
+    choices: int
+    prompt: str
+    prompt_ids: list[int]
+
+    @property
+    def stack(self) -> Stack:
+        """A function that makes a micro-batch of samples."""
+        ...
+
+    def embeddings(self) -> set[int]:
+        """Return the identities of the parameters that hold a vector for each token."""
+        ...
+
+    def text_of(self, ids: Iterator[int]) -> Iterator[str]:
+        """Yield the text of token ids, piece by piece."""
+        ...
+
+    def keep(self) -> None:
+        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
+        ...
+
+
+def recipe_of(config: Config, told: Callable[[str], None]) -> Recipe:
+    """Return the recipe of a configuration. Raises ``BadInput``.
+
+    ``told`` is called with a message before a text is encoded.
+    """
+    return OfFolder(config, told) if config.model.path else OfBytes(config)
+
+
+class OfBytes:
+    """The reference decoder; a byte is a token."""
+
+    source: Weights | None = None
+    normalize: Literal["micro_batches", "tokens"] = "micro_batches"
+    choices = 256
+    prompt, prompt_ids = PROMPT, list(PROMPT.encode())
+
+    def __init__(self, config: Config) -> None:
+        data, rows = config.data, config.train.micro_batch_size
+        self.corpus: Windowed = Corpus(
+            data.text, context=config.model.context, validation_fraction=data.validation_fraction
+        )
+        with empty_parameters():
+            decoder = Decoder(decoder_config(config))
+        self.model: nn.Module = decoder
+        self._embedding = decoder.embed.weight
+        self.stack: Stack = default_collate
+        zeros = torch.zeros(rows, config.model.context, dtype=torch.int64)
+        self.sample = {"tokens": zeros, "targets": zeros}
+
+    def embeddings(self) -> set[int]:
+        return {id(self._embedding)}
+
+    def text_of(self, ids: Iterator[int]) -> Iterator[str]:
+        """Yield bytes as UTF-8 text, with replacements for invalid ones."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for each in ids:
+            yield decoder.decode(bytes([each]))
+        yield decoder.decode(b"", final=True)
+
+    def keep(self) -> None:
+        """Do nothing: the configuration holds all that is needed."""
+
+
+class OfFolder:
+    """The model in ``model.path``, and its tokenizer. A continued run does not need that folder any more."""
+
+    normalize: Literal["micro_batches", "tokens"] = "tokens"
+
+    def __init__(self, config: Config, told: Callable[[str], None]) -> None:
+        _refuse_sizes(config.model)
+        self._run, self._folder = Path(config.run.dir), Path(config.model.path)
+        self._state = state_directory(self._run, config)
+        kept = kept_folder(self._run)
+        tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
+        self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
+        self.source: Weights | None = Weights(self._folder, self.model)  # read by a run without a commit
+        self.choices = _embedding_of(self.model).weight.shape[0]
+        _refuse_unfit(config, self.model, tokenizer, self.choices)
+        context = config.model.context
+        check_place(self._run)
+        text = encoded(
+            config.data.text, tokenizer, self._run / "tokens", context=context,
+            validation_fraction=config.data.validation_fraction,
+            told=lambda: told(f"encoding the text {config.data.text}"),
+        )  # fmt: skip
+        self.corpus: Windowed = text
+        self.stack: Stack = text.stack
+        zeros = torch.zeros(config.train.micro_batch_size, context, dtype=torch.int64)
+        self.sample = self.stack([{"input_ids": row, "labels": row} for row in zeros])
+        self.prompt_ids = self._first_prompt()
+        self.prompt = tokenizer.decode(self.prompt_ids)
+
+    def _first_prompt(self) -> list[int]:
+        text = self.corpus.validation if len(self.corpus.validation) else self.corpus.training
+        ids, labels = text[0]["input_ids"].tolist(), text[0]["labels"].tolist()
+        prompt = sum(label < 0 for label in labels)
+        return ids[: prompt or PROMPT_TOKENS]
+
+    def embeddings(self) -> set[int]:
+        return {id(parameter) for parameter in _embedding_of(self.model).parameters()}
+
+    def text_of(self, ids: Iterator[int]) -> Iterator[str]:
+        """Yield text once it is final: the meaning of the last ids may depend on the next."""
+        found, written = list(self.prompt_ids), len(self.prompt)
+        for each in ids:
+            found.append(each)
+            text = self.tokenizer.decode(found)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[written:]
+                written = len(text)
+        yield self.tokenizer.decode(found)[written:]
+
+    def keep(self) -> None:
+        source = kept_folder(self._run) or self._folder
+        for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
+            if kept_folder(directory) is None:
+                keep(source, directory / MODEL)
+
+
+def decoder_config(config: Config) -> DecoderConfig:
+    model = config.model
+    return DecoderConfig(
+        blocks=model.blocks,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        context=model.context,
+        dropout=model.dropout,
+    )
+
+
+def _refuse_sizes(model: ModelConfig) -> None:
+    usual = {each.name: each.default for each in fields(ModelConfig)}
+    for name in OF_DECODER:
+        if getattr(model, name) != usual[name]:
+            raise ConfigError(
+                f"model.{name} = {literal(getattr(model, name))} is of the reference decoder, and the model in"
+                f" {model.path} says its own in config.json. Leave one of the two out."
+            )
+
+
+def _embedding_of(model: Any) -> Any:
+    return model.get_input_embeddings()
+
+
+def _refuse_unfit(config: Config, model: nn.Module, tokenizer: Tokenizer, vocabulary: int) -> None:
+    path = config.model.path
+    if len(tokenizer) > vocabulary:
+        raise BadInput(
+            f"the tokenizer in {path} has {len(tokenizer):,} tokens, and the model has vectors for {vocabulary:,}. Is"
+            " it another model's?"
+        )
+    longest: Any = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and config.model.context > longest:
+        raise ConfigError(
+            f"model.context = {config.model.context}: the model in {path} has {longest} positions"
+            " (max_position_embeddings). Lower it."
+        )

@@ -1,0 +1,318 @@
+"""``holdfast train``: train a language model on text with its state out of core.
+
+The same command starts a run, continues it and, with more ``train.steps``, extends it: the content of the run directory
+decides. Losses are nats per token; a token of the reference decoder is a byte. Under torchrun it trains on several
+ranks (``launched_ranks``), and the same step uses the same samples on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.status import Status
+from torch import Tensor
+
+from ...config import Config, to_values
+from ...data.corpus import Windowed
+from ...data.loader import SampleLoader, micro_batches_of, step_loader
+from ...distributed import Ranks
+from ...errors import Damaged, NoCommit
+from ...events import EventLog, read_events
+from ...monitor.training_panel import TrainingPanel
+from ...offload.engine import Engine
+from ...offload.setup.equal_on_ranks import agree
+from ...offload.setup.preflight import Preflight
+from ...quantities import format_seconds
+from ...store.run_store import LocalStore
+from ..machine import choose_device, choose_dtype
+from .announce import announce, print_sample, same_command, say_how_to_go_on
+from .engine_build import make_engine
+from .kept_config import changes_to_run, describe, kept_dtype, state_directory, write_record
+from .launched_ranks import console_of, first_alone, refuse_encoding_here, share_of, together
+from .orderly_stop import StopRequest
+from .recipe import Recipe, recipe_of
+
+VALIDATION_SAMPLES = 64
+"""The number of validation samples, spread evenly over the held-out text and always the same."""
+
+SAME = "Start all ranks with the same settings and files"
+
+SAMPLE_TOKENS, TEMPERATURE = 240, 0.7
+
+SAMPLE_SECONDS = 20.0
+"""The seconds after which a sample ends: each token reads the whole model from the SSD."""
+
+
+def train(config: Config, stated: Collection[str] = ()) -> None:
+    """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped.
+
+    ``stated`` are the keys that may change the computations of a continued run. Raises ``RunMismatch`` for changes of
+    others.
+    """
+    with together() as ranks:
+        _train(ranks, config, stated)
+
+
+def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
+    console, run = console_of(ranks), Path(config.run.dir)
+    agree(ranks, "configurations", to_values(config), SAME)
+    config = ranks.first_does(lambda: with_dtype(config))
+    with ranks.agreeing():
+        micro_batches = share_of(config, ranks)
+        changed = changes_to_run(config, stated)
+        state = state_directory(run, config)
+    done = ranks.first_does(lambda: newest_step(state))
+    if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
+        console.print(
+            f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
+            soft_wrap=True,
+        )
+        say_how_to_go_on(console, config, extend_to=2 * done)
+        return
+    recipe = shared_recipe(ranks, config, console)
+    loader = step_loader(
+        recipe.corpus,
+        config.train.micro_batch_size,
+        micro_batches,
+        seed=config.run.seed,
+        stack=recipe.stack,
+    )
+    events = EventLog(run / "events.jsonl" if ranks.rank == 0 else None)
+
+    def confirm(preflight: Preflight) -> None:
+        announce(console, config, recipe.corpus, preflight, config.train.steps - done, ranks.world_size)
+
+    if changed:  # the change was requested with --set, and run() prints it (record.py)
+        warnings.filterwarnings("ignore", message="this run goes on with other settings")
+    with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
+        engine = make_engine(
+            config, recipe, loader, micro_batches, events, confirm, lambda text: say_measuring(console, text)
+        )
+    with engine:
+        ranks.first_does(lambda: (recipe.keep(), write_record(config)))
+        Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+
+
+def with_dtype(config: Config) -> Config:
+    """Return ``config`` with the dtype for "auto": that of the run, or the fast one on this machine."""
+    if config.train.dtype != "auto":
+        return config
+    dtype = kept_dtype(config) or choose_dtype(choose_device(config.offload.device))
+    return replace(config, train=replace(config.train, dtype=dtype))
+
+
+def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
+    """Return the recipe. The first rank encodes the text if necessary, and the others find it.
+
+    Collective: every rank must call this.
+    """
+    with ranks.agreeing():
+        first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
+    with ranks.agreeing():
+        recipe = first or recipe_of(config, refuse_encoding_here)
+    agree(ranks, "texts", recipe.corpus.fingerprint, SAME)
+    return recipe
+
+
+class Job:
+    """One sitting of a run: from the engine's step to the last one, or until a stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        console: Console,
+        recipe: Recipe,
+        loader: SampleLoader,
+        engine: Engine,
+        events: EventLog,
+    ) -> None:
+        self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
+        self.loader, self.engine, self.events = loader, engine, events
+        self.stopped_by = ""
+        self.panel = TrainingPanel(
+            console,
+            title=config.run.dir,
+            steps=config.train.steps,
+            host_budget=engine.preflight.host_budget,
+            commit_every=config.durability.every,
+        )
+
+    def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        """Train to the end and report it. ``changed`` are the keys that differ from before."""
+        started = time.perf_counter()
+        speaks = self.ranks.rank == 0
+        with StopRequest(self.panel.announce_stop, self.last_words, speaks=speaks) as stop:
+            self.begin(changed)
+            before = self.validate()
+            if before is not None:
+                self.say(f"Validation loss {before['loss']:.3f} at step {before['step']:,}.")
+            try:
+                self.take_steps(stop)
+            except Exception as error:
+                self.events.emit(
+                    "failed", step=self.engine.steps_done, error=f"{type(error).__name__}: {error}"
+                )
+                raise
+            if self.engine.steps_done < self.config.train.steps:
+                self.report_stop(self.stopped_by)
+            else:
+                self.report_end(before, time.perf_counter() - started, stop)
+
+    def begin(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        first, values = self.engine.steps_done, to_values(self.config)
+        self.events.emit("run", first_step=first, pid=os.getpid(), config=values, changed=changed)
+        if self.engine.resumed_from:  # step 0 is where a folder's weights begin
+            self.say(f"Continuing after step {first:,}, the newest that is whole. {self.engine.said_lost}")
+        if changed:
+            self.say(f"Changed from here on: {describe(changed)}.")
+
+    def take_steps(self, stop: StopRequest) -> None:
+        """Train to the last step, or until a stop is requested, and commit the reached step."""
+        with self.panel:
+            while self.engine.steps_done < self.config.train.steps:
+                self.stopped_by = self.first_reason(stop.requested)
+                if self.stopped_by:
+                    break
+                self.engine.step(next(self.loader))
+                self.panel.step(self.engine.last)
+            if self.config.durability.every:
+                self.engine.save()
+                self.panel.durable(self.engine.durable_step)
+
+    def first_reason(self, why: str) -> str:
+        """Return the first rank's reason to stop, or an empty text. Collective: every rank must call this."""
+        return next(filter(None, self.ranks.everyone(why)), "")
+
+    def validate(self) -> dict[str, Any] | None:
+        """Return the current loss on held-out text as an event; None without held-out text.
+
+        Each rank computes its share of the micro-batches, or all if they do not divide evenly. Collective: every rank
+        must call this.
+        """
+        samples = held_out_samples(self.recipe.corpus)
+        if not samples:
+            return None
+        batches = micro_batches_of(samples, self.config.train.micro_batch_size, self.recipe.stack)
+        if len(batches) % self.ranks.world_size == 0:
+            batches = batches[self.ranks.rank :: self.ranks.world_size]
+        with self.console.status("reading held-out text"):
+            event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
+        self.events.emit("validation", **event)
+        return event
+
+    def report_stop(self, signal_name: str) -> None:
+        done, durable = self.engine.steps_done, self.engine.durable_step
+        self.events.emit("stopped", signal=signal_name, step=done, durable_step=durable)
+        self.say(f"Stopped by {signal_name} after step {done:,}, {self.kept()}.")
+        say_how_to_go_on(self.console, self.config)
+
+    def report_end(self, before: dict[str, Any] | None, seconds: float, stop: StopRequest) -> None:
+        done = self.engine.steps_done
+        self.say(f"Finished step {done:,} of {done:,}, {self.kept()}, after {format_seconds(seconds)}.")
+        after = self.validate()
+        if before is not None and after is not None:
+            first = first_validation(self.events.path) or before
+            self.say(
+                f"Validation loss {after['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
+                f"and a uniform guess has {math.log(self.recipe.choices):.3f}."
+            )
+
+        def is_over(late: bool) -> bool:
+            return bool(self.first_reason(stop.requested or "late" * late))
+
+        ids = sampled_ids(self.engine, self.config, self.recipe.prompt_ids, is_over)
+        text = print_sample(self.console, self.recipe.prompt, self.recipe.text_of(ids))
+        self.events.emit(
+            "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
+        )
+        say_how_to_go_on(self.console, self.config, extend_to=2 * done)
+
+    def last_words(self) -> str:
+        """Return the text that is printed when the run is left at once."""
+        command = shlex.join(same_command())
+        return f"Left at once; step {self.engine.durable_step:,} is durable. Continue with: {command}"
+
+    def kept(self) -> str:
+        if self.engine.durable_step == self.engine.steps_done:
+            return "which is durable"
+        return "and nothing was committed: durability.every is 0"
+
+    def say(self, text: str) -> None:
+        say(self.console, text)
+
+
+def newest_step(state: Path) -> int:
+    """Return the newest step of a run's state, 0 if none. The engine finds out whether it is whole."""
+    try:
+        newest = LocalStore.read(state).head()
+    except (NoCommit, Damaged):
+        return 0
+    return 0 if newest is None else newest.step
+
+
+def is_whole(console: Console, state: Path) -> bool:
+    """Return whether the newest step of a finished run verifies.
+
+    Damage is reported when the run continues from an older step.
+    """
+    with reading(console, "the newest step"):
+        reader = LocalStore.read(state)
+        newest = reader.head()
+        return newest is not None and not reader.verify(newest)
+
+
+def reading(console: Console, what: str) -> Status:
+    """Show, also without a terminal, that all of ``what`` is being read, which may take long."""
+    text = f"reading all of {what}"
+    if not console.is_terminal:
+        console.print(text)
+    return console.status(text)
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)
+
+
+def say_measuring(console: Console, text: str) -> None:
+    """Print that the machine is measured. Plans are printed by ``announce``."""
+    if not text.startswith("plan: "):
+        say(console, text)
+
+
+def held_out_samples(corpus: Windowed) -> list[dict[str, Tensor]]:
+    count = min(VALIDATION_SAMPLES, len(corpus.validation))
+    return [corpus.validation[place * len(corpus.validation) // count] for place in range(count)]
+
+
+def first_validation(path: Path | None) -> dict[str, Any] | None:
+    """Return the validation before the run's first step, of any sitting."""
+    events = read_events(path) if path is not None and path.exists() else iter(())
+    found = (event for event in events if event["event"] == "validation" and event["step"] == 0)
+    return next(found, None)
+
+
+def sampled_ids(
+    engine: Engine, config: Config, prompt: list[int], is_over: Callable[[bool], bool]
+) -> Iterator[int]:
+    """Yield the tokens that the model writes after ``prompt``, until ``is_over``."""
+    tokens, ends = torch.tensor([prompt]), time.perf_counter() + SAMPLE_SECONDS
+    seeds = random.Random(config.run.seed)
+    for _ in range(SAMPLE_TOKENS):
+        if is_over(time.perf_counter() > ends):
+            break
+        tokens = engine.generate(
+            tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
+        )
+        yield int(tokens[0, -1])

@@ -1,0 +1,116 @@
+"""Entries of ``*.distcp`` files, read in place.
+
+Each entry is an archive of ``torch.save`` with one tensor. Folders may have a million entries, so an entry is opened
+when it is first read. Until then the claims of ``.metadata`` are checked against the sizes of the files; on opening
+they are checked against the archive. The CRC-32 of an entry is checked before any of its bytes is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...errors import Damaged
+from ...state.layout.fragments import Fragments, dense, row_major
+from ...state.tensor_entries import DTYPE_BYTES
+from ..fragment_reads import NUM_LOCKS, WithNumbers, looking_at
+from ..source import Part
+from ..torch_archive.archives import Archive
+from ..torch_archive.pickled_json import bytes_of
+from ..torch_archive.pickles import Tensor
+from .dcp_metadata import Entry, Shards
+
+
+class Entries(WithNumbers):
+    """A folder whose tensors are entries of files."""
+
+    def __init__(self, path: str, format: str) -> None:
+        super().__init__(path, format)
+        self._entries: dict[int, tuple[str, Entry, tuple[int, ...]]] = {}
+        self._tensors: dict[int, tuple[Archive, Tensor]] = {}
+        self._reordered: tuple[int, bytes] = (-1, b"")
+
+    def add_shards(self, key: str, shards: Shards) -> Fragments:
+        """Add the chunks of the tensor ``key`` as fragments, without opening them."""
+        pieces, (shape, dtype) = [], shards.kind
+        for chunk in shards.chunks:
+            if chunk.entry is not None:
+                nbytes = chunk.box.elements * DTYPE_BYTES[dtype]
+                part = self.add_part(Part(str(chunk.entry.path), chunk.entry.offset, nbytes, dtype))
+                self._entries[part] = key, chunk.entry, chunk.box.shape
+                pieces.append(dense(chunk.box, part))
+        return Fragments.of(pieces, len(shape))
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        if part not in self._entries:
+            return super().read(part, offset, into)
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
+            where = self._open(part)
+            if part not in self.checked and len(into) != where.nbytes:
+                super().check(part)
+                self.checked.add(part)
+        with self._naming(part):
+            if part in self._tensors:
+                into[:] = memoryview(self._in_order(part))[offset : offset + len(into)]
+            else:
+                super().read(part, offset, into)
+
+    def check(self, part: int) -> None:
+        if part not in self._entries:
+            return super().check(part)
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
+            self._open(part)
+            if part in self._tensors:
+                self._in_order(part)
+            super().check(part)
+            self.checked.add(part)
+
+    @contextmanager
+    def _naming(self, part: int) -> Iterator[None]:
+        """Add the tensor's key and its file to errors that are raised inside."""
+        key, entry, _ = self._entries[part]
+        try:
+            with looking_at(entry.path):
+                yield
+        except Damaged as error:
+            raise type(error)(
+                f"{key}, in {entry.path} from {entry.offset} on: {error}",
+                path=error.path, offset=error.offset, nbytes=error.nbytes, atoms=(key,),
+            ) from error  # fmt: skip
+
+    def _open(self, part: int) -> Part:
+        """Open an entry and return its part; the archive must agree with the claims of ``.metadata``."""
+        where = self.parts[part]
+        if where.crc32 is not None or part in self._tensors:
+            return where
+        _, entry, shape = self._entries[part]
+        archive = Archive(entry.path, entry.offset, entry.nbytes)
+        tensor = archive.content
+        if not isinstance(tensor, Tensor):
+            raise Damaged(f"there is a {type(tensor).__name__} and no tensor", path=where.path)
+        if tensor.shape != shape or tensor.storage.dtype != where.dtype:
+            raise Damaged(
+                f"there is a tensor {list(tensor.shape)} of {tensor.storage.dtype}, not {list(shape)} of"
+                f" {where.dtype}: the file is of another save",
+                path=where.path,
+            )
+        held = archive.part(tensor.storage)
+        if held.nbytes == where.nbytes and tensor.offset == 0 and _in_c_order(tensor):
+            self.parts[part] = held
+        else:
+            self._tensors[part] = archive, tensor
+        return self.parts[part]
+
+    def _in_order(self, part: int) -> bytes:
+        """Return all bytes of a part in C order, where they are stored in another. The last result is cached."""
+        with self._locks[part % NUM_LOCKS]:
+            number, data = self._reordered
+            if number != part:
+                data = bytes_of(*self._tensors[part])
+                self._reordered = part, data
+            return data
+
+
+def _in_c_order(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
+    return all(n == 1 or stride == dense for n, stride, dense in pairs)

@@ -1,0 +1,38 @@
+"""DeepSpeed: reading of ZeRO-1, 2 and 3 checkpoints in place, reading and writing of universal folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...errors import Damaged, HoldfastError
+from ..source import Source
+from .deepspeed_folder import is_deepspeed, is_universal, tag_folder
+from .deepspeed_writer import write_deepspeed
+from .native_checkpoint import Native
+from .universal_checkpoint import Universal
+
+__all__ = ["is_deepspeed", "open_deepspeed", "write_deepspeed"]
+
+
+def open_deepspeed(path: Path) -> Source:
+    """Open the checkpoint at ``path``: the folder of a tag, or its parent with ``latest`` or ``latest_universal``.
+
+    ``latest`` wins if both exist. Raises ``Damaged`` if the checkpoint is incomplete or mixes several, ``BadInput`` if
+    it is of an unsupported kind.
+    """
+    folder = tag_folder(path)
+    try:
+        return Universal(folder) if is_universal(folder) else Native(folder)
+    except HoldfastError:
+        raise
+    except (
+        AttributeError,
+        TypeError,
+        LookupError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the files may hold anything
+        raise Damaged(
+            f"{folder} has what no DeepSpeed checkpoint has: {type(error).__name__}: {error}",
+            path=str(folder),
+        ) from error

@@ -1,0 +1,199 @@
+"""Reader of the distributed checkpoint of an iteration, as Megatron's core writes it (``torch_dist``).
+
+Its tensors are entries of a folder of ``torch.distributed.checkpoint``, in the global coordinates of the model; the
+shards of tensor, pipeline and expert parallel ranks are chunks. ``param`` is the fp32 master where there is one; the
+16-bit parameter made from it is checked and not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInput, Damaged
+from ...quantities import counted
+from ...state.encoding import encode
+from ...state.layout.fragments import Fragments, Piece, dense, flat, joined
+from ...state.layout.regions import Box
+from ...state.tensor_entries import Atom
+from ..dcp.dcp_entries import Entries
+from ..dcp.dcp_metadata import METADATA, Claims, Entry
+from ..dcp.dcp_values import Values
+from ..entry_keys import EXTRA, Kind, slot_of
+from ..source import Stored
+from ..torch_archive.archives import Archive
+from .megatron_folder import COMMON, CONFIG, Sums
+from .megatron_names import Common, Groups, check_objects, numbers_of
+from .optimizer_buffers import Buffers, Whole
+from .parameter_names import is_flat, named, unstacked
+
+States = dict[str, dict[str, Whole]]
+"""Optimizer state by name and slot."""
+
+
+class TorchDist(Entries):
+    """The folder ``path`` of an iteration."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the checkpoint. Raises ``Damaged`` if it is incomplete or damaged."""
+        super().__init__(str(path), "megatron")
+        self._sums, self._buffers = Sums(path), Buffers()
+        for name in (CONFIG, METADATA, COMMON):
+            self._sums.check(str(path / name))
+        common, claims = Common(path / COMMON), Claims(path)
+        self.numbers = numbers_of(common.arguments)
+        ranks = common.arguments.get("world_size")
+        self.writer = "Megatron" + (f", {counted(ranks, 'rank')}" if isinstance(ranks, int) else "")
+        check_objects(list(claims.values), str(path / METADATA))
+        objects = self._objects(claims)
+        weights, states = self._tensors_of(claims)
+        self.progress = common.progress(objects)
+        if self._buffers.held:
+            states |= self._from_buffers(weights, common.arguments)
+        self._add_all(weights, states)
+        held = [value for key, value in objects.items() if is_flat(key)]
+        self._say_of_groups(Groups([common.content.get("optimizer"), *held]), list(states))
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        self._check_file(part)
+        super().read(part, offset, into)
+
+    def check(self, part: int) -> None:
+        self._check_file(part)
+        super().check(part)
+
+    def _check_file(self, part: int) -> None:
+        if path := self.parts[part].path:
+            self._sums.check(path)
+
+    def _objects(self, claims: Claims) -> dict[str, Any]:
+        """Return the objects of ranks that are no tensors, by key; gathered optimizer state goes to the buffers."""
+        values, found = Values(), dict[str, Any]()
+        for key, entry in claims.values.items():
+            self._sums.check(str(entry.path))
+            if self._gathered(key, entry):
+                continue
+            value = values.read(key, entry)
+            found[key] = value[0] if isinstance(value, list) and len(value) == 1 else value
+            self._buffers.add_sizes(key, found[key])
+        return found
+
+    def _gathered(self, key: str, entry: Entry) -> bool:
+        if not is_flat(key) or "param_state" not in key:
+            return False
+        return self._buffers.add_object(key, Archive(entry.path, entry.offset, entry.nbytes), self)
+
+    def _tensors_of(self, claims: Claims) -> tuple[dict[str, Whole], States]:
+        """Return the tensors of the model by name, and those of its optimizer."""
+        found: dict[tuple[str, str | None], Whole] = {}
+        for key, shards in claims.tensors.items():
+            whole = Whole(shards.kind, self.add_shards(key, shards))
+            if (shape := claims.original_shapes.get(key)) is not None:
+                whole = Whole(Kind(shape, whole.kind.dtype), _unflattened(key, whole, shape))
+            if is_flat(key):
+                self._buffers.add_tensor(key, whole)
+                continue
+            name, slot = named(key)
+            self.check_cover(Stored(Atom(name, slot or "param", *whole.kind), whole.pieces))
+            for single, place in unstacked(name, whole.kind.shape):
+                if (single, slot) in found:
+                    raise Damaged(
+                        f"{self.path} has {single} ({slot or 'of the model'}) twice", path=self.path
+                    )
+                found[single, slot] = _sliced(whole, place)
+        _join_halves(found)
+        states: States = {}
+        for (name, slot), whole in found.items():
+            if slot is not None:
+                states.setdefault(name, {})[slot] = whole
+        return {name: whole for (name, slot), whole in found.items() if slot is None}, states
+
+    def _from_buffers(self, weights: Mapping[str, Whole], arguments: Mapping[str, Any]) -> States:
+        """Return the optimizer state in the buffers.
+
+        If their content is unknown, the buffers are kept as extra tensors and the progress says why.
+        """
+        try:
+            return self._buffers.states(self, weights, arguments)
+        except BadInput as error:
+            for name, whole in self._buffers.held.items():
+                self.add(Stored(Atom(name, EXTRA, *whole.kind), whole.pieces))
+            self.progress["extra"]["optimizer_is_not_known"] = str(error)
+            return {}
+
+    def _add_all(self, weights: Mapping[str, Whole], states: States) -> None:
+        for name, slots in states.items():
+            for slot, whole in slots.items():
+                self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces, whole.copies))
+        for name, whole in weights.items():
+            slot = "param" if name in states else slot_of(name, whole.kind)
+            if "param" not in states.get(name, {}):
+                self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces))
+
+    def _say_of_groups(self, groups: Groups, trained: list[str]) -> None:
+        """Add hyper-parameters and step counts; Megatron counts steps by parameter group, this library by parameter.
+
+        Raises ``Damaged`` if groups differ in their step.
+        """
+        if len(groups.steps) > 1:
+            raise Damaged(
+                f"{self.path}: its parameter groups are {' and '.join(map(str, sorted(groups.steps)))} steps old, and"
+                " which parameters are in which is not stored",
+                path=self.path,
+            )
+        for step in groups.steps:
+            for name in trained:
+                if f"{name}/step" not in self.atoms:
+                    scalar = Fragments.of([dense(Box((), ()), self.add_number(step))], 0)
+                    self.add(Stored(Atom(name, "step", (), "F32"), scalar))
+        if groups.groups and trained:
+            self.progress["groups"] = [encode(groups.common(), "param_groups")]
+            self.progress["group_parameters"] = [trained]
+
+
+def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Fragments:
+    """Return the fragments of a tensor of ``shape`` that was divided into a grid whose cells were flattened.
+
+    Its stored axes count the cells; the last axis counts the elements of a cell.
+    """
+    stored = whole.kind.shape
+    fits = len(stored) == len(shape) + 1 and all(
+        n and size % n == 0 for n, size in zip(stored, shape, strict=False)
+    )
+    cell = tuple(size // n for n, size in zip(stored, shape, strict=False)) if fits else ()
+    if not fits or prod(cell) != stored[-1]:
+        raise Damaged(f"{key} {list(shape)} is stored as {list(stored)}, which is no grid of flattened cells")
+    found: list[Piece] = []
+    for piece in whole.pieces:
+        if any(n != 1 for n in piece.box.shape[:-1]):
+            raise Damaged(f"a chunk of {key} goes over several cells of its grid: {piece.box.to_json()}")
+        corner = tuple(at * n for at, n in zip(piece.box.start, cell, strict=False))
+        start, stop = piece.box.start[-1], piece.box.stop[-1]
+        inside = flat(cell, start, stop, piece.part, piece.offset)
+        found += [each._replace(box=each.box.moved(corner)) for each in inside]
+    return Fragments.of(found, len(shape))
+
+
+def _sliced(whole: Whole, place: tuple[int, ...]) -> Whole:
+    """Return the slice of ``whole`` at ``place`` along the first axes."""
+    pieces = whole.pieces
+    for index in place:
+        pieces = pieces.sliced(index)
+    return Whole(Kind(whole.kind.shape[len(place) :], whole.kind.dtype), pieces)
+
+
+def _join_halves(found: dict[tuple[str, str | None], Whole]) -> None:
+    """Join gate and up projections (``weight_w`` and ``weight_v``), which some checkpoints store apart."""
+    for name, slot in list(found):
+        plain, other = name.removesuffix("_w"), (name.removesuffix("_w") + "_v", slot)
+        if plain == name or other not in found:
+            continue
+        first, second = found.pop((name, slot)), found.pop(other)
+        if first.kind != second.kind:
+            raise Damaged(f"{name} and {other[0]} are the halves of one, and {first.kind} and {second.kind}")
+        length, *rest = first.kind.shape
+        pieces = [first.pieces, second.pieces.moved([length, *(0 for _ in rest)])]
+        kind = Kind((2 * length, *rest), first.kind.dtype)
+        found[plain, slot] = Whole(kind, joined(pieces, len(kind.shape)))

@@ -1,0 +1,54 @@
+"""The foreign formats: one reader for each, which opens a path as a ``Source``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+from ...errors import BadInput
+from ..dcp.dcp_folder import DCP, is_dcp
+from ..dcp.dcp_safetensors import ShardedSafetensors, is_sharded
+from ..deepspeed import is_deepspeed, open_deepspeed
+from ..fragment_reads import looking_at
+from ..megatron import is_megatron, open_megatron
+from ..source import Source
+from .ruled_folder import RuledFolder, is_ruled
+from .safetensors_files import SafetensorsFiles, is_safetensors
+from .torch_save import Saved, is_saved
+
+FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("rules", is_ruled, RuledFolder),
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others store beside it
+    ("megatron", is_megatron, open_megatron),
+    ("safetensors", is_safetensors, SafetensorsFiles),
+    ("dcp", is_dcp, DCP),
+    ("safetensors shards", is_sharded, ShardedSafetensors),
+    ("torch.save", is_saved, Saved),
+]
+"""The foreign formats: name, a function that recognizes a path, and a function that opens it."""
+
+
+def format_of(path: Path) -> str | None:
+    """Return the format of ``path``; None if it is unknown."""
+    with looking_at(path):
+        return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+
+
+def is_of_others(path: PurePath) -> bool:
+    """Return whether ``path`` has a foreign format and no commits."""
+    return isinstance(path, Path) and not (path / "commits").is_dir() and format_of(path) is not None
+
+
+def open_source(path: Path) -> Source:
+    """Open the training state at ``path``, of any foreign format.
+
+    Raises ``BadInput`` for an unknown format, ``Damaged`` if the state is damaged, ``DiskFailed`` if it cannot be read.
+    """
+    with looking_at(path):
+        if not path.exists():
+            raise BadInput(f"{path} is not there")
+        for _, is_it, opened in FORMATS:
+            if is_it(path):
+                return opened(path)
+    known = ", ".join(name for name, _, _ in FORMATS)
+    raise BadInput(f"{path} is neither a run nor of another format that is known here: {known}")

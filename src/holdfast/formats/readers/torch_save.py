@@ -1,0 +1,189 @@
+"""Reader of state dicts of ``torch.save``: of a model, or of a model, its optimizer and more.
+
+The state dict is one file, or several files with an index, as in older Hugging Face folders. Roles of keys are found as
+in folders of DCP (``keys``). Where an optimizer knows its parameters by number, the names are those stored beside the
+numbers. Without them, the model's order is used, if the shapes allow one assignment only; each group is assumed to keep
+that order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInput, Damaged
+from ...state.layout.fragments import Fragments
+from ...state.tensor_entries import Atom
+from ..entry_keys import Kind, Named, name_all, state_of
+from ..entry_keys import Path as Way
+from ..foreign_progress import check_progress, state_dict_of
+from ..fragment_reads import Files
+from ..small_tensors import SMALL_BYTES, add_or_tell
+from ..source import Stored
+from ..state_dict_progress import progress_of
+from ..torch_archive.archives import Archive, check_inside, piece_of
+from ..torch_archive.pickled_json import Plain
+from ..torch_archive.pickles import Tensor
+from .safetensors_files import unread_in
+from .safetensors_index import files_of
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MOST_NUMBERED = 1 << 32
+"""A limit that no number of parameters reaches."""
+_ZIP = b"PK\x03\x04"
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether ``path`` is such a file, or a folder of them.
+
+    The suffix alone suffices, for files of torch before 1.6.
+    """
+    if path.is_dir():
+        return (path / INDEX).is_file() or (path / SINGLE).is_file()
+    with open(path, "rb") as file:
+        return path.suffix in SUFFIXES or file.read(4) == _ZIP
+
+
+class Saved(Files):
+    """The file ``path``, or those of the folder; ``progress["roots"]`` tells the keys of model and optimizer."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the files.
+
+        Raises ``BadInput`` without a state dict, ``Damaged`` if it is damaged or names unknown classes.
+        """
+        super().__init__(str(path), "torch.save")
+        self.writer = "torch.save"
+        self.unread = unread_in(path)
+        self._held: dict[str, tuple[Archive, Tensor]] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        with state_dict_of(str(path)):
+            self._take(*self._flattened(path))
+
+    def _flattened(self, path: Path) -> tuple[dict[str, Way], dict[str, Any]]:
+        """Return the path to each entry by key, in the writer's order, and the values that are no tensors.
+
+        The values are JSON.
+        """
+        ways: dict[str, Way] = {}
+        values: dict[str, Any] = {}
+        left_out: list[str] = []
+        files, expected = files_of(path, SINGLE, INDEX)
+        for archive in map(Archive, files):
+            plain = Plain(archive, SMALL_BYTES)
+            for way, value in _leaves(_state_dict_of(archive), ()):
+                key = ".".join(map(str, way))
+                if key in ways:
+                    raise Damaged(f"{archive.path} has {key} twice, under one name", path=str(archive.path))
+                ways[key] = way
+                if isinstance(value, Tensor):
+                    self._held[key] = archive, value
+                else:
+                    values[key] = plain(value, key)
+            left_out += plain.left_out
+        if not self._held:
+            raise BadInput(f"{path} holds no tensors, so it is no state of a model")
+        if missing := sorted(expected - self._held.keys()):
+            raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
+        if left_out:
+            ways["not_carried"] = ("not_carried",)
+            values["not_carried"] = left_out
+        return ways, values
+
+    def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
+        kinds = {key: Kind(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()}
+        tied = self._tied(name_all(kinds, ways, values, self.path))
+        named = name_all(
+            {key: kind for key, kind in kinds.items() if key not in tied}, ways, values, self.path
+        )
+        rest = dict(values)
+        for key, (name, slot) in named.tensors.items():
+            stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])
+            add_or_tell(self, key, stored, rest)
+        self.unnested = {
+            slot for key, way in ways.items() if (slot := _unnested(key, way, named)) is not None
+        }
+        self.aliases = {named.name_in_model(alias): named.tensors[key][0] for alias, key in tied.items()}
+        ordered = {key: rest[key] for key in ways if key in rest}
+        self.progress = progress_of(ordered, ways, named, self.path)
+        check_progress({name: value for name, value in self.progress.items() if name != "extra"})
+
+    def _tied(self, named: Named) -> dict[str, str]:
+        """Return the tied tensors of the model: by key, the key of the first tensor with the same memory."""
+        first: dict[str, str] = {}  # keys are texts: a file's writer could choose colliding hashes of numbers
+        tied = {}
+        for key, (archive, tensor) in self._held.items():
+            of_model = key in named.tensors and named.tensors[key][1] in ("param", "buffer")
+            if of_model and (known := first.setdefault(f"{archive.path} {tensor}", key)) != key:
+                tied[key] = known
+        return tied
+
+    def _stored(self, atom: Atom, archive: Archive, tensor: Tensor) -> Stored:
+        place = str(archive.path), tensor.storage.key, tensor.storage.dtype
+        if place not in self._numbers:
+            self._numbers[place] = self.add_part(archive.part(tensor.storage))
+        number = self._numbers[place]
+        check_inside(atom.key, tensor, self.parts[number])
+        return Stored(atom, Fragments.of([piece_of(tensor, number)], len(atom.shape)))
+
+
+def _state_dict_of(archive: Archive) -> dict[Any, Any]:
+    if not isinstance(archive.content, dict):
+        kind = type(archive.content).__name__.lower()
+        raise BadInput(
+            f"{archive.path} holds a {kind} and no state dict. Save model.state_dict(), or a dictionary of that and"
+            " optimizer.state_dict()."
+        )
+    return archive.content
+
+
+class _Place(int):
+    """A position in a list, as opposed to a key of a dictionary."""
+
+
+def _unnested(key: str, way: Way, named: Named) -> str | None:
+    """Return the slot of optimizer state whose dictionaries have keys that are no names; None for other entries.
+
+    The joined name of such a slot does not tell which keys they were.
+    """
+    _, slot = state_of(key, way, named.optimizers) or ("", "")
+    inside = next((way[i:] for i in range(len(way)) if ".".join(map(str, way[i:])) == slot), ())
+    names = [part for part in inside if not isinstance(part, _Place)]
+    plain = all(isinstance(name, str) and "." not in name for name in names)
+    return None if plain and not any(name.isdecimal() for name in names if name != inside[0]) else slot
+
+
+def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
+    """Yield tensors, and values that contain none, each with the names on the path to it."""
+    if isinstance(value, dict) and value and not isinstance(value, Counter):
+        for name, inner in _by_name(value).items():
+            yield from _leaves(inner, (*way, name))
+    elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, (*way, _Place(place)))
+    else:
+        yield way, value
+
+
+def _by_name(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return an optimizer's state dict by parameter names, if it stores names; any other dictionary unchanged."""
+    groups, slots = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(slots, dict):
+        return state
+    names: dict[Any, str] = {}
+    for group in groups:
+        numbers, own = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (0, 0)
+        if not isinstance(numbers, list) or not isinstance(own, list) or len(numbers) != len(own):
+            return state
+        if not all(type(number) is int and 0 <= number < MOST_NUMBERED for number in numbers):
+            return state
+        names |= dict(zip(numbers, own, strict=True))
+    if len(set(names.values())) != len(names) or not slots.keys() <= names.keys():
+        return state
+    named = [
+        {k: v for k, v in g.items() if k != "param_names"} | {"params": g["param_names"]} for g in groups
+    ]
+    return {**state, "state": {names[n]: held for n, held in slots.items()}, "param_groups": named}

@@ -1,0 +1,189 @@
+"""Rules applied to runs and to sources: inferring rules from a run, checking them, and reading a source
+through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import RuleError
+from ..state.layout.flat_ranges import FLAT
+from ..state.layout.regions import Box
+from ..state.rules.assembly import Assembled, Ruled, assemble
+from ..state.rules.inference import AXIS, HeldRegion, inferred
+from ..state.rules.rule_language import Rules
+from ..state.rules.rule_matching import StoredTensor
+from ..state.tensor_entries import Atom
+from ..store.format.manifest import Manifest
+from ..store.format.payload_files import regions
+from ..store.reader import RunReader
+from .load import read_flat
+from .source import Made, Part, Source, Stored, places_of
+
+OF_MODEL = ("param", "buffer")
+"""Slots of tensors that may have aliases."""
+
+
+def infer(reader: RunReader, manifest: Manifest) -> str:
+    """Return the text of a rule file that builds the tensors of a commit from what its ranks stored."""
+    stored = reader.atoms(manifest)
+    _refuse_stretches(stored)
+    held = regions(manifest, stored)
+    atoms = [
+        (Atom.from_json(each), [HeldRegion(rank, box) for rank, box in held[key]])
+        for key, each in stored.items()
+    ]
+    return inferred(atoms, len(manifest.streams))
+
+
+def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assembled, list[str]]:
+    """Apply ``rules`` to what the ranks of a commit stored; return the result and the keys that differ from
+    the commit.
+    """
+    stored, world = reader.atoms(manifest), len(manifest.streams)
+    _refuse_stretches(stored)
+    held = regions(manifest, stored)
+    recorded, rows = {}, list[StoredTensor]()
+    for key, described in stored.items():
+        atom, boxes = Atom.from_json(described), dict[int, Box]()
+        for rank, box in held[key]:
+            at = {AXIS: (rank, world)}
+            boxes[len(rows)] = box
+            rows.append(StoredTensor(len(rows), atom.name, box.shape, atom.dtype, atom.slot, at))
+        recorded[atom.key] = atom, boxes
+    found = assemble(rules, rows)
+    return found, [
+        key for key, (atom, boxes) in recorded.items() if not _lies(found.atoms.get(key), atom, boxes)
+    ]
+
+
+def _refuse_stretches(stored: Mapping[str, dict[str, Any]]) -> None:
+    for key, described in stored.items():
+        if any(FLAT in fragment for fragment in described["fragments"]):
+            raise RuleError(
+                f"the ranks stored stretches of the flattened {key}, as ZeRO and FSDP1 cut it, and rules have one box"
+                " of each rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
+            )
+
+
+def add_to(contents: Source, found: Assembled) -> None:
+    """Add the tensors that rules built to ``contents``, and note averaged and dropped ones in its progress.
+
+    Raises ``Damaged`` if a tensor is not covered exactly once.
+    """
+    for ruled in found.atoms.values():
+        contents.add(Stored(ruled.atom, ruled.pieces, ruled.copies, ruled.average))
+    contents.aliases |= found.aliases
+    averaged = [key for key, ruled in found.atoms.items() if ruled.average]
+    lost = {name: some for name, some in (("averaged", averaged), ("dropped", list(found.dropped))) if some}
+    if lost:
+        contents.progress.setdefault("extra", {}).update(lost)
+
+
+class UnderRules(Made):
+    """The tensors of ``source`` after ``rules`` renamed, joined, split or permuted them.
+
+    Nothing is copied: the parts are the tensors of the source, read on demand.
+    """
+
+    def __init__(self, source: Source, rules: Rules) -> None:
+        """Apply the rules. Raises ``RuleError`` if they do not fit."""
+        super().__init__(source)
+        self._stored: list[Stored] = []
+        self._copies: list[list[int]] = [[] for _ in source.atoms]
+        for stored in source.atoms.values():
+            self._add_stored(stored)
+        rows = [_row(number, stored.atom, stored.atom.name) for number, stored in enumerate(self._stored)]
+        for number, stored in enumerate(source.atoms.values()):
+            if not stored.average:
+                copies = (replace(stored, pieces=pieces, copies=()) for pieces in stored.copies)
+                self._copies[number] = [self._add_stored(copy) for copy in copies]
+        add_to(self, assemble(rules, rows))
+        self.atoms = {key: self._with_copies(stored) for key, stored in self.atoms.items()}
+        self._rename_aliases(rules, source)
+        self._rename_in_progress()
+
+    def _add_stored(self, stored: Stored) -> int:
+        """Add a part for ``stored`` and return its number."""
+        self._stored.append(stored)
+        return self.add_part(Part(self.path, 0, stored.atom.nbytes, stored.atom.dtype))
+
+    def _with_copies(self, stored: Stored) -> Stored:
+        """Return ``stored`` with copies that are built from the source's copies in the same way."""
+        if stored.average:
+            return stored
+        found = [*stored.every]
+        for pieces in stored.every:
+            used = {part: self._copies[part] for part in set(pieces.part.tolist()) if self._copies[part]}
+            for number in range(max(map(len, used.values()), default=0)):
+                other = np.arange(len(self.parts))
+                for part, copies in used.items():
+                    other[part] = copies[min(number, len(copies) - 1)]
+                found.append(replace(pieces, part=other[pieces.part]))
+        return replace(stored, copies=tuple(found[1:]))
+
+    def _rename_aliases(self, rules: Rules, source: Source) -> None:
+        """Rename aliases as ``rules`` would rename the tensor and its alias, if both were stored.
+
+        An alias without a rule is dropped, and so is an alias of a tensor that is built of several.
+        """
+        names = {stored.atom.name for stored in self.atoms.values()}
+        held = {
+            stored.atom.name: stored.atom for stored in source.atoms.values() if stored.atom.slot in OF_MODEL
+        }
+        for alias, name in source.aliases.items():
+            try:
+                found = assemble(rules, [_row(n, held[name], each) for n, each in enumerate((name, alias))])
+            except (RuleError, KeyError):
+                continue
+            news = {n: ruled.atom.name for ruled in found.atoms.values() for n in ruled.pieces.part.tolist()}
+            pairs = found.aliases or ({news[1]: news[0]} if len(found.atoms) == len(news) == 2 else {})
+            self.aliases |= {new: of for new, of in pairs.items() if of in names and new not in names}
+
+    def _rename_in_progress(self) -> None:
+        """Replace names in the progress by the names of the tensors that they became."""
+        made: dict[str, dict[str, None]] = {}
+        for stored in self.atoms.values():
+            for part in set(stored.pieces.part.tolist()):
+                made.setdefault(self._stored[part].atom.name, {})[stored.atom.name] = None
+
+        def renamed(groups: list[list[str]]) -> list[list[str]]:
+            return [
+                list(dict.fromkeys(new for name in names for new in made.get(name, ()))) for names in groups
+            ]
+
+        if "group_parameters" in self.progress:
+            self.progress["group_parameters"] = renamed(self.progress["group_parameters"])
+        if "replay" in self.progress:  # by a Checkpointer: groups by optimizer; strides become unknown
+            parameters = [renamed(groups) for groups in self.progress["replay"]["parameters"]]
+            self.progress["replay"] = {**self.progress["replay"], "parameters": parameters, "strides": {}}
+        if "values" in self.progress:
+            values = self.progress["values"].items()
+            self.progress["values"] = {new: slots for name, slots in values for new in made.get(name, ())}
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        stored, size = self._stored[part], self.parts[part].itemsize
+        values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
+        np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
+
+    def made_of(self, part: int) -> Iterable[Stored]:
+        return [self._stored[part]]
+
+    def identity(self) -> list[Any]:
+        return [self.progress, places_of(self._stored), self._source.identity()]
+
+
+def _row(number: int, atom: Atom, name: str) -> StoredTensor:
+    return StoredTensor(number, name, atom.shape, atom.dtype, atom.slot)
+
+
+def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:
+    """Return whether ``ruled`` consists of exactly these regions of these parts."""
+    if ruled is None or ruled.atom != atom:
+        return False
+    full = {part: box for part, box in boxes.items() if box.elements}
+    return {piece.part: piece.box for piece in ruled.pieces if piece.box.elements} == full

@@ -1,0 +1,60 @@
+"""Division of verification: ranks that see the same files on one machine check each part once between them.
+
+A part that one rank has read lies in the page cache that all ranks of the machine read from, so one check serves all.
+Another machine may have another disk and other memory, even for the same files: its ranks check for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..distributed import BOOT
+from .source import Source
+
+
+class Need(NamedTuple):
+    """The parts of a source that one rank will read: ``parts`` has one bit for each of ``count`` parts.
+
+    Ranks with equal ``place`` see the same files on one machine; None means that the place is unknown.
+    """
+
+    place: tuple[str, int, int] | None
+    count: int
+    parts: bytes
+
+    @classmethod
+    def of(cls, source: Source, path: Path | None, parts: Iterable[int]) -> Need:
+        """Build the need of ``parts``, for a source that lies at ``path`` (None: on no disk)."""
+        bits = np.zeros(len(source.parts), dtype=bool)
+        bits[list(parts)] = True
+        return cls(None if path is None else _place_of(path), len(bits), np.packbits(bits).tobytes())
+
+
+def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int], list[int]]:
+    """Return the parts that ``rank`` checks, and all parts that are checked on its machine.
+
+    Parts are dealt out by size, so that ranks check about equally many bytes.
+    """
+    mine = needs[rank]
+    near = [
+        number
+        for number, need in enumerate(needs)
+        if number == rank or (need.place is not None and need[:2] == mine[:2])
+    ]
+    bits = np.bitwise_or.reduce([np.frombuffer(needs[number].parts, np.uint8) for number in near])
+    parts = np.flatnonzero(np.unpackbits(bits, count=mine.count)).tolist()
+    parts.sort(key=lambda part: -source.parts[part].nbytes)
+    return sorted(parts[near.index(rank) :: len(near)]), parts
+
+
+def _place_of(path: Path) -> tuple[str, int, int] | None:
+    try:
+        status = os.stat(path)
+        return BOOT.read_text(), status.st_dev, status.st_ino
+    except OSError:  # no Linux, or nothing there
+        return None

@@ -1,0 +1,1 @@
+"""Durable training with other libraries. Import each integration by its own name."""

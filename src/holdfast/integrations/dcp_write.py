@@ -1,0 +1,168 @@
+"""The saving half of ``integrations.dcp``: each rank writes its tensors into its own file, the first one publishes.
+
+1. The first rank opens the run when it has the plans of all ranks, and sends each rank the step and the timeline with
+   its plan.
+2. Each rank writes its file and returns where its share is.
+3. The first rank publishes the commit in ``finish``: it exists when ``finish`` returns, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..checkpoint.snapshot.snapshot_image import SnapshotImage
+from ..distributed import stream_of
+from ..errors import BadInput
+from ..formats.entry_keys import KEY, name_all
+from ..state.tensor_entries import Atom
+from ..store.commit.commit_writer import Written
+from ..store.commit.retention import Keep
+from ..store.format.file_names import METADATA, Layout
+from ..store.format.manifest import Timeline
+from ..store.run_store import LocalStore
+from .dcp_items import OfRun, Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
+from .shared.collective_commit import OpenedRun, check_step, joined_run
+
+
+class StorageWriter(OfRun, dcp.StorageWriter):
+    """The writer that makes every ``dcp.save`` a commit of the run in ``root``, which it creates if absent.
+
+    ``step`` is the step of the commit; None means one more than the newest. A step that exists already, or has later
+    steps, begins another timeline, as a resume from it does. ``keep`` tells which commits stay.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike = "", *, step: int | None = None, keep: Keep | None = None
+    ) -> None:
+        check_step(step)
+        super().__init__(root, step)
+        self.keep = keep or Keep()
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._first: _Opened | None = None
+
+    @property
+    def save_id(self) -> str:
+        return self.call_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the directory and the identity of the save, which torch hands to planners."""
+        return StorageMeta(checkpoint_id=self.root, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise BadInput(
+                "use_collectives=False saves what is no whole, and a commit is one: save with collectives"
+            )
+        if not self.root:
+            raise BadInput(
+                "no directory was given: StorageWriter(root), or dcp.save(..., checkpoint_id=root)"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Open the run and name what is written. Called on the first rank."""
+        if not all(plan.usable for plan in plans):
+            raise BadInput("a planner with enable_plan_caching=True is not supported: pass one without it")
+        items = [item for plan in plans for item in plan.items]
+        paths = {key: path for plan in reversed(plans) for key, path in (plan.planner_data or {}).items()}
+        paths |= {item.index.fqn: (item.index.fqn,) for item in items if item.index.fqn not in paths}
+        there = {item.index.fqn for item in items}
+        self._paths = {key: path for key, path in paths.items() if key in there}
+        names = name_all(
+            {i.index.fqn: kind_of(i) for i in items if i.tensor_data is not None}, self._paths, {}
+        ).tensors
+        self._first = opened = _Opened(self)
+        told = []
+        for rank, plan in enumerate(plans):
+            mine = {item.index.fqn: names[item.index.fqn] for item in plan.items if item.index.fqn in names}
+            save = Save(opened.step, asdict(opened.store.opened), rank, mine)
+            told.append(replace(plan, storage_data=save))
+        return told
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors; durable on return. Called on every rank."""
+        save: Save = plan.storage_data
+        try:
+            store = (
+                self._first.store
+                if self._first is not None
+                else joined_run(self.root, self.keep, Timeline(**save.timeline), save.rank)
+            )
+            try:
+                share, values = _write(store, save, plan.items, planner, first=self._first)
+            finally:
+                if self._first is None:
+                    store.close()
+        except BaseException:
+            self._let_go()
+            raise
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
+        if results:
+            results[0] = replace(results[0], storage_data=(save.rank, share, values))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish what all ranks wrote as a commit, which survives power loss on return. Called on the first rank."""
+        first = self._first
+        assert first is not None and first.written is not None
+        try:
+            told = [
+                result.storage_data for each in results for result in each if result.storage_data is not None
+            ]
+            values = {key: value for _, _, mine in told for key, value in mine.items()}
+            files, index = first.written
+            paths = {key: list(path) for key, path in self._paths.items()}
+            progress = {KEY: {"paths": paths, "values": values}}
+            step, unit = first.step, next(iter(files))
+            refs = {stream_of(0): first.store.share(step, files, index, progress, {unit: step}).ref}
+            refs |= {stream_of(rank): share for rank, share, _ in told if rank}
+            first.store.publish_shares(refs)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first.close()
+
+
+class _Opened(OpenedRun):
+    """The run of ``writer``, opened on the first rank, and what that rank has ``written`` to it."""
+
+    def __init__(self, writer: StorageWriter) -> None:
+        self.written: tuple[Written, dict[str, Any]] | None = None
+        super().__init__(writer.root, writer.keep, writer.step, lambda told: KEY in told, "dcp.save")
+
+
+def _write(
+    store: LocalStore, save: Save, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Write a rank's tensors; return the reference of its share and its values by key.
+
+    The reference is None on the first rank, which adds its share in ``finish``.
+    """
+    values = {i.index.fqn: value_of(planner, i) for i in items if i.type == WriteItemType.BYTE_IO}
+    tensors = {name_of(save, i): i for i in items if i.tensor_data is not None and box_of(i).elements}
+    if not tensors and first is None and not items:
+        return None, {}
+    atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
+    layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
+    image = SnapshotImage(layout, Resolved(tensors, planner))
+    files: Written = {save.unit: store.write_unit(save.unit, layout, image.fill)}
+    index = store.put_index(index_of(save, items, tensors))
+    if first is not None:
+        first.written = files, index
+        return None, values
+    return store.share(save.step, files, index, {}, {save.unit: save.step}).ref, values

@@ -1,0 +1,234 @@
+"""Lightning's own state: what its ``Trainer`` and hooks save beside what a ``Checkpointer`` holds.
+
+State is in three places: ``state_dict`` of callbacks, plugins and the datamodule; ``on_save_checkpoint`` of callbacks
+and the module, which write into a checkpoint; and plain attributes that are set by hooks which are not called when
+training resumes in mid-epoch. Averaged weights of ``WeightAveraging`` are buffers of the run, because they are large.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+
+from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
+from ..errors import BadInput
+from ..quantities import format_bytes
+from .shared.changed_attributes import Attributes, datasets_of, modules_of, names_in
+
+LEFT_OUT: dict[type, frozenset[str]] = {
+    nn.Module: frozenset(vars(nn.Module())) - {"training"},
+    LightningModule: frozenset(vars(LightningModule())) - {"training"},
+    LightningDataModule: frozenset(vars(LightningDataModule())),
+}
+"""Attributes that belong to the libraries and are no state."""
+
+HOOKS_MAY_SET = frozenset(("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"))
+"""Attributes of a ``Trainer`` that are stored if a hook has changed them."""
+
+NOT_RESUMED: dict[type, str] = {
+    StochasticWeightAveraging: (
+        "exchanges the schedule, and sets up its average, in hooks that are not called in mid-epoch: take"
+        " lightning.pytorch.callbacks.WeightAveraging, or EMAWeightAveraging"
+    ),
+    ModelPruning: (
+        "makes other parameters of those of the model, so that a new process has none of these names: prune after"
+        " training"
+    ),
+    LearningRateFinder: (
+        "trains in on_fit_start, again in every process: call Tuner(trainer).lr_find(model) in a script of its own, and"
+        " give the module what it finds"
+    ),
+    BatchSizeFinder: (
+        "trains in on_fit_start, again in every process: call Tuner(trainer).scale_batch_size(model) in a script of its"
+        " own, and give the loader what it finds"
+    ),
+}
+"""Callbacks whose state cannot be restored, with the reason and the way out."""
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Raise ``BadInput`` for a callback whose state could not be restored."""
+    for callback in trainer.callbacks:
+        for kind, why in NOT_RESUMED.items():
+            if isinstance(callback, kind):
+                raise BadInput(f"{type(callback).__name__} {why}.")
+
+
+def averages_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return the averaged models of callbacks, by name.
+
+    Each is a module with all its tensors as buffers, which are in every log record.
+    """
+    found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+    return {
+        f"average{i or ''}": _AsBuffers(each._average_model)
+        for i, each in enumerate(found)
+        if each._average_model is not None
+    }
+
+
+class _AsBuffers(nn.Module):
+    """The parameters and buffers of ``module``, as buffers in the same memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in named.items():
+            self.register_buffer(name.replace(".", "__"), tensor.detach())
+
+
+class HostState:
+    """The state of ``trainer`` except for its model and optimizers; ``ours`` is excluded from its callbacks."""
+
+    def __init__(self, trainer: Any, ours: Callback) -> None:
+        self._trainer, self._ours = trainer, ours
+        self._attributes: Attributes | None = None
+        self._weighed = False
+
+    def watch(self) -> None:
+        """Treat the current attributes as set by the script, because the hooks of the beginning are over."""
+        trainer, model = self._trainer, self._trainer.lightning_module
+        own = [each for each in self._others() if type(each) not in _of_lightning(each)]
+        of_callbacks = {kind: names_in(kind) for each in own for kind in _of_lightning(each)}
+        objects: dict[str, Any] = {"trainer": trainer, **modules_of(model, type(model).__name__)}
+        objects |= {f"callback {i} {type(each).__name__}": each for i, each in enumerate(own)}
+        if trainer.datamodule is not None:
+            objects["datamodule"] = trainer.datamodule
+        objects |= datasets_of(trainer.train_dataloader)
+        of_the_trainer = frozenset(vars(trainer)) - HOOKS_MAY_SET
+        self._attributes = Attributes(objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer})
+
+    def begin_epoch(self, begin: Callable[[], None]) -> None:
+        """Call the hooks of the beginning of an epoch by ``begin``, and warn of set-up that cannot be stored."""
+        if self._attributes is None:
+            begin()
+            return
+        self._attributes.begin_epoch(begin, "on_train_epoch_start")
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = {
+            "callbacks": {each.state_key: each.state_dict() for each in self._others()},
+            "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "precision": trainer.precision_plugin.state_dict(),
+            "hooks": self._saved_by_hooks(),
+            "attributes": None if self._attributes is None else self._attributes.changed(),
+        }
+        if not self._weighed:
+            self._weighed = True
+            _refuse_large(state)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load everything but attributes, in Lightning's order. Model and optimizers must be restored already."""
+        trainer = self._trainer
+        checkpoint = self._checkpoint_again(state.get("hooks"))
+        if checkpoint is not None:
+            trainer.lightning_module.on_load_checkpoint(checkpoint)
+        if state["datamodule"]:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        if checkpoint is not None:
+            for each in self._with_hook("on_load_checkpoint"):
+                each.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        self.load_callbacks(state)
+        if state.get("precision"):
+            trainer.precision_plugin.load_state_dict(state["precision"])
+
+    def load_callbacks(self, state: Mapping[str, Any]) -> None:
+        """Load the ``state_dict`` of callbacks alone."""
+        for each in self._others():
+            if state["callbacks"].get(each.state_key):
+                each.load_state_dict(copy.deepcopy(state["callbacks"][each.state_key]))
+
+    def restore_attributes(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes that hooks had set. Called when the hooks of the beginning are over."""
+        if self._attributes is not None and state.get("attributes"):
+            self._attributes.restore(state["attributes"])
+
+    def _saved_by_hooks(self) -> dict[str, Any] | None:
+        """Return what ``on_save_checkpoint`` of callbacks and the module adds; None if nothing overrides it."""
+        trainer, model = self._trainer, self._trainer.lightning_module
+        callbacks = self._with_hook("on_save_checkpoint")
+        own = type(model).on_save_checkpoint is not LightningModule.on_save_checkpoint
+        if not callbacks and not own:
+            return None
+        checkpoint = self._checkpoint()
+        tensors = dict(checkpoint["state_dict"])
+        before = dict(checkpoint)
+        for each in callbacks:
+            each.on_save_checkpoint(trainer, model, checkpoint)
+        if own:
+            model.on_save_checkpoint(checkpoint)
+        weights = checkpoint.pop("state_dict", {})
+        others = {name: value for name, value in weights.items() if tensors.get(name) is not value}
+        added = {name: value for name, value in checkpoint.items() if before.get(name) is not value}
+        return {"added": added, "state_dict": others}
+
+    def _checkpoint_again(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return a checkpoint of the current state with what hooks had added; None if no hook reads one."""
+        own = (
+            type(self._trainer.lightning_module).on_load_checkpoint is not LightningModule.on_load_checkpoint
+        )
+        if saved is None or not (own or self._with_hook("on_load_checkpoint")):
+            return None
+        checkpoint = {**self._checkpoint(), **saved["added"]}
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **saved["state_dict"]}
+        return checkpoint
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Return a checkpoint of Lightning's, as hooks get one."""
+        trainer = self._trainer
+        connector = trainer._checkpoint_connector
+        made = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": pl.__version__,
+            "state_dict": connector._get_lightning_module_state_dict(),
+            "loops": connector._get_loops_state_dict(),
+            "callbacks": {each.state_key: each.state_dict() for each in self._others()},
+            "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        }
+        for each in (trainer.lightning_module, trainer.datamodule):
+            if each is not None and each.hparams:
+                made[each.CHECKPOINT_HYPER_PARAMS_KEY] = dict(each.hparams)
+        return made
+
+    def _with_hook(self, name: str) -> list[Callback]:
+        """Return the callbacks that override the hook ``name``. Averages are stored elsewhere."""
+        usual = (getattr(Callback, name), getattr(WeightAveraging, name))
+        return [each for each in self._others() if getattr(type(each), name) not in usual]
+
+    def _others(self) -> list[Callback]:
+        return [each for each in self._trainer.callbacks if each is not self._ours]
+
+
+def _of_lightning(callback: Callback) -> list[type]:
+    """Return Lightning's own classes of a callback, which keep what they need in ``state_dict``."""
+    return [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.pytorch.")]
+
+
+def _refuse_large(state: Mapping[str, Any]) -> None:
+    """Raise ``BadInput`` if tensors that every log record stores as text would slow training too much."""
+    sizes = {f"callback {name}": tensor_bytes(each) for name, each in state["callbacks"].items()}
+    sizes |= {"the datamodule": tensor_bytes(state["datamodule"])}
+    sizes |= {"what on_save_checkpoint adds": tensor_bytes(list((state["hooks"] or {}).values()))}
+    if sum(sizes.values()) > MOST_BYTES:
+        name = max(sizes, key=lambda each: sizes[each])
+        raise BadInput(
+            f"{name} has {format_bytes(sizes[name])} of tensors in its state, which would be text in every record,"
+            f" {format_bytes(MOST_BYTES)} at most. Register large tensors as buffers of the module; average weights by"
+            " lightning.pytorch.callbacks.WeightAveraging."
+        )

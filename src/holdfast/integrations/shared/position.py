@@ -1,0 +1,169 @@
+"""Position: the place in a torch ``DataLoader``, which has none of its own: a number of batches of an epoch.
+
+Batches that were trained on are skipped by their indices alone. The generators are stored as they were when the epoch
+began, so that its order is drawn again. They are set to where the run had them when the first new batch is made. A
+place belongs to one rank of a fixed number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from ...errors import BadInput
+from ...state.progress import random_state, restore_random_state
+from .index_batches import Order, WatchedBatches, refuse_other_batches
+
+
+class Place:
+    """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
+
+    def __init__(self, loader: Any, num_ranks: int) -> None:
+        """Wrap the loader's batch sampler. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
+        self._inside = getattr(loader, "base_dataloader", loader)
+        _refuse(self._inside)
+        self._num_ranks = num_ranks
+        self._watched = _watched(self._inside)
+        self._watched.begins = self._begin
+        self._order = Order(self._inside, self._watched.inner)
+        self._begun: dict[str, Any] | None = None
+        """The generators that the order of the epoch was drawn from."""
+        self._found: dict[str, Any] | None = None
+        """The place of the run, until its epoch continues."""
+        self._random: dict[str, Any] = {}
+
+    def state(self, count: int) -> dict[str, Any]:
+        """Return the place after ``count`` batches of the current epoch; 0 also if no epoch has begun."""
+        return {
+            "same": self._same(),
+            "count": count,
+            "begun": self._begun if count else None,
+            "pending": self._pending(count),
+            "seed": self._order.seed,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if the place of ``state`` refers to other batches."""
+        refuse_other_batches(state["same"], self._same(), "the run")
+
+    def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
+        """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
+        self._order.seed = state["seed"]
+        self._begun, self._random = state["begun"], random
+        self._found = state if self._begun is not None else None
+
+    def leave(self) -> None:
+        """Skip an epoch that the run had completed. Its order is drawn, because drawing advances the generators."""
+        if self._found is not None:
+            now = random_state()
+            next(iter(self._watched), None)
+            restore_random_state(now)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of a sampler that shuffles by it."""
+        if hasattr(self._order.sampler, "set_epoch"):
+            self._order.sampler.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Restore the loader."""
+        _set_indices(self._inside, self._watched.inner)
+
+    def _begin(self) -> None:
+        found, self._found = self._found, None
+        if found is None:
+            self._begun = self._order.now()
+            return
+        pending = [found["pending"]] if found["pending"] is not None else []
+        self._watched.go_on(found["count"], [*pending, self._random], pass_over=True)
+        self._order.put_back(found["begun"])
+
+    def _pending(self, count: int) -> dict[str, Any] | None:
+        """Return the generators before the batch that is already made but not handed out; None if there is none."""
+        number, state = self._watched.newest
+        return state if count and number == count and not self._inside.num_workers else None
+
+    def _same(self) -> dict[str, Any]:
+        """Return the values that a place depends on, by name."""
+        return {
+            "a number of ranks of": self._num_ranks,
+            "a batch size of": getattr(self._watched.inner, "batch_size", None),
+            "a dataset of length": len(self._inside.dataset),
+        }
+
+
+class Batches:
+    """The batches of ``loader``, to be iterated over in its place. A pass is an epoch, also if it was left early.
+
+    ``elastic`` is true because this class itself refuses another number of ranks, as it does other batch sizes.
+    """
+
+    elastic = True
+
+    def __init__(self, loader: Any, num_ranks: int) -> None:
+        """Wrap the loader. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
+        self.loader = loader
+        self.place = Place(loader, num_ranks)
+        self.epoch = 0
+        """The number of passes that have ended."""
+        self.count = 0
+        """The number of batches of the current pass that were handed out."""
+        self._found: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        number = getattr(self.loader, "iteration", None)
+        try:
+            for batch in self.loader:
+                self.count += 1
+                yield batch
+            if number is not None:  # accelerate does not count a pass without remaining batches
+                self.loader.iteration = number + 1
+        finally:
+            self.epoch, self.count = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        iteration = getattr(self.loader, "iteration", None)
+        return {"epoch": self.epoch, "iteration": iteration, **self.place.state(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place.check(state)
+        self._found = state
+
+    def resumed(self) -> None:
+        """Continue from the restored state. Called when the generators are where the run had them."""
+        if self._found is not None:
+            self.place.load(self._found, random_state())
+            self.epoch, self.count = self._found["epoch"], self._found["count"]
+            if self._found["iteration"] is not None:
+                self.loader.iteration = self._found["iteration"]
+
+
+def _watched(loader: DataLoader) -> WatchedBatches:
+    """Wrap the indices of ``loader`` in ``WatchedBatches``."""
+    indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    watched = WatchedBatches(indices.inner if isinstance(indices, WatchedBatches) else indices)
+    _set_indices(loader, watched)
+    return watched
+
+
+def _set_indices(loader: DataLoader, indices: Any) -> None:
+    """Replace the indices in the loader's ``__dict__``; ``setattr`` is refused, since lengths might differ."""
+    vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
+
+
+def _refuse(loader: Any) -> None:
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+        raise BadInput(
+            f"{type(loader).__name__} is not a plain DataLoader of torch, in which a place can be found again. Give one"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise BadInput(
+            "an IterableDataset is read one sample after the other, so that its batches cannot be passed over."
+            " Give a dataset with a length and items by index."
+        )
+    if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
+        raise BadInput("a DataLoader with batch_size=None has no batches to count: give it a batch size")

@@ -1,0 +1,126 @@
+"""Hugging Face ``Trainer``: recovery of every optimizer step of an unmodified script, bit for bit.
+
+    trainer = Trainer(..., callbacks=[HoldfastCallback("runs/x")])
+    trainer.train()  # begins the run, or goes on after its newest step
+
+A callback alone cannot do this, for three reasons. It never gets the trainer, which keeps the running loss to itself.
+Where the loop begins is fixed, in local variables, before ``on_train_begin``. The last event of a step comes before the
+step is logged and evaluated. So the callback finds the trainer under construction when ``on_init_end`` is called, and
+replaces its ``train``; while that runs, it replaces three more methods of this one object. No class is changed.
+``attach`` does the same to an existing trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import Trainer, TrainerCallback
+
+from ..errors import BadInput
+from ..regular_files import home_path
+from .shared.wrapped import refuse_unless_torchs
+from .trainer_run import Training
+
+COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
+"""Methods of a trainer that are replaced, on the object, while it trains; ``train`` permanently."""
+
+
+class HoldfastCallback(TrainerCallback):
+    """A callback that makes ``train`` of its trainer begin or continue the run in the directory ``run``.
+
+    ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Other callbacks are
+    restored if they are ``ExportableState``. Not restored are further fields of a subclass of ``Trainer`` and, in
+    mid-epoch, the generators of loader workers. The final loss is that of the whole run; the final rates divide all its
+    steps by this process's time. Several processes must be those of DistributedDataParallel, and their number must stay
+    the same.
+    """
+
+    def __init__(self, run: str | Path, **options: Any) -> None:
+        self.run, self.options = home_path(run), options
+        self._covered = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = _trainer_above()
+        if trainer is not None:
+            self.cover(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._covered:
+            raise BadInput(
+                "HoldfastCallback was added to a trainer that was there already, so nothing would be recorded. Pass it"
+                " as Trainer(callbacks=[...]), or call holdfast.integrations.transformers.attach(trainer, run)."
+            )
+
+    def cover(self, trainer: Trainer) -> None:
+        """Make ``trainer.train`` record its steps. Raises ``BadInput`` for a trainer without the needed methods."""
+        absent = [name for name in COVERED if not hasattr(trainer, name)]
+        if absent:
+            raise BadInput(
+                f"Trainer of transformers {transformers.__version__} has no {absent[0]}; install transformers 5.23"
+            )
+        self._covered = True
+        train, done = trainer.train, False
+
+        def train_and_record(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            if done:
+                raise BadInput(
+                    f"{self.run} holds the training that has ended; make another trainer, with another directory"
+                )
+            _refuse(trainer)
+            if resume_from_checkpoint:
+                _prefer(self.run, resume_from_checkpoint)
+            with Training(trainer, self.run, self.options):
+                output = train(None, *args, **kwargs)
+            done = True
+            return output
+
+        trainer.train = train_and_record  # type: ignore[method-assign]
+
+
+def attach(trainer: Trainer, run: str | Path, **options: Any) -> None:
+    """Add ``HoldfastCallback`` to an existing trainer, whose ``train`` was not called yet."""
+    callback = HoldfastCallback(run, **options)
+    callback.cover(trainer)
+    trainer.add_callback(callback)
+
+
+def _trainer_above() -> Trainer | None:
+    """Return the trainer whose ``__init__`` is running, found on the call stack; None if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Raise ``BadInput`` for settings under which no position can be stored."""
+    refuse_unless_torchs(trainer.accelerator)
+    args = trainer.args
+    for name in ("auto_find_batch_size", "ignore_data_skip"):
+        if getattr(args, name):
+            raise BadInput(f"{name}=True gives up the position in the data; leave it out")
+
+
+def _prefer(run: Path, checkpoint: Any) -> None:
+    """Warn that the run is used instead of a ``checkpoint`` of the trainer's.
+
+    Raises ``BadInput`` if there is no run yet.
+    """
+    commits = run / "commits"
+    if not (commits.is_dir() and any(commits.iterdir())):
+        raise BadInput(
+            f"{run} has no step yet and cannot begin at the checkpoint {checkpoint}: begin without"
+            " resume_from_checkpoint, from a model made by from_pretrained(checkpoint) if need be"
+        )
+    warnings.warn(
+        f"resume_from_checkpoint={checkpoint} is not used: training goes on after the newest step of {run}",
+        stacklevel=3,
+    )

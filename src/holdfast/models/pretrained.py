@@ -1,0 +1,163 @@
+"""Folders of Hugging Face: a model on ``meta`` from ``config.json``, and its weights as a source.
+
+The model is never whole in memory. Its modules are built empty, and each tensor of its files goes directly to where
+the run keeps it. transformers is imported when a folder is opened, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInput, ModelNotSupported, RunMismatch
+from ..formats.entry_matching import Allowed
+from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
+from ..offload.interrupts import deferred
+from ..offload.model.blocks import empty_parameters
+from ..quantities import shown
+from ..sources import Beginning
+from ..state.capture import Captured
+from .keeping import CONFIG, OTHER_WEIGHTS, checked
+from .naming import Converted, by_model
+
+
+def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
+    """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
+
+    ``folder`` is as ``save_pretrained`` writes it.
+    Raises ``BadInput`` if it is no such folder, or transformers is not installed.
+    Raises ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
+
+        model, weights = holdfast.pretrained("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        engine = holdfast.offload(model, optimizer, "runs/tuned", source=weights)
+    """
+    path = checked(folder)
+    _refuse_others(path)
+    model = empty_model(path)
+    return model, Weights(path, model)
+
+
+def transformers_for(what: str) -> Any:
+    """Return the transformers library. Raises ``BadInput`` if it is not installed."""
+    try:
+        with deferred():  # an interrupted import would report a package as not installed
+            return import_module("transformers")
+    except ImportError as error:
+        raise BadInput(
+            f"{what} needs transformers, which cannot be imported ({error}): pip install 'holdfast[models]'"
+        ) from error
+
+
+def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
+    """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
+
+    It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
+    that. Raises ``ModelNotSupported`` for quantised weights and for models that need code of their own.
+    """
+    transformers = transformers_for(f"the model in {path}")
+    told = _told(path)
+    if told.get("quantization_config"):
+        raise ModelNotSupported(
+            f"{path} holds quantised weights (quantization_config), which cannot be trained. Give the folder that they"
+            " were made from."
+        )
+    if told.get("auto_map"):
+        raise ModelNotSupported(
+            f"{path} needs Python code that lies in it (auto_map), which is not run here. Build the model yourself"
+            " under holdfast.empty_parameters() and pass source=holdfast.From(folder, partial=True, cast=True)."
+        )
+    try:
+        with deferred(), empty_parameters():
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            made = getattr(transformers, str((config.architectures or [""])[0]), None) if as_saved else None
+            if made is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            else:
+                model = made._from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelNotSupported(
+            f"{path} is no causal language model that transformers {transformers.__version__} knows:"
+            f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
+    model.config.use_cache = False
+    return model.train()
+
+
+def _told(path: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``. Raises ``BadInput`` if it is not a JSON object."""
+    try:
+        told = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path / CONFIG} cannot be read as JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise BadInput(f"{path / CONFIG} is no JSON object")
+    return told
+
+
+def _refuse_others(path: Path) -> None:
+    if is_safetensors(path):
+        return
+    others = sorted(each.name for each in path.iterdir() if each.suffix in OTHER_WEIGHTS)
+    held = f" but {others[0]}" if others else ""
+    raise BadInput(
+        f"{path} has no model.safetensors and no index of several{held}. Load it with transformers once and save it"
+        " again with save_pretrained(), which writes safetensors."
+    )
+
+
+class Weights:
+    """The parameters and buffers of a folder, as the state that a fresh run of ``offload`` begins from.
+
+    ``model`` may be wrapped or given adapters afterwards; its parameters are found again.
+    """
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self.path, self._model, self._shapes = path, model, model.state_dict()
+        self._named = dict(model.named_parameters(remove_duplicate=False))
+
+    def open(self) -> Beginning:
+        """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
+        _refuse_others(checked(self.path))
+        source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
+        return _Begins(source, self._named, self.path)
+
+
+class _Begins(Beginning):
+    """An initial state of weights alone: the optimizer's state, the schedule and the rest begin with the run."""
+
+    fresh = True
+
+    def __init__(self, source: Converted, named: dict[str, nn.Parameter], place: Path) -> None:
+        super().__init__(source, Allowed(partial=True, cast=True), place)
+        self._converted, self._named = source, named
+
+    def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Match the folder's tensors to the captured parameters, and return notes on unused ones.
+
+        Raises ``RunMismatch`` if the folder lacks a parameter that the model had from the beginning. Parameters that
+        were added since are initialised as in any fresh run.
+        """
+        names = {id(each.parameter): each.names for each in captured.parameters}
+        now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
+        self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
+        super().match(captured, optimizer)
+        of_folder = {id(parameter) for parameter in self._named.values()}
+        ours = {each.name for each in captured.parameters if id(each.parameter) in of_folder}
+        missing = [name for name in self._match.missing if name in ours]
+        if missing:
+            raise RunMismatch(
+                f"{self.path} has no {shown(missing, 1)}, so the model would begin with random values there. Is its"
+                " config.json of other weights?"
+            )
+        self.kept = {}
+        return [f"nothing here wants its {name}" for name in self._match.unused]
+
+    def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
+        """Return True, which leaves the hyper-parameters to the script."""
+        return True

@@ -1,0 +1,202 @@
+"""Tables of a report as HTML: traffic, memory, predictions, and events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..quantities import counted, format_bytes, format_seconds
+from . import facts
+from .charts import Curve, Level, Scale, chart
+from .gantt import milliseconds
+from .history import History, Step
+from .lanes import NAMES
+from .page import absent, paragraph, table
+
+FORMULAS = {
+    "vertical": {
+        "upload_params": "(2n − 1) P", "load_params": "(2n − 1) P", "download_grads": "n G",
+        "download_input": "n M S", "upload_input": "(2n − 2) M S",
+        "download_input_grad": "(n − 1) M S", "upload_input_grad": "(n − 1) M S",
+        "load_state": "n W", "store_state": "n W", "store_params": "n P",
+    },
+    "horizontal": {
+        "upload_params": "(2n − 1) M P", "load_params": "(2n − 1) M P", "download_grads": "M n G",
+        "upload_grads": "(M − 1) n G", "download_input": "(n − 1) M S", "upload_input": "(n − 1) M S",
+        "load_state": "n W", "store_state": "n W", "store_params": "n P",
+    },
+}  # fmt: skip
+"""Bytes by schedule and kind of operation, for n equal blocks, in plain order without delayed updates.
+
+SSD formulas apply to the blocks that are on the SSD.
+"""
+
+SYMBOLS = (
+    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
+    " between two blocks."
+)
+
+LAST_EVENTS = 40
+
+BYTES = Scale(format_bytes, binary=True)
+
+
+def traffic(history: History) -> str:
+    found = facts.traffic(history)
+    if found is None:
+        return absent(
+            "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
+            " since nothing of a step before it goes on beside it."
+        )
+    delays, keeps = found["delayed_fraction"] > 0, found["recomputed_fraction"] < 1
+    plain = found["order"] == "plain" and not delays and not keeps
+    formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
+    order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
+    rows = [
+        [NAMES.get(row["lane"], row["lane"]), row["kind"].replace("_", " "), formulas.get(row["kind"], ""),
+         format_bytes(row["expected"]), format_bytes(row["moved"]), _difference(row)]
+        for row in found["rows"]
+    ]  # fmt: skip
+    columns = ["lane", "what", "formula", ">by the schedule", ">measured", ">difference"]
+    said = (
+        f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
+        f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
+        " beside the next is counted there; the schedule counts block inputs in whole pages."
+    )
+    return paragraph(said) + table(columns, rows) + paragraph(SYMBOLS, "soft")
+
+
+def _difference(row: dict[str, Any]) -> str:
+    expected, moved = row["expected"], row["moved"]
+    if round(expected) == round(moved):
+        return "none"
+    if expected:
+        return f"{moved / expected - 1:+.1%}"
+    return "not measured beforehand" if "input" in row["kind"] else "not in the schedule"
+
+
+def memory(history: History) -> str:
+    found, line = facts.memory(history), history.line()
+    if found is None:
+        return absent("The log does not say.")
+    if "ring_bytes" in found:
+        return _memory_of_checkpointer(found, line)
+    points = [(step.step, float(step.host_bytes)) for step in line if step.host_bytes is not None]
+    budget, predicted = found["host_budget"], found["host_predicted"]
+    said = f"The process held {format_bytes(found['host_bytes'] or 0)} at the most after any step. "
+    said += f"Its budget is {format_bytes(budget)}. " if budget else "It has no budget. "
+    said += (
+        f"{format_bytes(predicted)} at most were predicted." if predicted else "Its memory was not predicted."
+    )
+    if found["device_bytes"] is not None:
+        said += f" The device's allocator held {format_bytes(found['device_bytes'])} at the most."
+    levels = [Level("budget", budget)] if budget else []
+    levels += [Level("predicted at most", predicted, "predicted")] if predicted else []
+    body = paragraph(said)
+    if points:
+        body += chart([Curve("memory of the process", points)], BYTES, levels)
+    rows = [[row["class"], _size(row["predicted"]), _size(row["measured"])] for row in found["classes"]]
+    if found["process_bytes"] is not None:
+        rows.append(["the process itself, with torch", _size(found["process_bytes"]), "-"])
+    if rows:
+        body += table(["class of host memory", ">predicted at most", ">in use at once at most"], rows)
+        body += paragraph(
+            "Where nothing is measured the memory is torch's own, which does not say what it is for.", "soft"
+        )
+    return body
+
+
+def _memory_of_checkpointer(found: dict[str, Any], line: list[Step]) -> str:
+    said = (
+        f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
+        f" the ring of records, and copies of a base may take {_size(found['staging_bytes'])}. At a look once a second,"
+        f" {_size(found['waiting_bytes'])} of records and {_size(found['staged_bytes'])} of a base waited at the most."
+        " What the training itself takes is the script's own, and was not measured."
+    )
+    curves = [
+        Curve(name, [(step.step, float(n)) for step in line if (n := getattr(step, key)) is not None], kind)
+        for name, key, kind in (
+            ("records that wait", "waiting_bytes", "a"),
+            ("copies of a base", "staged_bytes", "b"),
+        )
+    ]
+    if not any(curve.points for curve in curves):
+        return paragraph(said)
+    return paragraph(said) + chart(curves, BYTES)
+
+
+def predictions(history: History, step_seconds: float | None) -> str:
+    rows = []
+    for row in facts.predictions(history, step_seconds):
+        form = format_bytes if row["unit"] == "B" else milliseconds
+        rows.append(
+            [
+                row["what"],
+                form(row["predicted"]),
+                form(row["measured"]),
+                f"{row['measured'] / row['predicted']:.2f}",
+            ]
+        )
+    body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
+    planned = facts.planned(history)
+    if planned is not None:
+        body += paragraph(_plan_said(planned.plan), "soft")
+    elif step_seconds is None:
+        body += absent(
+            "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
+        )
+    return body
+
+
+def _plan_said(plan: dict[str, Any]) -> str:
+    """Describe what was chosen, and the bottleneck."""
+    parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
+    said = f"Planned: {', '.join(parts)} in host memory, {plan.get('delayed_fraction', 0.0):.0%} of updates delayed."
+    given = plan.get("stated")
+    said += f" Given, not chosen: {', '.join(given)}." if given else ""
+    return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
+
+
+def happened(history: History) -> str:
+    rows = [
+        [_when(event), event["event"].replace("_", " "), _told(event)]
+        for event in history.told[-LAST_EVENTS:]
+    ]
+    if not rows:
+        return absent("Nothing but steps.")
+    more = len(history.told) - len(rows)
+    note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
+    return table(["when", "what", ""], rows) + note
+
+
+def _told(event: dict[str, Any]) -> str:
+    """Describe an event in one line."""
+    if event["event"] == "run":
+        return f"from step {event.get('first_step', 0):,} on, process {event.get('pid')}"
+    if event["event"] == "finished":
+        return f"step {event.get('step', 0):,}, after {format_seconds(event.get('seconds', 0.0))}"
+    left_out = {"event", "time", "measured", "trace", "config", "changed", "sample"}
+    return ", ".join(
+        f"{key.replace('_', ' ')} {_value(key, v)}" for key, v in event.items() if key not in left_out
+    )
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, float) and key.endswith("seconds"):
+        return format_seconds(value)
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and key in ("bytes", "base_bytes", "cap", "used")
+    ):
+        return format_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _when(event: dict[str, Any]) -> str:
+    seconds = event.get("time")
+    return "" if seconds is None else time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _size(count: float | None) -> str:
+    return "-" if count is None else format_bytes(count)

@@ -1,0 +1,1 @@
+"""What of the state is in memory, and where."""

@@ -1,0 +1,184 @@
+"""Residency: the place of every tensor of a run. Handlers of operations acquire and release its buffers here.
+
+For each block it knows the compute copy (kept on the host, or loaded for one pass), the state image (kept, or loaded
+for one update) and the gradients. For each block and micro-batch it knows the moving inputs. Buffers come from one pool
+of exact sizes; tensors are views of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...io.buffers import Buffer, BufferPool
+from .block_states import BlockState, ParameterEntry, as_tensor
+from .transfer_pool import Form, TransferPool, forms_of, packed_bytes, unpacked
+
+SUMMED_AT_ONCE = 1 << 20
+"""Elements added at once.
+
+torch adds a bf16 tensor to an fp32 one through an fp32 copy of it. The memory of a large copy comes from the system
+anew every time, which is eight times slower on 8 M elements.
+"""
+
+
+@dataclass
+class Gradients:
+    """The accumulated gradients of one unit: the sum, and the members that have a gradient in this step."""
+
+    flat: torch.Tensor
+    buffer: Buffer | None
+    """Host memory of the gradients, once there is any; ``flat`` shares it, unless ``flat`` is on a separate device."""
+    touched: set[str]
+
+
+class Residency:
+    """The places of one engine's bytes. Handlers of different lanes use different keys."""
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        blocks: list[BlockState],
+        resident: BlockState,
+        device: torch.device,
+        kept_bytes: int = 0,
+        planned_bytes: int = 0,
+    ) -> None:
+        """Create the pools.
+
+        ``kept_bytes`` is the size of the arena for what a separate device keeps on the host. ``planned_bytes`` is the
+        size of the largest block input, or gradient of one, that the plan has counted.
+        """
+        self.pool, self.blocks = pool, blocks
+        self._lending = TransferPool(pool, kept_bytes, pool.pins, planned_bytes)
+        self.lend, self.lender = self._lending.lend, self._lending.lender
+        self.copies: dict[int, Buffer] = {}
+        """Compute copies that stay on the host."""
+        self.images: dict[int, Buffer] = {}
+        """State images that stay on the host; during an update also those that do not."""
+        self.loaded: dict[tuple[str, int, int], Buffer] = {}
+        """Compute copies loaded for one pass, by (phase, block, micro-batch)."""
+        self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}
+        """Compute copies on the device for one pass."""
+        self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
+        """Parameters that share the memory of these copies, in the order of the unit's members."""
+        self.redone: dict[int, Buffer] = {}
+        """State images that are updated once more, from the step before."""
+        self.outgoing: dict[int, Buffer] = {}
+        """Updated compute copies on their way to the SSD."""
+        self.grads: dict[int, Gradients] = {}
+        self._resident_sums = torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device)
+        self.resident_grads: Gradients | None = None
+        """Destination of the prologue's and epilogue's gradients in the present step."""
+        self.inputs: dict[tuple[int, int], Buffer] = {}
+        """Block inputs read back from the SSD."""
+
+    # Gradients
+
+    def start_grads(self, block: int, device: torch.device | None) -> Gradients:
+        """Return the gradients of ``block``, allocated once per step: on ``device``, or in a host buffer if None."""
+        held = self.grads.get(block)
+        if held is None:
+            unit = self.blocks[block]
+            if device is None:
+                buffer = self.pool.take(unit.grad_bytes, "gradients")
+                held = Gradients(as_tensor(buffer), buffer, set())
+            else:
+                flat = torch.empty(unit.grad_bytes, dtype=torch.uint8, device=device)
+                held = Gradients(flat, None, set())
+            self.grads[block] = held
+        return held
+
+    def start_resident_grads(self) -> Gradients:
+        """Return the gradients of prologue and epilogue, with none collected yet.
+
+        They use the same memory in every step, because no step computes before the last has updated them.
+        """
+        self.resident_grads = Gradients(self._resident_sums, None, set())
+        return self.resident_grads
+
+    def free_grads(self, block: int, lent: bool) -> None:
+        """Release the gradients of ``block``, if there are any here.
+
+        Memory that is ``lent`` from block inputs goes to the next inputs.
+        """
+        held = self.grads.pop(block, None)
+        if held is not None and held.buffer is not None:
+            (self.pool.drop if lent else self.pool.give)(held.buffer)
+
+    def leaf(
+        self,
+        unit: BlockState,
+        member: ParameterEntry,
+        view: torch.Tensor,
+        held: Callable[[], Gradients | None] | None,
+    ) -> torch.nn.Parameter:
+        """Return a parameter that shares the memory of ``view``.
+
+        If it is trained and ``held`` is given, its gradient is added to the sums that ``held`` returns, as soon as the
+        gradient arrives. A trained parameter requires grad even without ``held``, because operations choose their
+        kernels by that.
+        """
+        parameter = torch.nn.Parameter(view, requires_grad=member.trained)
+        if held is not None and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
+        return parameter
+
+    def _collect(
+        self, unit: BlockState, held: Gradients | None, member: ParameterEntry, parameter: torch.Tensor
+    ) -> None:
+        if parameter.grad is None:  # a source collected all that was on its way here
+            return
+        assert held is not None
+        self.accumulate(unit, held, member, parameter.grad)
+        parameter.grad = None
+
+    def accumulate(
+        self, unit: BlockState, held: Gradients, member: ParameterEntry, grad: torch.Tensor
+    ) -> None:
+        """Add ``grad`` to the sum, in fp32; the first gradient of a step starts the sum."""
+        view = unit.grad_view(held.flat, member)
+        if member.name not in held.touched:
+            view.copy_(grad)
+            held.touched.add(member.name)
+            return
+        add_in_parts(view, grad)
+
+    # Block inputs on the SSD
+
+    def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[Form]]:
+        """Return a buffer with the bytes of ``tensors`` one after another, and the forms needed to unpack it."""
+        forms = forms_of(tensors)
+        buffer = self.pool.take(packed_bytes(forms), "block inputs")
+        for packed, tensor in zip(unpacked(as_tensor(buffer), forms), tensors, strict=True):
+            packed.copy_(tensor)
+        return buffer, forms
+
+    def drop_pass(self, phase: str) -> None:
+        """Release what an interrupted pass has loaded."""
+        for place in [place for place in self.on_device if place[0] == phase]:
+            del self.on_device[place]
+            self.leaves.pop(place, None)
+        for place in [place for place in self.loaded if place[0] == phase]:
+            self.pool.give(self.loaded.pop(place))
+
+    def let_go(self) -> None:
+        """Release everything; the memory returns to the system as soon as no tensor refers to it."""
+        for held in (self.copies, self.images, self.loaded, self.redone, self.outgoing, self.inputs):
+            held.clear()
+        self.leaves.clear()
+        self.on_device.clear()
+        self.grads.clear()
+        self.resident_grads, self._resident_sums = None, torch.empty(0)
+        self._lending.close()
+        self.pool.close()
+
+
+def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add ``grad`` to the contiguous fp32 sum ``total``, in parts."""
+    total, grad = total.flatten(), grad.flatten()
+    at_once = SUMMED_AT_ONCE if total.device.type == "cpu" else max(total.numel(), 1)
+    for start in range(0, total.numel(), at_once):
+        total[start : start + at_once].add_(grad[start : start + at_once])

@@ -1,0 +1,1 @@
+"""The user's model as a sequence of blocks."""

@@ -1,0 +1,318 @@
+"""The repeated blocks of a model, and which parameter belongs to which block.
+
+Blocks are the ``nn.ModuleList`` of one class that has most bytes of parameters, or modules that the user names. A
+parameter belongs to a block if every module that holds it lies in that block. A parameter that the prologue, the
+epilogue or several blocks hold is resident.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import ModelNotSupported
+from ...quantities import KiB
+from ...state.capture import Captured, CapturedParameter, join, plain_paths
+
+SMALL = 64 * KiB
+"""Bytes. Smaller tensors leave no holes in the heap that matter."""
+
+EMPTY = "_holdfast_empty"
+"""Attribute set on a parameter that ``empty_parameters`` has made empty."""
+
+Place = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model, in the order in which they run, with their names."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first and the last block's name, for a person."""
+        more = f" to {self.names[-1]}" if len(self.names) > 1 else ""
+        return f"{self.names[0]}{more}"
+
+    @cached_property
+    def buffer_holders(self) -> list[list[tuple[str, nn.Module]]]:
+        """The modules with buffers in each block, with their names."""
+        return [
+            [(name, holder) for name, holder in module.named_modules() if holder._buffers]
+            for module in self.modules
+        ]
+
+
+COMPILED = "_compiled_call_impl"
+"""Attribute in which ``Module.compile`` keeps what is called instead of the module."""
+
+REPLACED = ("forward", COMPILED)
+
+BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
+"""Function called with a block's index and its arguments; returns what the block would return."""
+
+
+class Patch:
+    """Replaces the forward of every block by ``call`` while applied."""
+
+    def __init__(self, blocks: Blocks, call: BlockFunction) -> None:
+        self.blocks, self._call = blocks, call
+        self._before = [
+            {name: module.__dict__[name] for name in REPLACED if name in module.__dict__}
+            for module in blocks.modules
+        ]
+        self.forwards = [self._forward(index) for index in range(len(blocks.modules))]
+        """The blocks' own forwards."""
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        try:
+            for index in range(len(self.blocks.modules)):
+                self._put(index)
+            yield
+        finally:
+            for index in range(len(self.blocks.modules)):
+                self._take_away(index)
+
+    def _put(self, index: int) -> None:
+        stand_in = {"forward": lambda *args, **kwargs: self._call(index, args, kwargs), COMPILED: None}
+        self.blocks.modules[index].__dict__.update(stand_in)
+
+    def _take_away(self, index: int) -> None:
+        """Restore the block's attributes as they were."""
+        held = self.blocks.modules[index].__dict__
+        for name in REPLACED:
+            held.pop(name, None)
+        held.update(self._before[index])
+
+    def _forward(self, index: int) -> Callable[..., Any]:
+        """Return the block's own forward; of a block compiled in place, its compiled call.
+
+        The compiled call is made with nothing in between.
+        """
+        module = self.blocks.modules[index]
+        compiled = self._before[index].get(COMPILED)
+        if compiled is None:
+            return module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            applied = COMPILED in module.__dict__ and module.__dict__[COMPILED] is None
+            self._take_away(index)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                if applied:
+                    self._put(index)
+
+        return call
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A parameter with every place that holds it."""
+
+    captured: CapturedParameter
+    places: tuple[Place, ...]
+
+
+def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | None = None) -> Blocks:
+    """Return the blocks of ``model``: those ``chosen``, or the repeated ones, in the order in which they run.
+
+    Raises ``ModelNotSupported`` if there are none.
+    """
+    if chosen is not None:
+        return _chosen(model, list(chosen))
+    lists = candidates(model)
+    if not lists:
+        raise ModelNotSupported(
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class. Pass blocks=model.path.to.the.list,"
+            " or several modules in the order in which they run: out-of-core training streams repeated blocks."
+        )
+    name, module = lists[0]
+    prefix = plain_paths(model)[name]
+    return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
+
+
+def candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Return the outermost lists of modules of one class, with their names, the likeliest blocks first.
+
+    Modules that consist of others come before plain layers, such as tables and heads; then the larger list comes first.
+    """
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and _repeats(module)
+    ]
+    return sorted(
+        _outermost(lists), key=lambda item: (_is_composed(item[1]), parameter_bytes(item[1])), reverse=True
+    )
+
+
+def _is_composed(modules: nn.ModuleList) -> bool:
+    return any(True for _ in modules[0].children())
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Return the bytes of the parameters of ``module``. Lazy parameters have no shape yet, are refused later, and count
+    0."""
+    shaped = (p for p in module.parameters() if not nn.parameter.is_lazy(p))
+    return sum(parameter.numel() * parameter.element_size() for parameter in shaped)
+
+
+def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
+    """Return ``modules`` as blocks. Raises ``ModelNotSupported`` unless they are separate modules of ``model``."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [id(below) for module in modules for below in module.modules() if below is not module]
+    for place, module in enumerate(modules):
+        held = "is not in the model"
+        if id(module) in names:
+            held = "lies in another one" if id(module) in inside else "is the whole model" * (module is model)
+        if held or modules.index(module) != place:
+            raise ModelNotSupported(
+                f"blocks[{place}], a {type(module).__name__}, {held or 'is there twice'}. Pass"
+                " blocks=model.path.to.the.list, or several modules of the model in the order in which they run."
+            )
+    if not modules:
+        raise ModelNotSupported(
+            "blocks= is empty. Leave it out to take the largest list of modules of one class."
+        )
+    plain = plain_paths(model)
+    return Blocks(tuple(modules), tuple(plain[names[id(module)]] for module in modules))
+
+
+def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
+    """Return the lists that lie in no other list: a block's list of experts is part of the block."""
+    return [item for item in lists if not any(item[0].startswith(f"{name}.") for name, _ in lists if name)]
+
+
+def _repeats(module: nn.ModuleList) -> bool:
+    return len(module) > 0 and len({type(child) for child in module}) == 1
+
+
+def configurations(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return every configuration of ``model`` and of its modules, nested ones included, each once, with its name."""
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(name: str, config: Any) -> None:
+        if not hasattr(config, "to_dict") or isinstance(config, type) or id(config) in found:
+            return
+        found[id(config)] = name, config
+        for key, value in vars(config).items():
+            visit(f"{name}.{key}", value)
+
+    for path, module in model.named_modules():
+        visit(join("model" if not path else f"model.{path}", "config"), getattr(module, "config", None))
+    return list(found.values())
+
+
+def owned_parameters(
+    model: nn.Module, captured: Captured, blocks: Blocks
+) -> tuple[list[list[Owned]], list[Owned]]:
+    """Return the parameters of each block, and the resident parameters, both in the model's order."""
+    block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
+    places: dict[int, list[Place]] = {}
+    owners: dict[int, set[int | None]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), set()).add(block_of.get(id(module)))
+    by_block: list[list[Owned]] = [[] for _ in blocks.modules]
+    resident: list[Owned] = []
+    for parameter in captured.parameters:
+        holders = owners[id(parameter.parameter)]
+        (block,) = holders if len(holders) == 1 else (None,)
+        owned = Owned(parameter, tuple(places[id(parameter.parameter)]))
+        (resident if block is None else by_block[block]).append(owned)
+    return by_block, resident
+
+
+def install(owned: Owned, parameter: nn.Parameter) -> None:
+    """Make every place of ``owned`` hold ``parameter``."""
+    for module, name in owned.places:
+        module._parameters[name] = parameter
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Build modules whose parameters are on ``meta`` and whose buffers are real.
+
+    A model of any size can be created inside this context. ``holdfast.offload`` then materialises it block by block,
+    with the modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters
+    in any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
+    sets what one module itself holds.
+
+    Memory that a layer allocates for a parameter and throws away does not come from the heap. It would leave a hole
+    there for each block, and training would fill the holes.
+    """
+    _patch.enter()
+    try:
+        with _OutsideTheHeap():
+            yield
+    finally:
+        _patch.leave()
+
+
+class _EmptyParameters(threading.local):
+    """Patch of ``nn.Module.register_parameter``, applied while any thread is inside ``empty_parameters``.
+
+    Only parameters that such a thread registers are made empty.
+    """
+
+    depth = 0  # of this thread
+    _lock, _inside = threading.Lock(), 0
+    _register = nn.Module.register_parameter
+
+    def enter(self) -> None:
+        with _EmptyParameters._lock:
+            if _EmptyParameters._inside == 0:
+                _EmptyParameters._register = nn.Module.register_parameter
+                nn.Module.register_parameter = _register_empty  # type: ignore[method-assign]
+            _EmptyParameters._inside += 1
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        with _EmptyParameters._lock:
+            _EmptyParameters._inside -= 1
+            if _EmptyParameters._inside == 0:
+                nn.Module.register_parameter = _EmptyParameters._register  # type: ignore[method-assign]
+
+
+_patch = _EmptyParameters()
+
+
+def _register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    _EmptyParameters._register(module, name, param)
+    if _patch.depth and param is not None and not param.is_meta:
+        empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        empty.__dict__.update(param.__dict__, **{EMPTY: True})
+        module._parameters[name] = empty
+
+
+class _OutsideTheHeap(TorchFunctionMode):
+    """Makes ``torch.empty`` of host memory return pages that go back to the system together with the tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain = kwargs.keys() <= {"device", "dtype"} and kwargs.get("device") is None
+        if func is not torch.empty or not plain or torch.get_default_device() != torch.device("cpu"):
+            return func(*args, **kwargs)
+        shape = torch.Size(args if args and isinstance(args[0], int) else args[0] if args else ())
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes < SMALL:
+            return func(*args, **kwargs)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)

@@ -1,0 +1,236 @@
+"""A model described for out-of-core training. Describing it changes and writes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...distributed import Ranks, stream_of
+from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
+from ...optim.host_optimizer import HELPER_BYTES, HostOptimizer
+from ...optim.torch_threads import update_helpers
+from ...quantities import round_up
+from ...schedule.work import BlockWork, Work
+from ...state.capture import Captured, buffer_at, capture
+from ...state.layout.overlaps import Key, overlaps, said_keys
+from ...state.tensor_entries import fragment
+from ..memory.block_states import BlockState
+from ..setup.block_measurement import Measured
+from .blocks import Blocks, find_blocks, owned_parameters
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class ModelParts:
+    """A model, its blocks and the rest as units of bytes, and its optimizer."""
+
+    model: nn.Module
+    blocks: Blocks
+    units: list[BlockState]
+    resident: BlockState
+    optimizer: HostOptimizer
+    captured: Captured
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: str,
+        chosen: Sequence[nn.Module] | nn.ModuleList | None,
+        ranks: Ranks | None = None,
+    ) -> ModelParts:
+        """Describe ``model``; with several ``ranks``, this rank's shard of it.
+
+        Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
+        """
+        if dtype not in DTYPES:
+            raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        blocks = find_blocks(model, chosen)
+        _check_modules(model, optimizer)
+        _check_names(blocks)
+        captured = capture(model, optimizer)
+        _check_parameters(captured)
+        _check_memory(captured)
+        by_block, resident = owned_parameters(model, captured, blocks)
+        host, ranks = HostOptimizer(optimizer), ranks or Ranks()
+        place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
+        units = [
+            BlockState(name, owned, host, DTYPES[dtype], **place)
+            for name, owned in zip(blocks.names, by_block, strict=True)
+        ]
+        for unit in units:
+            if not unit.members:
+                raise ModelNotSupported(
+                    f"{unit.name} has no parameters of its own, so there is nothing to stream."
+                )
+        rest = BlockState(
+            "resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place
+        )
+        for unit in (*units, rest):
+            _check_layouts(unit, host, ranks)
+        return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
+
+    def whole(self) -> ModelParts:
+        """Return the description that one process by itself would have."""
+        if self.world_size == 1:
+            return self
+        units = [
+            BlockState(u.name, [m.owned for m in u.members], self.optimizer, u.dtype, u.buffers)
+            for u in self.all_units
+        ]
+        return replace(self, units=units[:-1], resident=units[-1], rank=0, world_size=1)
+
+    @property
+    def all_units(self) -> list[BlockState]:
+        return [*self.units, self.resident]
+
+    def work(self, measured: Measured | None, unified: bool, *, update_workers: int, guesses: bool) -> Work:
+        """Return the model's sizes, for the planner.
+
+        Args:
+            measured: Costs of a micro-batch. If None, block inputs and activations count as nothing.
+            unified: True if the device computes in host memory.
+            update_workers: Number of updates that run at once.
+            guesses: True if updates of blocks leave their gradients unchanged and work on copies.
+        """
+        return Work(
+            blocks=tuple(
+                BlockWork(
+                    elements=sum(piece.elements for piece in unit.pieces),
+                    param_bytes=unit.copy_bytes,
+                    param_share_bytes=unit.share_copy_bytes,
+                    param_gather_bytes=unit.gathered_bytes,
+                    trained_param_bytes=unit.share_trained_copy_bytes,
+                    state_bytes=unit.layout.file_bytes,
+                    grad_bytes=unit.grad_bytes,
+                    grad_share_bytes=unit.share_grad_bytes,
+                    grad_reduce_bytes=unit.reduced_bytes,
+                    forward_flop=measured.block_flop if measured else 0.0,
+                    activation_bytes=measured.activation_bytes[number] if measured else 0,
+                )
+                for number, unit in enumerate(self.units)
+            ),
+            input_bytes=round_up(measured.input_bytes) if measured else 0,
+            resident_state_bytes=self.resident.layout.file_bytes,
+            resident_param_bytes=self.resident.copy_bytes,
+            resident_trained_param_bytes=self.resident.trained_copy_bytes,
+            resident_elements=sum(piece.elements for piece in self.resident.pieces),
+            resident_grad_bytes=self.resident.grad_bytes,
+            resident_grad_share_bytes=self.resident.share_grad_bytes,
+            resident_gather_bytes=self.resident.gathered_bytes,
+            resident_reduce_bytes=self.resident.reduced_bytes,
+            ranks=self.world_size,
+            workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            update_bytes=self._update_bytes(update_workers, guesses) + update_helpers(unified) * HELPER_BYTES,
+            head_flop=measured.head_flop if measured else 0.0,
+            unified=unified,
+        )
+
+    def _update_bytes(self, workers: int, guesses: bool) -> int:
+        """Return the temporary bytes of the ``workers`` largest updates, as many as run at once."""
+        sizes = [
+            self.optimizer.temporary_bytes(
+                member.group, member.elements, guesses and unit is not self.resident
+            )
+            for unit in self.all_units
+            for member in unit.trained
+        ]
+        return sum(sorted(sizes)[-workers:])
+
+    def index(self) -> dict[str, Any]:
+        """Return the index that every manifest of the run refers to: the place of each tensor entry.
+
+        Each rank has an index of its own.
+        """
+        atoms: dict[str, Any] = {}
+        for unit in self.all_units:
+            for name, found in ((unit.file_name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
+                for atom in found:
+                    shape, box = unit.places[atom.key]
+                    known = replace(atom, shape=shape).to_json()
+                    atoms[atom.key] = known | {"fragments": [fragment(name, atom.key, box)]}
+        if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
+            return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
+        return {"version": 1, "atoms": atoms}
+
+
+def _check_memory(captured: Captured) -> None:
+    """Raise ``ModelNotSupported`` if a trained parameter shares memory with another tensor.
+
+    Out of core each of them would get memory of its own.
+    """
+    held: dict[Key, torch.Tensor] = {(p.name, "param"): p.parameter for p in captured.parameters}
+    held |= {(name, "buffer"): buffer_at(place) for name, place in captured.buffers.items()}
+    trained = {(p.name, "param") for p in captured.parameters if p.trained}
+    for group in overlaps(held):
+        if trained.intersection(group):
+            raise ModelNotSupported(
+                f"{said_keys(group)} are one memory, and each would get its own out of core. Tie parameters as one"
+                " object (head.weight = embedding.weight), or give each its own (.clone())."
+            )
+
+
+def _check_names(blocks: Blocks) -> None:
+    for name in blocks.names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", name):
+            raise ModelNotSupported(
+                f"block {name!r} cannot name a file: that takes up to 200 letters (a-z), digits, '_', '-' and '.'. "
+                "Rename the module that holds the blocks."
+            )
+
+
+def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelNotSupported(f"{name} makes sparse gradients, which are not summed. Use sparse=False.")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerNotSupported(
+            "the optimizer has differentiable=True; out-of-core updates have no graph."
+        )
+
+
+def _check_layouts(unit: BlockState, host: HostOptimizer, ranks: Ranks) -> None:
+    """Raise ``ModelNotSupported`` if updating a non-contiguous parameter would differ from a plain loop."""
+    for member in unit.members:
+        if member.order is None or (
+            ranks.alone and (not member.trained or host.keeps_order(member.group, member.shape))
+        ):
+            continue
+        why = "several ranks cut parameters along their first dim"
+        if ranks.alone:
+            why = "this optimizer does not update each of its elements by itself"
+        raise ModelNotSupported(
+            f"parameter {member.name} is not contiguous (it is transposed or channels_last), and {why}. Make it so"
+            " before offload(): parameter.data = parameter.data.contiguous()."
+        )
+
+
+def _check_parameters(captured: Captured) -> None:
+    for parameter in captured.parameters:
+        if not parameter.parameter.is_floating_point():
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
+            )
+        if parameter.parameter.dtype == torch.float64:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is torch.float64; masters are kept in fp32, which would lose bits. "
+                "Call model.float() first."
+            )
+        if parameter.parameter._backward_hooks or parameter.parameter._post_accumulate_grad_hooks:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} has a hook on its gradient, which would not be called: gradients are "
+                "summed outside of the parameter. Remove it, and change the gradient where it comes from instead."
+            )
+    if not any(parameter.trained for parameter in captured.parameters):
+        raise BadInput(
+            "no parameter both requires grad and is in the optimizer, so there is nothing to train."
+        )

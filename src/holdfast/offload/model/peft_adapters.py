@@ -1,0 +1,57 @@
+"""Initial values of PEFT's LoRA adapters.
+
+PEFT creates an adapter on ``meta`` if the layer that it is added to is on ``meta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ...errors import ModelNotSupported
+
+DRAWN = (True, False, "gaussian")
+"""Initialisations of LoRA that need no values of the layer."""
+
+
+def layers_of(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the adapted layer of each module that belongs to an adapter, by the module's ``id``."""
+    found: dict[int, nn.Module] = {}
+    layers: list[Any] = [m for m in model.modules() if callable(getattr(m, "reset_lora_parameters", None))]
+    for layer in layers:
+        base = {id(module) for module in layer.get_base_layer().modules()} | {id(layer)}
+        found |= {id(module): layer for module in layer.modules() if id(module) not in base}
+    return found
+
+
+def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
+    """Let PEFT initialise the adapters of ``layers``.
+
+    Raises ``ModelNotSupported`` for adapters whose initial values are computed from the values of their layers.
+    """
+    configs: list[Any] = [getattr(module, "peft_config", None) for module in model.modules()]
+    told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
+    for layer in layers:
+        for name in layer.r:
+            _refuse_other_kinds(name, told.get(name))
+            how = told[name].init_lora_weights if name in told else True
+            if how not in DRAWN or name in layer.lora_variant:
+                raise ModelNotSupported(
+                    f"adapter {name!r} begins with values that are made of the layer's own (init_lora_weights ="
+                    f" {how!r}, or a variant such as DoRA), and those are on meta. Use LoRA with init_lora_weights="
+                    "True, or a model in memory."
+                )
+            layer.reset_lora_parameters(name, how)
+
+
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    """Raise ``ModelNotSupported`` for adapters such as AdaLoRA, which are built like LoRA but initialised
+    differently."""
+    kind = getattr(config, "peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelNotSupported(
+            f"adapter {name!r} is of the kind {getattr(kind, 'value', kind)}, and it is on meta: only LoRA's values are"
+            " made here. Use LoRA, or a model in memory."
+        )

@@ -1,0 +1,311 @@
+"""Measures a model without running it: one micro-batch through fake tensors.
+
+The model's own forward and backward are traced with tensors that have shapes and no bytes. The trace gives:
+
+* the bytes that flow between blocks,
+* the floating-point operations of a block,
+* the most memory that activations take: of one block while it runs forward and backward, and of the last block with the
+  epilogue and the loss,
+* the bytes that a block's graph holds.
+
+A model of any size is measured in a second, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...errors import ModelNotSupported
+from ..model.blocks import Blocks, Patch
+from ..model.microbatches import extract_loss, module_call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The cost of one micro-batch, in bytes and floating-point operations."""
+
+    input_bytes: int
+    """Bytes of the float tensors that flow from one block to the next."""
+    block_bytes: int
+    """Bytes of activations of one block at their peak, forward and backward, beyond its input."""
+    last_bytes: int
+    """The same for the last block with the epilogue and the loss."""
+    activation_bytes: tuple[int, ...]
+    """Bytes that the graph of each block's forward pass holds, beyond the block's input."""
+    block_flop: float
+    """Floating-point operations of one forward pass of one block."""
+    head_flop: float
+    """Floating-point operations of prologue, epilogue and loss, forward and backward."""
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+        """Identities of the storages that are counted."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        out = run(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.known:
+            return
+        nbytes = storage.nbytes()
+        self.known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self.known.discard(key)
+        self.live -= nbytes
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """Compute a grouped matrix product of fake tensors in any float dtype.
+
+    The fake kernel of torch accepts only bfloat16, although the real ones multiply float32 as well.
+    """
+    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in (a, b)]
+    out = torch.ops.aten._grouped_mm.default(*half, *rest, **options)
+    return torch.empty_like(out, dtype=a.dtype)
+
+
+class _Probe:
+    """Replacement for the blocks' forwards that measures them.
+
+    It measures the first block whose inputs need gradients, passes the others, and keeps the graph of the last.
+    """
+
+    def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode, backward: bool) -> None:
+        self.bytes, self.flop, self.backward = bytes_, flop, backward
+        self.patch = Patch(blocks, self.call)
+        self.input_bytes = self.block_bytes = self.last_start = 0
+        self.measured = False
+        self.moving: list[int] = []
+        """Positions of a block's flattened inputs that need gradients."""
+        self.activation_bytes = [0] * len(blocks.modules)
+        self.block_flop = self.blocks_flop = 0.0
+
+    def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
+        args, kwargs = detached((args, kwargs))
+        before = self.flop.get_total_flops()
+        nbytes = _moving_bytes((args, kwargs))
+        first = not self.measured and bool(nbytes or last)
+        if first:
+            self.measured, self.input_bytes = True, nbytes
+            self.moving = [i for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if moves(leaf)]
+            self._measure(forward, args, kwargs)
+            self.block_flop = (self.flop.get_total_flops() - before) / (3 if self.backward else 1)
+        if last:
+            self.blocks_flop = self.flop.get_total_flops()
+            gc.collect()  # the counter's hooks keep graphs in cycles
+            self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
+            with torch.set_grad_enabled(self.backward):
+                return forward(*args, **kwargs)
+        return self._pass(index, args, kwargs)
+
+    def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a block before the last.
+
+        The bytes that its graph would hold are counted, and not kept.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for position in self.moving:
+            leaf = leaves[position] if position < len(leaves) else None
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[position] = leaf.detach().requires_grad_()
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        before, held = self.bytes.known.copy(), {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.bytes.known and storage._cdata not in before:
+                held[storage._cdata] = storage
+
+        with torch.set_grad_enabled(self.backward), saved_tensors_hooks(pack, _never):
+            output = self.patch.forwards[index](*args, **kwargs)
+        self.blocks_flop = self.flop.get_total_flops()
+        self.activation_bytes[index] = sum(storage.nbytes() for storage in held.values())
+        held.clear()
+        if self.measured:
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        return moving(output, (args, kwargs))
+
+    def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Measure the peak bytes of a forward and a backward."""
+        start = self.bytes.peak = self.bytes.live
+        with torch.set_grad_enabled(self.backward):
+            output = forward(*args, **kwargs)
+        roots = [t for t in pytree.tree_leaves(output) if moves(t)]
+        if roots:
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        self.block_bytes = self.bytes.peak - start
+
+
+def _never(packed: None) -> torch.Tensor:
+    raise AssertionError("no backward pass goes through this graph")
+
+
+def moves(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def moving(output: Any, inputs: Any) -> Any:
+    """Return a block's output as the next block gets it in training: what the block computed needs gradients."""
+    constants = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in constants or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().requires_grad_()
+
+    return pytree.tree_map(moved, output)
+
+
+def detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_() if moves(leaf) else leaf, tree)
+
+
+def _moving_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if moves(leaf))
+
+
+def measure(
+    model: nn.Module,
+    blocks: Blocks,
+    sample: Any,
+    dtype: torch.dtype,
+    loss_fn: Any = None,
+    backward: bool = True,
+) -> Measured:
+    """Trace one micro-batch, forward and, if ``backward``, also backward.
+
+    Raises ``ModelNotSupported`` if the model cannot be traced this way. Training may still work; only the prediction is
+    missing.
+    """
+    try:
+        return _trace(model, blocks, sample, dtype, loss_fn, backward)
+    except Exception as error:
+        raise ModelNotSupported(
+            f"{type(model).__name__} cannot be traced with fake tensors: {error}"
+        ) from error
+
+
+def _trace(
+    model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any, backward: bool
+) -> Measured:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
+    probe = _Probe(blocks, bytes_, flop, backward)
+    here = partial(_fake_here, fake)
+    fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
+    with fake, restored(model), fakes, probe.patch.applied():
+        inputs = dict(sample) if isinstance(sample, Mapping) else sample
+        inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
+        with flop, bytes_, torch.enable_grad():
+            loss = extract_loss(module_call(model, inputs, loss_fn)())
+            after = flop.get_total_flops()
+            if backward:
+                loss.backward()
+    head_forward = after - probe.blocks_flop - probe.block_flop
+    return Measured(
+        input_bytes=probe.input_bytes,
+        block_bytes=probe.block_bytes,
+        last_bytes=bytes_.peak - probe.last_start,
+        activation_bytes=tuple(probe.activation_bytes),
+        block_flop=float(probe.block_flop),
+        head_flop=float(max(head_forward, 0) * 3),
+    )
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore every module's attributes, and the containers among them, on exit.
+
+    Otherwise a table that a model creates at its first forward would stay fake.
+    """
+    saved: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        inside = [value for value in vars(module).values() if type(value) in (dict, OrderedDict, list, set)]
+        saved += [(table, table.copy()) for table in (*inside, vars(module))]
+    try:
+        yield
+    finally:
+        for table, before in saved:
+            table.clear()
+            table.extend(before) if isinstance(table, list) else table.update(before)
+
+
+@contextmanager
+def swapped(
+    modules: Iterable[nn.Module],
+    parameter: Callable[[nn.Parameter], nn.Parameter],
+    buffer: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """Replace parameters and buffers of ``modules`` inside the context.
+
+    Each parameter is replaced by the result of ``parameter``, called once for each, and each buffer by that of
+    ``buffer``.
+    """
+    made: dict[int, nn.Parameter] = {}
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for module in modules:
+        for name, own in module._parameters.items():
+            if own is not None:
+                if id(own) not in made:
+                    made[id(own)] = parameter(own)
+                saved.append((module._parameters, name, own))
+                module._parameters[name] = made[id(own)]
+        for name, own in module._buffers.items():
+            if own is not None:
+                saved.append((module._buffers, name, own))
+                module._buffers[name] = buffer(own)
+    try:
+        yield
+    finally:
+        for table, name, value in saved:
+            table[name] = value
+
+
+def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake of ``tensor`` on the CPU, because parameters, buffers and inputs must be on one device."""
+    if tensor.device.type == "cpu":
+        return fake.from_tensor(tensor)
+    with fake:
+        there = fake.from_tensor(tensor.detach().to("meta"))
+        return torch.empty_like(there, device="cpu").requires_grad_(tensor.requires_grad)
+
+
+def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Return a fake parameter in the compute dtype whose gradient is dropped as soon as it arrives, as in training."""
+    empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+    new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    if new.requires_grad:
+        new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return new

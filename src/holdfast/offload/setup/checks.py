@@ -1,0 +1,273 @@
+"""Checks of the arguments of ``offload``, before anything else is done with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...accelerators import emulates_bf16, is_accelerator, name_of
+from ...errors import BadInput, ModelNotSupported
+from ...measure.host_rates import product_seconds
+from ...optim.mezo import epsilon_of
+from ...schedule.orders import ORDERS
+from ...schedule.work import CLIPPING
+from ..loss_scaling import LossScale
+from ..model.blocks import Blocks, candidates, configurations, parameter_bytes
+from .step_planning import SCHEDULES, Budget
+
+
+def check_choices(
+    schedule: str, order: str, normalize: Any, delayed_fraction: Any, recomputed_fraction: Any
+) -> None:
+    for name, value, allowed in (
+        ("schedule", schedule, tuple(SCHEDULES)),
+        ("order", order, ORDERS),
+        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
+    ):
+        if value not in allowed:
+            raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
+    if order == "snake" and schedule != "vertical":
+        raise BadInput(
+            "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
+            " by itself. Leave one of the two out."
+        )
+    for name, value in (("delayed", delayed_fraction), ("recomputed", recomputed_fraction)):
+        if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            raise BadInput(f'{name}_fraction = {value!r} must lie between 0 and 1, or be "auto"')
+
+
+def check_clipping(
+    clipping: str, clip_norm: Any, schedule: str, commit_every: int, dtype: str, loss_scale: Any
+) -> None:
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
+    if clipping not in CLIPPING[1:]:
+        raise BadInput(f"clipping = {clipping!r} is not one of {', '.join(CLIPPING[1:])}")
+    if clipping == "per_block" and clip_norm is None:
+        raise BadInput(
+            "clipping='per_block' says how to clip, and clip_norm= does not say to what: give it, too"
+        )
+    if clipping == "per_block" and dtype == "fp16":
+        raise BadInput(
+            "dtype='fp16' skips a step in which anything has overflowed, which clipping='per_block' knows too late. Use"
+            " clipping='defer' or 'speculate', or dtype='bf16'."
+        )
+    if not isinstance(loss_scale, (LossScale, type(None))):
+        raise BadInput(f"loss_scale = {loss_scale!r} is none: write holdfast.LossScale(scale={loss_scale!r})")
+    if loss_scale is not None and dtype != "fp16":
+        raise BadInput(f"loss_scale is of dtype='fp16', and dtype is {dtype!r}: leave it out")
+    if clipping != "speculate":
+        return
+    if schedule != "vertical":
+        raise BadInput(
+            "clipping='speculate' is of the vertical schedule: in the horizontal one every update comes after the norm"
+            " anyway. Leave it out."
+        )
+    if commit_every != 1:
+        raise BadInput(
+            f"clipping='speculate' undoes an update from the commit of the step before, so it needs one at every step:"
+            f" commit_every=1 (here {commit_every!r}), or clipping='defer'."
+        )
+
+
+def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
+    for name, (count, least) in at_least.items():
+        if not isinstance(count, int) or count < least:
+            raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")
+    for name, rate in rates.items():
+        if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
+            raise BadInput(f"{name} = {rate!r} must be positive, in bytes per second; None is no limit")
+
+
+def check_stateful(scheduler: Any, loader: Any) -> None:
+    """Raise ``BadInput`` unless scheduler and loader, whose state belongs to a commit, have ``state_dict`` and its
+    inverse."""
+    for name, thing in (("scheduler", scheduler), ("loader", loader)):
+        kind = type(thing).__name__
+        if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            instead = (
+                " holdfast.loader(dataset, batch_size) is a loader that has." if name == "loader" else ""
+            )
+            raise BadInput(
+                f"{name}: {kind} has no state_dict and load_state_dict, so a resume would lose it.{instead}"
+            )
+
+
+def check_budget(budget: Budget | str | None) -> None:
+    if budget not in (None, "auto") and not isinstance(budget, Budget):
+        raise BadInput(
+            f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
+            'a separate device; or budget="auto", which is what is free.'
+        )
+
+
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Settings of transformers models that record values inside blocks, which the blocks do not return."""
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Raise ``ModelNotSupported`` if the model's forward would record values inside blocks.
+
+    Blocks run apart from that forward, so nothing would be recorded.
+    """
+    for path, config in configurations(model):
+        for name in RECORDED:
+            if getattr(config, name, False):
+                lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+                raise ModelNotSupported(
+                    f"{path}.{name} records what happens inside of blocks, and these run apart from the model's"
+                    f" forward. Set {path}.{name} = False{lost}."
+                )
+
+
+def check_renormalised(model: nn.Module) -> None:
+    """Raise ``ModelNotSupported`` for an embedding whose forward changes weights (``max_norm``).
+
+    The forward would change only copies of the weights.
+    """
+    for name, module in model.named_modules():
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        if isinstance(module, kinds) and module.max_norm is not None:
+            raise ModelNotSupported(
+                f"{name or 'the model'} has max_norm={module.max_norm}, by which the forward pass changes weights, of"
+                " which the run would know nothing. Leave it out."
+            )
+
+
+def check_compiled(model: nn.Module, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` for a compiled module that contains blocks, and for a compiled block with hooks.
+
+    Code around the blocks is suspended at each block call, so only blocks may be compiled.
+    """
+    whole = {id(module) for block in blocks.modules for module in block.modules()}
+    for name, module in model.named_modules():
+        compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        if compiled and id(module) not in whole and any(b in blocks.modules for b in module.modules()):
+            raise ModelNotSupported(
+                f"{name or 'the model'} is compiled with its blocks in it, and these run one by one. Compile the blocks"
+                f" instead, here {len(blocks.names)} like {blocks.names[0]}: for block in blocks: block.compile()."
+            )
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        if block._compiled_call_impl is not None and (block._forward_hooks or block._forward_pre_hooks):
+            raise ModelNotSupported(
+                f"{name} is compiled and has hooks on its forward, which would be called twice. Remove them, or wrap"
+                " it: blocks[i] = torch.compile(blocks[i])."
+            )
+
+
+def check_graphs(device: torch.device, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` for a block that is compiled to replay recorded graphs of ``device``.
+
+    The block's parameters lie elsewhere in every pass, and a graph's output is overwritten while it is still being
+    copied.
+    """
+    if not is_accelerator(device):
+        return
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        for module in block.modules():
+            compiled = module if type(module).__name__ == "OptimizedModule" else module._compiled_call_impl
+            config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
+            if config.get("triton.cudagraphs"):
+                raise ModelNotSupported(
+                    f'{name} is compiled with mode="reduce-overhead" (CUDA graphs), which replays the addresses of its'
+                    ' parameters, and these move. Compile blocks without a mode, or with "max-autotune-no-cudagraphs".'
+                )
+
+
+def check_sample(sample: Any) -> None:
+    if sample is not None and not isinstance(sample, (Mapping, tuple, list)):
+        raise BadInput(
+            f"sample is a {type(sample).__name__}, not a micro-batch as engine.step takes it: a dict of the model's "
+            "keyword arguments, or a tuple of its positional ones."
+        )
+
+
+def check_zeroth(
+    groups: Sequence[Mapping[str, Any]],
+    schedule: str,
+    order: str,
+    delayed_fraction: Any,
+    recomputed_fraction: Any,
+    clip_norm: Any,
+    clipping: str,
+    dtype: str,
+) -> None:
+    """Raise ``BadInput`` for arguments that do not apply to MeZO, which has no gradients, backward pass or moments."""
+    for name, given, usual, why in (
+        ("schedule", schedule, ("vertical",), "it has a schedule of its own, of forward passes alone"),
+        ("order", order, ("plain",), "nothing flows back through the blocks"),
+        (
+            "delayed_fraction",
+            delayed_fraction,
+            (None, "auto"),
+            "every update waits for the next step's forward pass",
+        ),
+        (
+            "recomputed_fraction",
+            recomputed_fraction,
+            (None, "auto", 1, 1.0),
+            "there is no backward pass for which something could stay",
+        ),
+        ("clip_norm", clip_norm, (None,), "there is no gradient whose norm could be taken"),
+        ("clipping", clipping, ("defer",), "there is no gradient whose norm could be taken"),
+    ):
+        if given not in usual:
+            raise BadInput(f"{name} = {given!r} is not of MeZO: {why}. Leave it out.")
+    if dtype == "fp16":
+        raise BadInput("dtype='fp16' is not of MeZO: losses are not scaled. Use dtype='bf16' or 'fp32'.")
+    try:
+        epsilon_of(groups)
+    except ValueError as error:
+        raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
+
+
+def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
+    """Warn if blocks chosen by default have less than half of the parameters, and others might be added."""
+    streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
+    others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
+    others = [(name, each) for name, each in others if any(True for _ in each[0].children())]
+    if others and 2 * streamed < whole:
+        name, other = others[0]
+        warnings.warn(
+            f"blocks are {blocks.summary}, with {streamed / whole:.0%} of the parameters; all others stay in memory,"
+            f" with their optimizer state. {name} has {parameter_bytes(other) / whole:.0%}: to stream both, pass"
+            " blocks=[*one, *other], in the order in which they run",
+            stacklevel=1 + stacklevel,
+        )
+
+
+MANY = 4
+"""Factor by which matrix products must be faster in fp32 than in bf16 for a warning."""
+
+
+def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
+    """Warn if ``dtype`` is bf16 and ``device`` computes many times faster in fp32 or fp16.
+
+    Such a device is a processor that was timed, or an accelerator that reports that it emulates bf16.
+    """
+    if dtype == "bf16" and is_accelerator(device) and emulates_bf16(device):
+        warnings.warn(
+            f'dtype="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
+            ' dtype="fp16" or "fp32" trains faster. A run keeps what it began with',
+            stacklevel=1 + stacklevel,
+        )
+    if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
+        warnings.warn(
+            f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'
+            " train that much faster. A run keeps what it began with",
+            stacklevel=1 + stacklevel,
+        )
+
+
+@cache
+def _times_as_fast() -> float:
+    """Return how many times faster this processor multiplies matrices in fp32 than in bf16.
+
+    Measured once, with the threads that the process has at the first call.
+    """
+    return product_seconds("bfloat16") / product_seconds("float32")

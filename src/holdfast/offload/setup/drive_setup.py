@@ -1,0 +1,186 @@
+"""The drives of a run: their rates, measured once for a list of drives, and the units stored on each. Bytes, seconds.
+
+The result is stored with the run, so that a unit stays on its drive from one resume to the next. Only another list of
+drives is measured anew; units that then belong elsewhere are written to their new drive as the run continues. All ranks
+use the same drives, as the first rank finds them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ...distributed import Ranks
+from ...errors import BadInput, DoesNotFit
+from ...io.drive_queues import DriveQueues
+from ...io.queue import IOQueue
+from ...measure.ssd import LEAST_BYTES, measure_ssd
+from ...optim.torch_threads import one_torch_thread
+from ...quantities import MiB, format_bytes
+from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed
+from ...schedule.planner.drive_shares import shares_of_state, spread
+from ...store.commit.generations import Generations
+from ...store.disk import Disk
+from ...store.drive_links import HOME, Drive, directories_for, record_of
+from ...store.rank_entry import see_drives
+from ..model.model_parts import ModelParts
+from .automatic_placement import Limits, nearest, to_standard_error
+from .step_planning import Plan
+
+SECONDS = 1.0
+"""Duration of the measurement of one drive."""
+
+FILE_BYTES = 256 * MiB
+OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
+"""Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
+
+
+@dataclass(frozen=True)
+class Drives:
+    """The drives of a run, its own first; empty where the run has only its own.
+
+    Their shares of the state count once ``decided``.
+    """
+
+    all: tuple[Drive, ...] = ()
+    decided: bool = True
+    folders_of: dict[str, str] = field(default_factory=dict)
+    """Folder of each unit's files, by file name; empty where all files are in the run's own folder."""
+
+    @classmethod
+    def of(
+        cls,
+        ssd: str | Path,
+        drives: Sequence[str | Path],
+        limits: Limits,
+        say: Callable[[str], object] | None,
+        ranks: Ranks,
+    ) -> Drives:
+        """Return the drives of a run in ``ssd`` that may use ``drives`` too.
+
+        They are as the run has recorded them, or newly measured and not shared out yet. Collective: all of ``ranks``
+        must call this; what the first rank finds holds for all. Raises ``BadInput`` and its subclasses.
+        """
+        with ranks.agreeing():
+            found = ranks.first_takes_its_time(partial(cls._found, ssd, drives, limits, say))
+        return ranks.everyone(found or cls())[0]
+
+    @classmethod
+    def _found(
+        cls,
+        ssd: str | Path,
+        drives: Sequence[str | Path],
+        limits: Limits,
+        say: Callable[[str], object] | None,
+    ) -> Drives:
+        if isinstance(drives, (str, Path)):
+            raise BadInput(f"drives={drives!r} is one directory; give a list of them")
+        if not drives:
+            return cls()
+        disk = Disk(ssd)
+        wanted = {HOME: str(disk.root), **directories_for(disk, drives)}
+        known = record_of(disk)
+        if {drive.folder: drive.directory for drive in known} == wanted:
+            return cls(known)
+        _warn_of_one_file_system(wanted)
+        (say or to_standard_error)(f"measuring {len(wanted)} drives for a few seconds, once")
+        return cls(
+            tuple(
+                Drive(folder, directory, int(rate_of(Path(directory), limits)), 0.0)
+                for folder, directory in wanted.items()
+            ),
+            decided=False,
+        )
+
+    def queue(self, ssd: str | Path, threads: int, limits: Limits) -> IOQueue:
+        """Return the queue that moves all bytes of the run; threads and limits apply to each drive."""
+        if not self.all:
+            return IOQueue(threads, *limits, prepare=one_torch_thread)
+        root = Disk(ssd).root
+        return DriveQueues(
+            [root / folder for folder in self.folders], threads, *limits, prepare=one_torch_thread
+        )
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders by which the run names the drives other than its own."""
+        return [drive.folder for drive in self.all[1:]]
+
+    @property
+    def speed_up(self) -> float:
+        """Rate of all drives together, divided by that of the first."""
+        rates = [drive.bytes_per_second for drive in self.all]
+        return sum(rates) / rates[0] if rates else 1.0
+
+    def shared_out(self, plan: Plan, parts: ModelParts, ranks: Ranks) -> Drives:
+        """Return the drives with their shares of the state, and with the units of this rank that lie on each.
+
+        Shares are computed where they are not decided yet. Collective: all of ``ranks`` must call this. Raises
+        ``RunMismatch`` if a rank does not see the drives of the first rank.
+        """
+        if not self.all:
+            return self
+        if not ranks.alone:
+            see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
+        sizes = [unit.layout.file_bytes for unit in parts.all_units]
+        told = ranks.everyone((*moved_bytes(plan), sizes))
+        shares = [drive.share for drive in self.all]
+        if not self.decided:
+            rates = [drive.bytes_per_second for drive in self.all]
+            shares = [*shares_of_state(rates, sum(state for state, _, _ in told), sum(o for _, o, _ in told))]
+        places = spread([each for _, _, each in told], shares)[ranks.rank]
+        folders = {}
+        for unit, place in zip(parts.all_units, places, strict=True):
+            folders[unit.file_name] = folders[unit.frozen_name] = self.all[place].folder
+        decided = tuple(replace(d, share=share) for d, share in zip(self.all, shares, strict=True))
+        return Drives(decided, True, folders)
+
+    def needed(self, stored: dict[str, Generations]) -> list[int]:
+        """Return the bytes that ``create`` will take on each drive other than the run's own."""
+        return [
+            sum(unit.missing_bytes() for unit in stored.values() if unit.folder == folder)
+            for folder in self.folders
+        ]
+
+
+def moved_bytes(plan: Plan) -> tuple[int, int]:
+    """Return the bytes of state that a step of this rank moves on the SSD, and all other bytes."""
+    moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
+    state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
+    return state, sum(op.nbytes for op in moved) - state
+
+
+def rate_of(directory: Path, limits: Limits) -> float:
+    """Measure the bytes per second that the drive of ``directory`` moves, half of them reads, within ``limits``."""
+    there = nearest(directory)
+    free = Disk(there).free_bytes()
+    if free < 2 * LEAST_BYTES:
+        raise DoesNotFit(
+            f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free, and"
+            f" {format_bytes(2 * LEAST_BYTES)} are needed. Free some, or leave it out of drives=."
+        )
+    found = measure_ssd(there, min(FILE_BYTES, free // 2), SECONDS)
+    read, write, both = limits
+    one_way = [2.0 * limit for limit in (read, write) if limit is not None]
+    return max(1.0, min([found.mixed, *one_way, *([] if both is None else [float(both)])]))
+
+
+def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
+    devices: dict[int, str] = {}
+    for directory in wanted.values():
+        other = devices.setdefault(device_of(directory), directory)
+        if other != directory:
+            warnings.warn(
+                f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
+                " on another disk is of use",
+                stacklevel=7,
+            )
+
+
+def device_of(directory: str) -> int:
+    """Return the number of the file system on which ``directory`` is or would be."""
+    return os.stat(nearest(Path(directory))).st_dev

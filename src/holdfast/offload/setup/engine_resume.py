@@ -1,0 +1,106 @@
+"""Resuming: finds the newest whole commit of a run, and checks that it is one of this model."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ...distributed import Ranks
+from ...errors import Damaged, NoCommit, RunMismatch
+from ...store.commit.generations import Generations
+from ...store.commit.housekeeping import restore_index
+from ...store.format.manifest import Manifest
+from ...store.run_store import LocalStore
+from ..model.model_parts import ModelParts
+
+
+def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
+    """Return the newest whole commit to continue. Warns about commits passed over.
+
+    Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
+    """
+    for problem in restore_index(store, parts.index()):
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=7)
+    readable = _newest_readable(store)
+    if readable is not None:
+        _same_model(parts, store, readable)
+    manifest, damaged = store.newest_whole()
+    for problem in dict.fromkeys(map(str, damaged)):
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=7)
+    _same_model(parts, store, manifest)
+    return manifest
+
+
+def _newest_readable(store: LocalStore) -> Manifest | None:
+    """Return the newest commit whose manifest and index can be read; its data may be damaged."""
+    for ref in store.line():
+        with suppress(Damaged, NoCommit):
+            manifest = store.load(ref)
+            store.atoms(manifest)
+            return manifest
+    return None
+
+
+def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
+    theirs = store.atoms(manifest)
+    ours = parts.index()["atoms"]
+    for key in [*ours, *theirs]:
+        there, here = _sort(theirs.get(key)), _sort(ours.get(key))
+        if there != here:
+            raise RunMismatch(
+                f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
+                "Give this one its own directory, or build the model and optimizer that the run was made with."
+            )
+
+
+def _sort(atom: dict[str, Any] | None) -> str:
+    return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
+
+
+def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
+    _same_blocks(stored, store, manifest)
+    _same_layouts(stored, store, manifest)
+
+
+def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
+    there, here = (
+        ", ".join(sorted(one - other))
+        for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
+    )
+    if there or here:
+        raise RunMismatch(
+            f"{store.root} was made with other blocks= of this model: there are files of {there or 'no others'} in "
+            f"it, and here of {here or 'no others'}. Pass the blocks= that the run was made with, or give this one its "
+            "own directory."
+        )
+
+
+def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` if a file of the run has its tensors at other places.
+
+    Names, shapes and dtypes are the same then, in another order, as after a change of the model's code.
+    """
+    for name, unit in stored.items():
+        ref = manifest.files[name]
+        if store.layout(ref).header != unit.layout.header:
+            raise other_layout(ref.path)
+
+
+def other_layout(path: str) -> RunMismatch:
+    """Return the error for a file whose tensors are not where this model would have them."""
+    return RunMismatch(
+        f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
+        "run was made with, or give this one its own directory."
+    )
+
+
+def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
+    """Return ``manifest`` with the progress of this rank, or that of the first rank if this rank has none."""
+    streams = [ranks.stream, *manifest.streams]
+    stream = next(each for each in streams if each in manifest.streams)
+    return replace(manifest, progress=manifest.progress_of(stream))

@@ -1,0 +1,121 @@
+"""Export of the trained values, as a ``state_dict`` holds them. All ranks get all values."""
+
+from __future__ import annotations
+
+import torch
+
+from ...io.buffers import Buffer
+from ...optim.mezo import pending_of
+from ...state.capture import Captured, buffer_at, join, plain_paths
+from ...state.tensor_entries import SEED, STEP
+from ...store.run_store import LocalStore
+from ..memory.block_states import BlockState, ParameterEntry, as_tensor
+from ..memory.parameter_shards import Piece
+from ..runtime import Runtime
+
+
+def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+    """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
+
+    Nothing may be under way. Collective: every rank must call this.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for block in range(len(run.units)):
+        values.update(values_of(run, block))
+    ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
+    plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
+    buffers = {
+        join(plain[path], key): buffer_at((module, key)).detach().to("cpu", copy=True)
+        for path, module in run.model.named_modules(
+            remove_duplicate=False
+        )  # also by the other names of a module
+        for key in module._buffers
+        if (id(module), key) in held
+    }
+    return ordered | buffers
+
+
+def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    """Return every parameter of one unit in fp32, by name. Nothing may be under way.
+
+    Collective: every rank must call this.
+    """
+    return {**_trained(run, block), **_frozen(run, block)}
+
+
+def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+    """Return every trained parameter in fp32, by the model's names. Nothing may be under way.
+
+    Collective: every rank must call this.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for block, unit in enumerate(run.units):
+        if unit.trained:
+            values.update(_trained(run, block))
+    return {name: values[p.name] for p in captured.parameters if p.trained for name in p.names}
+
+
+def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters in ``names`` as the run's newest whole commit has them."""
+    with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:
+        manifest, _ = reader.newest_whole()
+        atoms, (delta, groups) = reader.atoms(manifest), pending_of(manifest.progress)
+
+        def value(name: str, slot: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            atom = atoms[f"{name}/{slot}"]
+            return torch.frombuffer(reader.read_atom(manifest, atom), dtype=dtype).view(atom["shape"])
+
+        found = {name: value(name, "param") for name in names}
+        for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
+            assert delta is not None
+            seed, step = value(name, SEED, torch.int64), value(name, STEP)
+            delta.apply(found[name], seed, step, groups[name])
+        return found
+
+
+def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    """Return the master parameters of a unit, from memory if the unit's state stays there."""
+    unit = run.units[block]
+    kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
+    image = kept or _read(run, unit.file_name)
+    views = {p: unit.state_view(as_tensor(image), p.name, "param") for p in unit.pieces}
+    values = _whole(run, unit, unit.trained, views)
+    if kept is None:
+        run.residency.pool.give(image)
+    return values
+
+
+def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    unit = run.units[block]
+    if not unit.frozen:
+        return {}
+    image = _read(run, unit.frozen_name)
+    views = {p: unit.frozen_view(as_tensor(image), p.name) for p in unit.frozen_pieces}
+    values = _whole(run, unit, unit.frozen, views)
+    run.residency.pool.give(image)
+    return values
+
+
+def _whole(
+    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[Piece, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
+
+    Collective: every rank must call this.
+    """
+    values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
+    for piece, view in views.items():
+        piece.of(values[piece.name]).copy_(view)
+    for name, value in values.items():
+        run.fellows.gather_value(unit, name, value)
+    return values
+
+
+def _read(run: Runtime, name: str) -> Buffer:
+    """Read a file's newest generation, and verify every byte."""
+    files, newest = run.stored[name], run.newest[name]
+    buffer = run.residency.pool.take(files.layout.file_bytes, "export")
+    files.read(
+        newest.generation, buffer.view, newest.checksums, kind="state", phase="export", priority=0
+    ).result()
+    return buffer

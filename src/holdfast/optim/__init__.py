@@ -1,0 +1,9 @@
+"""Optimizers for plain loops and for out-of-core training: variants with less state, and joined ones."""
+
+from .adamw import AdamW8bit, AdamWBF16
+from .apollo import Apollo, apollo_mini
+from .grass import Grass
+from .joined import Joined
+from .mezo import MeZO
+
+__all__ = ["AdamW8bit", "AdamWBF16", "Apollo", "Grass", "Joined", "MeZO", "apollo_mini"]

@@ -1,0 +1,130 @@
+"""AdamW variants whose moments take two bytes or one instead of four.
+
+The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``).
+With the fp32 parameter, AdamW keeps 12 bytes for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+from ..state.tensor_entries import STEP
+from .declared_state import ShapedStateOptimizer
+from .rounding import BLOCK, decode, encode, to_bf16
+from .state_forms import Form, Slots
+
+
+class _AdamW(ShapedStateOptimizer):
+    cut = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class AdamWBF16(_AdamW):
+    """AdamW (Loshchilov, Hutter 2019, arXiv 1711.05101) with both moments in bf16, rounded stochastically.
+
+    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
+    ``w = w - lr (weight_decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))``.
+    The new ``w`` uses the exact ``m`` and ``v``, which are rounded only for storage.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(4))
+    >>> parameter.grad = torch.ones(4)
+    >>> optimizer = AdamWBF16([parameter], lr=0.1)
+    >>> optimizer.step()
+    >>> optimizer.state[parameter]["exp_avg"].dtype
+    torch.bfloat16
+    """
+
+    @staticmethod
+    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        moment = Form(shape, torch.bfloat16)
+        return Slots({"exp_avg": moment, "exp_avg_sq": moment}, {STEP: torch.float32})
+
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        first, second = (state[name].float().contiguous() for name in ("exp_avg", "exp_avg_sq"))
+        step = adamw_(param, grad, first, second, state[STEP], group)
+        state["exp_avg"].copy_(to_bf16(first, step, 1))
+        state["exp_avg_sq"].copy_(to_bf16(second, step, 2))
+
+
+class AdamW8bit(_AdamW):
+    """AdamW with both moments in one byte each, rounded stochastically.
+
+    Blocks of 256 elements share a scale (block-wise dynamic quantization: Dettmers et al. 2021, arXiv 2110.02861). The
+    stored tensors are ``m``, and ``sqrt(v)`` instead of ``v``: the update divides by it, and its range is that of
+    ``m``. A byte would be too coarse for ``v``: some elements would keep an ``m`` with a divisor near zero.
+    """
+
+    @staticmethod
+    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        elements = torch.Size(shape).numel()
+        codes, scales = Form(shape, torch.uint8), Form((-(-elements // BLOCK),), every=BLOCK)
+        return Slots(
+            {"exp_avg": codes, "exp_avg_scale": scales, "rms": codes, "rms_scale": scales},
+            {STEP: torch.float32},
+        )
+
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        first = decode(state["exp_avg"], state["exp_avg_scale"], signed=True)
+        second = decode(state["rms"], state["rms_scale"], signed=False).square_()
+        step = adamw_(param, grad, first.view(param.shape), second.view(param.shape), state[STEP], group)
+        for name, value, signed, salt in (("exp_avg", first, True, 1), ("rms", second.sqrt_(), False, 2)):
+            codes, scales = encode(value, signed, step, salt)
+            state[name].copy_(codes.view(param.shape))
+            state[f"{name}_scale"].copy_(scales)
+
+
+def check_adam(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ``ValueError`` for hyper-parameters that no Adam accepts."""
+    if float(lr) < 0 or eps < 0 or weight_decay < 0:
+        raise ValueError(f"lr = {lr}, eps = {eps} and weight_decay = {weight_decay} must not be negative")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas = {betas} must be from 0 to less than 1")
+
+
+def adamw_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    step: torch.Tensor,
+    group: Mapping[str, Any],
+) -> int:
+    """Do one step of torch's fused AdamW on ``param`` and fp32 moments, in place; return the number of the step."""
+    counted = torch.full((), float(step), device=param.device)
+    beta1, beta2 = group["betas"]
+    master = param.float().contiguous()  # no copy if it is fp32 and contiguous
+    adam(
+        [master], [grad.float().contiguous()], [first], [second], [], [counted],
+        fused=True, decoupled_weight_decay=True, amsgrad=False, maximize=False,
+        beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip
+    if master is not param:
+        param.copy_(master)
+    step.add_(1)
+    return int(step)

@@ -1,0 +1,84 @@
+"""Base of this library's optimizers: ordinary ``torch.optim`` optimizers that declare their state beforehand."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import OptimizerNotSupported
+from ..state.layout.ownership import is_distributed
+from .state_forms import Slots
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of ``closure``, called with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class ShapedStateOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state starts as zeros of known ``forms``, which ``update`` changes in place.
+
+    Each parameter is updated by itself, with the same bits in any order of parameters.
+    """
+
+    cut: ClassVar[bool]
+    """True if an update of a slice equals the slice of the update, for slices at multiples of 4096 elements."""
+
+    @staticmethod
+    @abstractmethod
+    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        """Return the state that is kept for a parameter of ``shape`` in ``group``."""
+
+    @abstractmethod
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Do one step for one parameter, in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do one step for every parameter that has a gradient."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                self._refuse(param)
+                state = self.state[param]
+                slots = self.forms(group, tuple(param.shape))
+                if not slots.names <= state.keys():
+                    state.update({**slots.zeros(param.device), **state})
+                self.update(param, param.grad, state, group)
+        return loss
+
+    def _refuse(self, param: torch.Tensor) -> None:
+        name = type(self).__name__
+        if param.grad is not None and param.grad.is_sparse:
+            raise OptimizerNotSupported(
+                f"{name} does not take sparse gradients. Use embeddings with sparse=False."
+            )
+        if is_distributed(param):
+            raise OptimizerNotSupported(
+                f"{name} does not take parameters that are sharded over ranks (DTensor, here of {tuple(param.shape)}):"
+                " its blocks and matrices are those of whole tensors. Use DistributedDataParallel, or AdamW of torch."
+            )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state dict as torch does, but keep dtypes: torch would cast every tensor to the parameter's."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype != self.state[param][name].dtype:
+                    self.state[param][name] = value.to(param.device if value.dim() else "cpu", copy=True)

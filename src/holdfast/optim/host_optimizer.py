@@ -1,0 +1,285 @@
+"""The host optimizer: the user's own ``torch.optim`` class, applied to tensors in host memory or to slices of them.
+
+An update that can be sliced runs in tiles at multiples of 4096 elements from a tensor's start. Torch's fused kernels
+then give the same bits as on the whole tensor, and a tile's gradient, state and downcast stay in cache. Other
+optimizers get whole tensors. The user's optimizer instance is never stepped: its ``param_groups`` are read, and a
+private instance of the same class runs on each part, with the state bound to views.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quantities import MiB
+from ..state.tensor_entries import STEP
+from .joined import member_of
+from .kinds import Kind, arguments_of, kind_of
+from .mezo import MeZO
+from .state_forms import Slots
+from .torch_threads import Lane, one_torch_thread, shared_out
+
+TILE_ELEMENTS = 256 * 1024
+"""The elements of one tile; a multiple of 4096."""
+
+SHARED_TILE_ELEMENTS = 4 * TILE_ELEMENTS
+"""The elements of one tile where threads share the tiles of a fused kernel. They come from main memory in any case, and
+fewer of them take less time in Python, in which only one thread at a time makes progress. Other kernels have more
+temporary bytes, and stay with ``TILE_ELEMENTS``."""
+
+HELPER_BYTES = 16 * MiB
+"""Temporary bytes of one helper. Measured: at most 12 per element of a shared tile, and 51 of others (AdamW8bit)."""
+
+GRAD_BYTES = 4
+"""Bytes of one element of a gradient: fp32."""
+
+
+@dataclass
+class ParameterState:
+    """One parameter in host memory during an update: views into the block's buffers, in their own shapes.
+
+    ``copy`` receives the parameter in the compute dtype. ``scalars`` always holds ``step``, the number of updates so
+    far. ``order`` is the order of ``copy``'s dims in memory, from slow to fast, if ``copy`` is not contiguous; all else
+    is.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, torch.Tensor]
+    copy: torch.Tensor | None
+    group: int
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HyperParameters:
+    """The ``param_groups`` by value, as they were when the step began."""
+
+    groups: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class _Worker(threading.local):
+    """Private optimizers, one for each group and thread."""
+
+    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
+
+
+@dataclass
+class _Part:
+    """The unit of an update: a flat tile of a parameter, or all of it."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    copy: torch.Tensor | None
+
+
+class HostOptimizer:
+    """The user's optimizer, applied to host memory.
+
+    Thread-safe; callers set torch's intra-op threads of their thread to one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find how each group is updated.
+
+        Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be run out of core.
+        """
+        self._optimizer = optimizer
+        self._worker = _Worker()
+        self._helpers: Lane | None = None
+        groups = self.snapshot().groups
+        self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
+
+    def start_helpers(self, count: int) -> None:
+        """Share the tiles of each update among ``count`` threads, until ``close``. Nothing changes if it is 0."""
+        if count:
+            self._helpers = Lane(count, "holdfast-tiles", one_torch_thread)
+
+    def close(self) -> None:
+        """End the helpers. Called when no update is under way."""
+        helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            helpers.close()
+
+    @property
+    def takes_gradients(self) -> bool:
+        """False if the optimizer needs the losses of two forward passes instead."""
+        return not isinstance(self._optimizer, MeZO)
+
+    def slots(self, group: int, shape: tuple[int, ...]) -> Slots:
+        """Return the state that is kept for a parameter of ``shape`` in ``group``."""
+        return self._kinds[group].slots(shape)
+
+    def cuts(self, group: int) -> bool:
+        """Return whether the update of a part of a parameter in ``group`` equals that part of its update."""
+        return self._kinds[group].cut
+
+    def keeps_order(self, group: int, shape: tuple[int, ...]) -> bool:
+        """Return whether elements of a parameter of ``shape`` may be updated in another order than that of its dims."""
+        forms = self.slots(group, shape).tensors.values()
+        return self.takes_gradients and self.cuts(group) and all(form.shape == shape for form in forms)
+
+    def temporary_bytes(self, group: int, elements: int, keep_grad: bool = False) -> int:
+        """Return the temporary bytes of an update of a parameter, with a copy of its gradient if ``keep_grad``.
+
+        They are counted as 0 where the update is sliced.
+        """
+        kind = self._kinds[group]
+        return (kind.temporary_bytes + (0 if kind.cut or not keep_grad else GRAD_BYTES)) * elements
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the user's optimizer state of ``parameter``, by slot; empty for a fresh optimizer."""
+        return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}
+
+    def snapshot(self) -> HyperParameters:
+        """Return the hyper-parameters of every group, by value."""
+        groups = enumerate(self._optimizer.param_groups)
+        return HyperParameters(tuple(self._by_value(number, group) for number, group in groups))
+
+    def update(
+        self,
+        state: ParameterState,
+        hyper: HyperParameters,
+        scale: torch.Tensor | None = None,
+        keep_grad: bool = False,
+    ) -> None:
+        """Do one optimizer step for one parameter, in place.
+
+        Args:
+            state: The parameter, its gradient and its state.
+            hyper: The hyper-parameters of the step.
+            scale: Multiplies the gradient first (clipping).
+            keep_grad: Give the optimizer a copy of the gradient, which it may change.
+        """
+        if state.order is not None:
+            self._update_in_order(state, state.order, hyper, scale)
+            return
+        kind = self._kinds[state.group]
+        slots = kind.slots(tuple(state.param.shape))
+        first = kind.makes_state and float(state.scalars[STEP]) == 0
+
+        def step(part: _Part) -> dict[str, torch.Tensor]:
+            if keep_grad:
+                part = replace(part, grad=part.grad.clone())
+            if scale is not None:
+                part.grad.mul_(scale)
+            scalars = self._update_part(state, slots, hyper, part, first)
+            if part.copy is not None:
+                part.copy.copy_(part.param)
+            return scalars
+
+        if self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS:
+            is_fused = bool(hyper.groups[state.group].get("fused"))
+            tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
+            (*_, scalars) = shared_out(self._helpers, step, _parts(state, slots, tile))
+        else:
+            (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
+        for name, value in scalars.items():
+            state.scalars[name].copy_(value)
+        if STEP not in scalars:
+            state.scalars[STEP].add_(1)
+
+    def _update_in_order(
+        self,
+        state: ParameterState,
+        order: tuple[int, ...],
+        hyper: HyperParameters,
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Update copies whose elements are in the memory order of the compute copy.
+
+        A fused kernel decides by memory order which elements it computes together, and which at the end one by one.
+        """
+
+        def arranged(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.permute(order).contiguous()
+
+        ordered = replace(
+            state,
+            param=arranged(state.param),
+            grad=arranged(state.grad),
+            tensors={name: arranged(tensor) for name, tensor in state.tensors.items()},
+            copy=None if state.copy is None else state.copy.permute(order),
+            order=None,
+        )
+        self.update(ordered, hyper, scale)
+        state.param.permute(order).copy_(ordered.param)
+        for name, tensor in state.tensors.items():
+            tensor.permute(order).copy_(ordered.tensors[name])
+
+    def _update_part(
+        self, state: ParameterState, slots: Slots, hyper: HyperParameters, part: _Part, first: bool
+    ) -> dict[str, torch.Tensor]:
+        """Step one part; return the scalars after it."""
+        kind, group = self._kinds[state.group], hyper.groups[state.group]
+        param = nn.Parameter(part.param)
+        param.grad = part.grad
+        if first:  # the optimizer creates its own initial state
+            private = kind.of([param], **group)
+            private.step()
+            made = private.state[param]
+            for name, view in part.tensors.items():
+                view.copy_(made[name])
+            return {name: made[name] for name in slots.scalars if name in made}
+        private = self._private(state.group, kind, group, param)
+        scalars = {name: state.scalars[name].clone() for name in slots.scalars}
+        private.state = defaultdict(dict, {param: {**part.tensors, **scalars}})
+        private.step()
+        after = private.state[param]
+        private.state, private.param_groups[0]["params"] = defaultdict(dict), []  # the memory may be lent
+        for name, view in part.tensors.items():
+            if after[name] is not view:  # this optimizer replaces its state instead of changing it
+                view.copy_(after[name])
+        return {name: after[name] for name in slots.scalars}
+
+    def _private(
+        self, index: int, kind: Kind, group: dict[str, Any], param: nn.Parameter
+    ) -> torch.optim.Optimizer:
+        """Return this thread's optimizer for a group, holding ``param`` alone with the values of ``group``."""
+        private = self._worker.optimizers.get(index)
+        if private is None:
+            private = self._worker.optimizers[index] = kind.of([param], **group)
+        private.param_groups[0].update(group, params=[param])
+        return private
+
+    def _by_value(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group's hyper-parameters, with torch's fused kernels chosen where the user left the choice open."""
+        arguments = arguments_of(type(member_of(self._optimizer, number)))
+        values = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name in arguments
+        }
+        if "fused" in arguments and not (values.get("fused") is False or values.get("foreach")):
+            values["fused"] = True
+        return values
+
+
+def _parts(state: ParameterState, slots: Slots, tile_elements: int) -> Iterator[_Part]:
+    """Yield the parameter in tiles, or as one part if ``tile_elements`` is 0."""
+    if not tile_elements:
+        yield _Part(state.param, state.grad, state.tensors, state.copy)
+        return
+    for start, stop in tiles(state.param.numel(), tile_elements):
+
+        def tile(tensor: torch.Tensor, every: int = 1, start: int = start, stop: int = stop) -> torch.Tensor:
+            return tensor.view(-1)[start // every : -(-stop // every)]
+
+        tensors = {name: tile(tensor, slots.tensors[name].every) for name, tensor in state.tensors.items()}
+        copy = None if state.copy is None else tile(state.copy)
+        yield _Part(tile(state.param), tile(state.grad), tensors, copy)
+
+
+def tiles(elements: int, each: int) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of the tiles of a tensor; a single empty range for an empty tensor."""
+    for start in range(0, max(1, elements), each):
+        yield start, min(start + each, elements)

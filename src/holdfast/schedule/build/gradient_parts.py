@@ -1,0 +1,150 @@
+"""Gradients of parameters: summed on the device, brought to the host, spilled where they may not wait there.
+
+On the host they stay until the end of the backward pass (``kept_grads``), or their buffer goes from block to block
+(``grads``). Delayed ones stay where block inputs were kept that the backward pass has used, if there are enough of them
+(``kept_inputs``): such buffers are dead until the next forward pass, so delaying takes no memory. Where the device is
+host memory, they are summed in that buffer.
+
+With several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then the
+sums are added over the ranks, and only the shard that the rank updates with waits to be consumed.
+"""
+
+from __future__ import annotations
+
+from .. import operations
+from ..operations import Hold, Key
+from .parts import DEVICE_SLOTS, GRAD_SLOTS, Schedule
+
+
+def spilled(s: Schedule, block: int) -> bool:
+    """Return whether the block's gradients wait on the SSD for the end of the backward pass."""
+    return s.waits(block) and not s.placement.gradients[block]
+
+
+def begin(s: Schedule, block: int) -> tuple[Hold, ...]:
+    """Return the buffer in which the first backward computation begins the sum."""
+    return _summing(s, block) if s.work.unified else _device(s, block)
+
+
+def download(s: Schedule, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
+    """Bring the sum so far to the host, ``into`` a buffer unless it has one there."""
+    return s.add(
+        Key("download_grads", block, micro_batch),
+        operations.DOWNLOAD,
+        nbytes=s.work.blocks[block].grad_bytes,
+        needs=(after,),
+        takes=into,
+        gives=s.off_device(("device_grads", block)),
+    )
+
+
+def upload(s: Schedule, block: int, micro_batch: int) -> Key:
+    """Bring the sum of the micro-batches before ``micro_batch`` back to the device."""
+    before: Key = Key("download_grads", block, micro_batch - 1)
+    if spilled(s, block):
+        before = load(s, block, micro_batch - 1)
+    return s.add(
+        Key("upload_grads", block, micro_batch),
+        operations.UPLOAD,
+        nbytes=s.work.blocks[block].grad_bytes,
+        needs=(before,),
+        takes=() if s.work.unified else _device(s, block),
+    )
+
+
+def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
+    """Return the buffer that a first download fills."""
+    return () if s.work.unified else _summing(s, block)
+
+
+def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
+    """Bring the gradients, summed over all micro-batches, to where they wait to be consumed.
+
+    If they will be clipped, they are measured before, where they are. A guess uses them before they go to the SSD.
+    """
+    if s.shape.clipping != "none" and s.work.ranks == 1:
+        after = s.compute(Key("norm_block", block), needs=(after,))
+    done = download(s, block, s.shape.micro_batches - 1, after, into)
+    if s.work.ranks > 1:
+        done = _reduce(s, block, done)
+    if spilled(s, block) and not s.guesses(block):
+        store(s, block, s.shape.micro_batches - 1, done)
+
+
+def _reduce(s: Schedule, block: int, after: Key) -> Key:
+    """Sum over the ranks, so that this rank's shard of the sum remains. It is then measured, if it will be clipped."""
+    return s.add(
+        Key("reduce_grads", block),
+        operations.EXCHANGE,
+        nbytes=s.work.blocks[block].grad_reduce_bytes,
+        needs=(after,),
+        takes=_host(s, block),
+        gives=(("sums", block),),
+    )
+
+
+def summed(s: Schedule, block: int) -> Key:
+    """Return the operation after which the block's gradients are those of the step."""
+    if s.work.ranks > 1:
+        return Key("reduce_grads", block)
+    return Key("download_grads", block, s.shape.micro_batches - 1)
+
+
+def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
+    """Spill the sum so far to the SSD."""
+    s.add(
+        Key("store_grads", block, micro_batch),
+        operations.SSD_WRITE,
+        nbytes=s.work.blocks[block].kept_grad_bytes,
+        needs=(after,),
+        gives=_names(s, block),
+    )
+
+
+def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = False) -> Key:
+    """Read spilled gradients back, as they were after ``micro_batch``."""
+    return s.add(
+        Key("load_grads", block, micro_batch),
+        operations.SSD_READ,
+        nbytes=s.work.blocks[block].kept_grad_bytes,
+        needs=(*after, Key("store_grads", block, micro_batch)),
+        takes=_host(s, block),
+        redo=redo,
+    )
+
+
+def consume(
+    s: Schedule, block: int, *after: Key, redo: bool = False
+) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
+    """Return the operations that an update needs for the block's gradients, and the buffers that it gives back.
+
+    Spilled gradients are read after the operations ``after``.
+    """
+    final = s.shape.micro_batches - 1
+    ready = load(s, block, final, *after, redo=redo) if spilled(s, block) else summed(s, block)
+    return (ready,), _names(s, block)
+
+
+def _summing(s: Schedule, block: int) -> tuple[Hold, ...]:
+    """Return the host buffer in which the sum over the micro-batches is held."""
+    if s.work.ranks == 1:
+        return _host(s, block)
+    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=GRAD_SLOTS),)
+
+
+def _host(s: Schedule, block: int) -> tuple[Hold, ...]:
+    size = s.work.blocks[block].kept_grad_bytes
+    if lent := s.lent(block):
+        names = [("kept_inputs", "grads", block, index) for index in range(lent)]
+        return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
+    if s.waits(block) and s.placement.gradients[block]:
+        return (Hold(("kept_grads", block), size),)
+    return (Hold(("grads", block), size, slots=GRAD_SLOTS),)
+
+
+def _names(s: Schedule, block: int) -> tuple[tuple, ...]:
+    return tuple(hold.name for hold in _host(s, block))
+
+
+def _device(s: Schedule, block: int) -> tuple[Hold, ...]:
+    return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, DEVICE_SLOTS)

@@ -1,0 +1,181 @@
+"""Tensors between blocks: inputs, kept from a block's forward to its backward, and their gradients.
+
+A computation makes them, they go to the host, and come back to the device for the next computation. In host memory an
+input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``). The latter is in host
+memory until the forward pass has used it, on its way to the SSD, and on its way back.
+
+In the snake order the last micro-batch of a block is the first of the next. Its input is on the device already and goes
+to the host only to be kept, after the block has used it. Its gradient never leaves the device.
+"""
+
+from __future__ import annotations
+
+from .. import operations
+from ..operations import Hold, Key
+from ..orders import grad_stays, input_stays
+from ..buffers_in_use import AS_LISTED
+from .parts import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
+
+
+def on_ssd(s: Schedule, block: int) -> bool:
+    """Return whether the input of ``block`` goes to the SSD.
+
+    The last block's never does, because it is used at once. Neither does that of a block whose activations stay.
+    """
+    return s.training and block < s.last and not (s.placement.activations[block] or s.kept[block])
+
+
+def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
+    """Return the buffers that a computation fills with the inputs of ``blocks``."""
+    held: tuple[Hold, ...] = ()
+    for block in blocks:
+        if s.work.unified or not used_at_once(s, block, micro_batch):
+            held += (_held(s, block, micro_batch),)
+        held += s.on_device(("device_outputs", block, micro_batch), s.work.input_bytes, OUTPUT_SLOTS)
+    return held
+
+
+def used_at_once(s: Schedule, block: int, micro_batch: int) -> bool:
+    """Return whether the input of ``block`` is on the device when its only computation needs it."""
+    return s.training and block == s.last and input_stays(s.shape, block, micro_batch)
+
+
+def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
+    """Bring the input of ``block`` to the host, once ``made_by`` has made or used it."""
+    s.add(
+        Key("download_input", block, micro_batch),
+        operations.DOWNLOAD,
+        nbytes=s.work.input_bytes,
+        needs=(made_by,),
+        gives=s.off_device(("device_outputs", block, micro_batch)),
+    )
+
+
+def store(s: Schedule, block: int, micro_batch: int) -> None:
+    """Send a kept input to the SSD, if it goes there, once its forward pass has used it."""
+    if not on_ssd(s, block):
+        return
+    size, staged = s.work.input_bytes, ("staged_inputs", block, micro_batch)
+    s.add(
+        Key("store_input", block, micro_batch),
+        operations.SSD_WRITE,
+        nbytes=size,
+        needs=(Key("forward", block, micro_batch), Key("download_input", block, micro_batch)),
+        takes=(Hold(staged, size, slots=INPUT_SLOTS),),
+        gives=(staged, ("inputs", block, micro_batch)),
+    )
+
+
+def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
+    """Bring a kept input back to the device."""
+    size = s.work.input_bytes
+    needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
+    if phase == "backward" and block < s.last:  # until then the forward pass uses it
+        needs += (Key("forward", block, micro_batch),)
+    if phase == "backward" and on_ssd(s, block):
+        read = s.add(
+            Key("load_input", block, micro_batch),
+            operations.SSD_READ,
+            nbytes=size,
+            needs=(Key("store_input", block, micro_batch),),
+            takes=(_held(s, block, micro_batch),),
+        )
+        needs = (read,)
+    return s.add(
+        Key("upload_input", block, micro_batch, phase),
+        operations.UPLOAD,
+        nbytes=size,
+        needs=needs,
+        takes=s.on_device(("device_inputs", phase, block, micro_batch), size, DEVICE_SLOTS),
+    )
+
+
+def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """Return the buffers of an input that are given back by the computation which used it."""
+    if used_at_once(s, block, micro_batch) and not s.work.unified:
+        return (("device_outputs", block, micro_batch),)
+    given = () if phase == "forward" else (_held(s, block, micro_batch).name,)
+    if phase == "backward" and s.kept[block]:  # nothing was brought
+        return given
+    return (*given, *s.off_device(("device_inputs", phase, block, micro_batch)))
+
+
+def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+    """Return the activations that a forward computation keeps for the backward pass; empty for a recomputed block.
+
+    On a separate device they include the block's input.
+    """
+    if not s.kept[block]:
+        return ()
+    size = s.work.blocks[block].activation_bytes + (0 if s.work.unified else s.work.input_bytes)
+    place = "host" if s.work.unified else "device"
+    return (Hold(("activations", block, micro_batch), size, place, AS_LISTED),)
+
+
+def used_activations(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """Return the names of these activations, given back by the backward computation."""
+    return tuple(hold.name for hold in activations(s, block, micro_batch))
+
+
+def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+    """Return the buffers that a backward computation fills with the gradient of its input."""
+    size = s.work.input_bytes
+    on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, OUTPUT_SLOTS)
+    if on_device and grad_stays(s.shape, block, micro_batch):
+        return on_device
+    return (Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1), *on_device)
+
+
+def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
+    """Bring the gradient of a block's input to the host until the block before it needs the gradient."""
+    s.add(
+        Key("download_input_grad", block, micro_batch),
+        operations.DOWNLOAD,
+        nbytes=s.work.input_bytes,
+        needs=(made_by,),
+        gives=s.off_device(("device_outputs", "grad", block, micro_batch)),
+    )
+
+
+def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
+    """Bring the gradient of a block's input to the device."""
+    size = s.work.input_bytes
+    return s.add(
+        Key("upload_input_grad", block, micro_batch),
+        operations.UPLOAD,
+        nbytes=size,
+        needs=(Key("download_input_grad", block, micro_batch),),
+        takes=s.on_device(("device_input_grads", block, micro_batch), size, DEVICE_SLOTS),
+    )
+
+
+def used_grad(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """Return the buffers of an input's gradient that are given back by the computation which used it."""
+    if not s.work.unified and grad_stays(s.shape, block, micro_batch):
+        return (("device_outputs", "grad", block, micro_batch),)
+    return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
+
+
+def enter(s: Schedule, micro_batch: int) -> tuple[Hold, ...]:
+    """Return what a micro-batch that waits between two blocks keeps alive, from block 0 on.
+
+    Where the device is host memory, it is the input of the block that the micro-batch waits for.
+    """
+    if not s.work.unified or s.count == 1:
+        return ()
+    return (Hold(("frames", micro_batch), s.work.input_bytes, slots=s.in_flight),)
+
+
+def leave(s: Schedule, micro_batch: int) -> tuple[tuple, ...]:
+    """Return the names of these buffers, given back by the last block's computation."""
+    return (("frames", micro_batch),) if s.work.unified and s.count > 1 else ()
+
+
+def _held(s: Schedule, block: int, micro_batch: int) -> Hold:
+    """Return the buffer of the input of ``block`` in host memory."""
+    size = s.work.input_bytes
+    if not s.training:
+        return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + 1)
+    if on_ssd(s, block) or (block == s.last and s.spilled_rows):
+        return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + INPUT_SLOTS)
+    return Hold(("kept_inputs", block, micro_batch), size, slots=s.kept_slots)

@@ -1,0 +1,137 @@
+"""A schedule under construction: the operations so far, and facts about the step that all parts need.
+
+The constants say how many buffers of a class there are. They are the trade between memory and overlap: each is the
+number that keeps a lane busy while its neighbours work, and no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .. import operations
+from ..operations import Hold, Key, Op
+from ..orders import delayed_blocks, kept_blocks
+from ..buffers_in_use import AS_LISTED, with_slots
+from ..work import Placement, StepShape, Work
+
+PARAM_SLOTS = 2
+"""Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
+STATE_SLOTS = 3
+"""Optimizer states in memory at once: being read, updated, written."""
+GRAD_SLOTS = 2
+"""Blocks whose gradients are on the host at once, unless they stay: being summed, being consumed."""
+UPDATED_SLOTS = 2
+"""Updated compute copies on their way to the SSD."""
+REDO_SLOTS = 2
+"""Optimizer states that are read again because a guess was wrong: one is updated, the next is read."""
+INPUT_SLOTS = 4
+"""Block inputs on their way to or from the SSD."""
+DEVICE_SLOTS = 2
+"""Buffers on a separate device for a block's gradients, inputs, and gradients of inputs each: in use, and next."""
+OUTPUT_SLOTS = 4
+"""Tensors on their way from a separate device: two per computation, as many as block 0 makes."""
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """A growing list of operations for one step of ``work``."""
+
+    work: Work
+    placement: Placement
+    shape: StepShape
+    keeps_grads: bool = False
+    """True if gradients of every block wait for the end of the backward pass."""
+    in_flight: int = 1
+    """Number of micro-batches that are between two blocks at once."""
+    keeps_last_input: bool = False
+    """True if the last block's input leaves the device before it is used."""
+    training: bool = True
+    """True for a training step. An evaluation keeps an input only until it is used."""
+    ops: list[Op] = field(default_factory=list)
+    computed: Key | None = None
+    """The last computation so far."""
+
+    @property
+    def count(self) -> int:
+        return len(self.work.blocks)
+
+    @property
+    def last(self) -> int:
+        return self.count - 1
+
+    @cached_property
+    def delayed(self) -> tuple[bool, ...]:
+        """Flags per block: True if it is updated beside the next forward pass although its gradients need not wait."""
+        return (False,) * self.count if self.keeps_grads else delayed_blocks(self.shape, self.count)
+
+    @cached_property
+    def kept(self) -> tuple[bool, ...]:
+        """Flags per block: True if its activations and parameters stay from its forward pass to its backward pass."""
+        return kept_blocks(self.shape, self.count)
+
+    def backward_work(self, block: int) -> float:
+        """Return the floating-point operations of a backward computation of ``block``."""
+        b = self.work.blocks[block]
+        return b.backward_work - (b.forward_flop if self.kept[block] else 0.0)
+
+    def waits(self, block: int) -> bool:
+        """Return whether the gradients of ``block`` wait for the end of the backward pass."""
+        return self.keeps_grads or self.delayed[block]
+
+    def guesses(self, block: int) -> bool:
+        """Return whether ``block`` is updated before the norm is known, and again where the norm is not as guessed."""
+        return self.shape.clipping == "speculate" and not delayed_blocks(self.shape, self.count)[block]
+
+    def lent(self, block: int) -> int:
+        """Return how many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their
+        own."""
+        if not self.delayed[block] or not self.placement.gradients[block] or not self.work.input_bytes:
+            return 0
+        count = -(-self.work.blocks[block].kept_grad_bytes // self.work.input_bytes)
+        return count if count <= self.kept_inputs else 0
+
+    @cached_property
+    def kept_inputs(self) -> int:
+        """Number of block inputs that stay in host memory until their backward."""
+        if self.count == 1:
+            return 0
+        rows = self.last - self.spilled_rows + (self.keeps_last_input and not self.spilled_rows)
+        return rows * self.in_flight
+
+    @cached_property
+    def kept_slots(self) -> int:
+        """Number of buffers for kept inputs, and for the gradients that are kept in them."""
+        lends = any(self.lent(block) for block in range(self.count))
+        return AS_LISTED if lends else self.kept_inputs
+
+    @cached_property
+    def spilled_rows(self) -> int:
+        """Number of blocks whose inputs go to the SSD."""
+        if not self.training:
+            return 0
+        stays = zip(self.placement.activations[: self.last], self.kept)
+        return sum(not (on_host or kept) for on_host, kept in stays)
+
+    def add(self, key: Key, lane: str, **fields: Any) -> Key:
+        self.operations.append(Op(key, lane, **fields))
+        return key
+
+    def compute(self, key: Key, needs: tuple[Key, ...] = (), **fields: Any) -> Key:
+        """Add a computation that needs the one before it."""
+        chain = () if self.computed is None else (self.computed,)
+        self.computed = self.add(key, operations.COMPUTE, needs=tuple(dict.fromkeys((*chain, *needs))), **fields)
+        return key
+
+    def finish(self) -> list[Op]:
+        """Return the whole list, with the waits that keep every class of buffers within its slots."""
+        return with_slots(self.ops)
+
+    def on_device(self, name: tuple, nbytes: int, slots: int) -> tuple[Hold, ...]:
+        """Return a buffer on the device; empty if the device is host memory."""
+        return () if self.work.unified else (Hold(name, nbytes, "device", slots),)
+
+    def off_device(self, name: tuple) -> tuple[tuple, ...]:
+        """Return the name of a buffer on the device; empty if the device is host memory."""
+        return () if self.work.unified else (name,)

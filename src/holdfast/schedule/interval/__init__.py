@@ -1,0 +1,1 @@
+"""How often to write a snapshot, from measured costs and failures."""

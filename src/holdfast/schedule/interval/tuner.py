@@ -1,0 +1,182 @@
+"""The tuner: adapts the number of steps between snapshots while a run continues.
+
+It receives how long the training thread waits, how much is written and how fast, and runs ``cadence.optimum`` again
+when that has changed. Pure: it reads no clock; callers pass times. Seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from ...errors import DoesNotFit
+from ...quantities import GiB, MiB
+from .estimates import Estimates
+from .snapshot_interval import MOST_STEPS, Limits, Optimum, bounds, optimum
+from .waste import HOUR, Measured
+
+FIRST_STEPS = 100
+"""Steps between snapshots before anything was measured.
+
+Replay takes a fraction of training, so this costs a few steps' time after a failure. A snapshot that takes as long as
+several steps is spread over a hundred.
+"""
+
+WARM_STEPS = 10
+"""Steps until a step's time is believed."""
+
+ENOUGH = 1.07
+"""Factor by which the optimum must have moved for another number to be taken."""
+
+KEEP = 0.6
+"""Weight that an observation leaves to those before. Snapshots are rare: a changed machine shows after a few."""
+
+COPY_BYTES_PER_SECOND = 4 * GiB
+"""Rate believed of copies in host memory until one was timed."""
+
+BASE_BYTES_PER_STEP = 64 * MiB
+"""Bytes of a snapshot that a Checkpointer copies at the end of one step."""
+
+MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
+"""Mean time believed as firmly as one observed failure, until there are restarts."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another number of steps, and the reason."""
+
+    steps: int
+    was: int
+    binding: tuple[str, ...]
+    relaxed: tuple[str, ...]
+    """Limits that cannot be kept, and were left out."""
+    measured: Measured
+
+
+class Tuner:
+    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``)."""
+
+    def __init__(self, told: int | None, limits: Limits, prior: Measured) -> None:
+        self.steps = told or FIRST_STEPS
+        self.limits = limits
+        self._told = told is not None
+        self._estimates = Estimates(prior, keep=KEEP)
+        self._sizes = {"full_bytes": prior.full_bytes, "record_bytes": prior.record_bytes}
+        self._replay_seen = False
+        self._num_steps = self._steps_since = 0
+        self._seconds = self._record_stall = 0.0
+        self._asked = False
+
+    @property
+    def measured(self) -> Measured:
+        """The current estimates."""
+        believed = replace(self._estimates.measured, **self._sizes)
+        if not self._replay_seen:  # an optimizer takes about a tenth of a step
+            believed = replace(believed, replay_seconds=believed.step_seconds / 10)
+        return believed
+
+    def stepped(self, seconds: float, record_stall: float) -> None:
+        """Note that a step was trained in ``seconds``; the training thread waited ``record_stall`` for its log
+        record."""
+        self._num_steps += 1
+        self._steps_since += 1
+        self._seconds += max(seconds, 0.0)
+        self._record_stall += record_stall
+        self._estimates.ran(seconds + record_stall)
+        self._asked = self._asked or self._num_steps == WARM_STEPS
+
+    def based(self, nbytes: int, steps: int, stall: float) -> None:
+        """Note that a snapshot of ``nbytes`` is published.
+
+        It was copied at the ends of ``steps`` steps, for which training waited ``stall`` seconds.
+        """
+        self._sizes["full_bytes"] = nbytes
+        self._estimates.saw("base_stall_seconds", stall)
+        self._estimates.saw("base_steps", max(steps, 1))
+        self._asked = True
+
+    def wrote(self, nbytes: int, seconds: float) -> None:
+        """Note that ``nbytes`` were written in ``seconds``."""
+        if nbytes and seconds > 0:
+            self._estimates.saw("write_bytes_per_second", nbytes, seconds)
+
+    def replayed(self, nbytes: int, read_seconds: float, num_records: int, replay_seconds: float) -> None:
+        """Note the costs of a resume."""
+        if nbytes and read_seconds > 0:
+            self._estimates.saw("read_bytes_per_second", nbytes, read_seconds)
+        if num_records:
+            self._estimates.saw("replay_seconds", replay_seconds, num_records)
+            self._replay_seen = True
+
+    def restarted(self, seconds: float, times: int) -> None:
+        """Note that the run was restarted ``times`` times before this process, in ``seconds``."""
+        self._estimates.ran(max(seconds, 0.0), times)
+
+    def records_are(self, nbytes: int) -> None:
+        self._sizes["record_bytes"] = nbytes
+
+    def retuned(self) -> Change | None:
+        """Return another number of steps, if a snapshot or the first steps have shown that it is better by enough."""
+        if not self._asked or self._told:
+            return None
+        self._asked = False
+        if self._steps_since:
+            self._estimates.saw("step_seconds", max(self._seconds, 1e-9), self._steps_since)
+            self._estimates.saw("record_stall_seconds", self._record_stall, self._steps_since)
+            self._steps_since, self._seconds, self._record_stall = 0, 0.0, 0.0
+        if self._num_steps < WARM_STEPS:
+            return None
+        measured = self.measured
+        best, relaxed = self._best(measured)
+        steps = _rarest(measured, self.limits) if best is None else best.cadence.steps
+        if _near(steps, self.steps) and (best is None or self._allowed(best)):
+            return None
+        was, self.steps = self.steps, steps
+        return Change(steps, was, () if best is None else best.binding, relaxed, measured)
+
+    def _best(self, measured: Measured) -> tuple[Optimum | None, tuple[str, ...]]:
+        """Return the optimum under as many of the limits as can be kept. Storage is always kept."""
+        for relaxed, limits in _relaxations(self.limits):
+            try:
+                return optimum(measured, limits), relaxed
+            except DoesNotFit:
+                continue
+        return None, ("bandwidth share",)
+
+    def _allowed(self, best: Optimum) -> bool:
+        """Return whether the present steps keep the limits."""
+        found = [bound for bound in bounds(best.measured, best.limits) if bound.axis == "steps"]
+        return all(self.steps >= bound.value if bound.low else self.steps <= bound.value for bound in found)
+
+
+def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float) -> Measured:
+    """Return the estimates for a run of which a first snapshot has been written and nothing else is known."""
+    return Measured(
+        step_seconds=1.0,
+        full_bytes=full_bytes,
+        record_bytes=record_bytes,
+        write_bytes_per_second=write_bytes_per_second,
+        read_bytes_per_second=write_bytes_per_second,
+        base_stall_seconds=full_bytes / COPY_BYTES_PER_SECOND,
+        base_steps=max(1, -(-full_bytes // bytes_per_step)),
+        replay_seconds=0.1,
+        mean_seconds_between_failures=MEAN_SECONDS_BETWEEN_FAILURES,
+    )
+
+
+def _rarest(measured: Measured, limits: Limits) -> int:
+    """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
+    most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
+    return int(max(1, min(MOST_STEPS, *most)))
+
+
+def _near(a: int, b: int) -> bool:
+    return max(a, b) <= ENOUGH * min(a, b)
+
+
+def _relaxations(limits: Limits) -> Iterator[tuple[tuple[str, ...], Limits]]:
+    yield (), limits
+    yield ("recovery time",), replace(limits, recovery_seconds=inf)
+    yield ("bandwidth share",), replace(limits, bandwidth_share=1.0)
+    yield ("recovery time", "bandwidth share"), replace(limits, recovery_seconds=inf, bandwidth_share=1.0)

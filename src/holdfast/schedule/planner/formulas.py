@@ -1,0 +1,248 @@
+"""Formulas for what a step of equal blocks moves, computes and holds, given what stays in host memory.
+
+The unknowns lie between 0 and 1: the fractions of ``FRACTIONS`` that stay in host memory, and ``RECYCLED``, the part of
+waiting gradients that lies in buffers which are dead by then. Everything else is a number, so each formula is affine:
+the linear program takes it as a row, and a report evaluates it. Bytes and seconds, per block and pass (``Phase``) or
+for the whole step. ``docs/plan.md`` explains each term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...quantities import MiB
+from ..build.parts import (
+    DEVICE_SLOTS,
+    GRAD_SLOTS,
+    INPUT_SLOTS,
+    OUTPUT_SLOTS,
+    PARAM_SLOTS,
+    REDO_SLOTS,
+    STATE_SLOTS,
+    UPDATED_SLOTS,
+)
+from .affine import Affine
+from .setting import Setting
+
+FRACTIONS = ("params", "optimizer", "activations", "gradients")
+RECYCLED = "recycled"
+
+COMPUTE, OPTIMIZER, BUS, SSD = "computing", "optimizer", "copies", "SSD"
+
+MARGIN_MICRO_BATCHES = 4
+"""Micro-batches of each block whose inputs always stay in host memory, in the paper's engine."""
+
+PROCESS_BYTES = 512 * MiB
+"""Host memory of Python, torch and its kernels."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One block in the forward or the backward pass: all micro-batches, and the updates beside them."""
+
+    compute_seconds: float
+    updated_elements: float
+    up: Affine
+    """Bytes to the device."""
+    down: Affine
+    read: Affine
+    """Bytes from the SSD."""
+    written: Affine
+
+
+def forward(s: Setting) -> Phase:
+    """Return the forward pass, with the delayed updates of the step before."""
+    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    params, state, inputs, delayed = (
+        on_ssd(s, "params"),
+        on_ssd(s, "optimizer"),
+        _spilled(s),
+        s.delayed_fraction,
+    )
+    passes = _forward_passes(s)
+    again = 1 - delayed if s.method.paper else 1.0
+    written = delayed * (_updated(s) + _stored(s, state)) + passes * inputs
+    return Phase(
+        compute_seconds=passes * m * s.forward_seconds,
+        updated_elements=delayed * s.elements,
+        up=Affine(passes * ((m - snake) * size + s.param_bytes)),
+        down=Affine(m * size),
+        read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
+        written=written + _each_commit(s) * s.resident_elements * s.method.state_bytes / s.blocks,
+    )
+
+
+def backward(s: Setting) -> Phase:
+    """Return the backward pass with the recomputation, and the updates that are not delayed."""
+    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
+    return Phase(
+        compute_seconds=m * s.backward_seconds,
+        updated_elements=now * s.elements,
+        up=Affine((2 * m - snake) * size + s.param_bytes),
+        down=Affine((m - snake) * size + s.grad_bytes),
+        read=_forward_passes(s) * _spilled(s) + params + now * state,
+        written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
+    )
+
+
+def lanes(s: Setting, phase: Phase) -> dict[str, list[Affine]]:
+    """Return the seconds that each lane takes for ``phase``, as rows whose largest value counts.
+
+    On a device that shares the host's cores, computing and the optimizer take turns.
+    """
+    compute = phase.compute_seconds
+    update = phase.updated_elements / s.machine.update_elements_per_second
+    if s.machine.device_shares_host:
+        compute += update
+    return {
+        COMPUTE: [Affine(compute)],
+        OPTIMIZER: [Affine(update)],
+        BUS: s.bus.rows(phase.up, phase.down),
+        SSD: s.ssd.rows(phase.read, phase.written),
+    }
+
+
+def other_seconds(s: Setting) -> float:
+    """Return the seconds of a step besides its blocks.
+
+    They are those of the head and, between two steps, of the update of what stays on the device.
+    """
+    head = s.micro_batches * s.head_seconds
+    elements, bus = s.resident_elements, s.bus
+    moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
+    return head + moved + elements / s.machine.update_elements_per_second
+
+
+def waiting(s: Setting) -> float:
+    """Return the fraction of a step's gradients that waits for the end of the backward pass."""
+    return 1.0 if s.method.keeps_all_gradients else s.delayed_fraction
+
+
+def on_ssd(s: Setting, what: str) -> Affine:
+    """Return the bytes of one block's params, optimizer state or gradients (``what``) that live on the SSD."""
+    size = {"params": s.param_bytes, "optimizer": s.state_bytes, "gradients": s.grad_bytes}[what]
+    return size * (1 - Affine.of(what))
+
+
+def dead_bytes(s: Setting) -> Affine:
+    """Return the bytes of dead buffers in which gradients may wait.
+
+    These are block inputs that were used, and parameters that the delayed updates will replace. The engine of this
+    version lends only the former, and only to delayed updates.
+    """
+    inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
+    if not s.method.recycles:
+        return Affine() if s.method.keeps_all_gradients else inputs
+    return inputs + s.delayed_fraction * s.blocks * s.trained_param_bytes * Affine.of("params")
+
+
+def waiting_bytes(s: Setting) -> float:
+    """Return the bytes of the gradients that wait, all blocks together."""
+    return waiting(s) * s.blocks * s.grad_bytes
+
+
+def host_bytes(s: Setting) -> Affine:
+    """Return the most host memory that is held."""
+    held = _paper_host_bytes(s) if s.method.paper else _host_bytes(s)
+    return held + waiting_bytes(s) * (Affine.of("gradients") - Affine.of(RECYCLED))
+
+
+def device_bytes(s: Setting) -> float:
+    """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
+    inputs = (2 * DEVICE_SLOTS + OUTPUT_SLOTS) * s.input_bytes
+    resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
+    return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + s.model.workspace_bytes
+
+
+def ssd_bytes(s: Setting) -> Affine:
+    """Return the space that the run takes on the SSDs."""
+    method = s.method
+    files = method.retain + (1 if method.commit_every == 1 else 2)
+    state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
+    waits = waiting(s) * s.blocks * on_ssd(s, "gradients")
+    return state + s.blocks * (on_ssd(s, "params") + _spilled(s)) + waits
+
+
+def written_bytes(s: Setting) -> Affine:
+    """Return the bytes that one step writes to the SSDs."""
+    return s.blocks * (forward(s).written + backward(s).written)
+
+
+def read_bytes(s: Setting) -> Affine:
+    """Return the bytes that one step reads from the SSDs."""
+    return s.blocks * (forward(s).read + backward(s).read)
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _forward_passes(s: Setting) -> float:
+    """Return the mean number of forward passes of a block: the last block has none of its own."""
+    return 1.0 if s.method.paper else (s.blocks - 1) / s.blocks
+
+
+def _spilled(s: Setting) -> Affine:
+    """Return the bytes of one block's inputs that go to the SSD and come back."""
+    count = max(s.micro_batches - MARGIN_MICRO_BATCHES, 0) if s.method.paper else s.micro_batches
+    return count * s.input_bytes * (1 - Affine.of("activations"))
+
+
+def _each_commit(s: Setting) -> float:
+    """Return the number of commits per step."""
+    return 1 / s.method.commit_every if s.method.commit_every else 0.0
+
+
+def _stored(s: Setting, state: Affine) -> Affine:
+    """Return the bytes of a block's state that an update writes to the SSD.
+
+    It writes the state that lives there, and at a commit also the rest.
+    """
+    return state + _each_commit(s) * (s.state_bytes - state)
+
+
+def _updated(s: Setting) -> Affine:
+    """Return the bytes of a block's parameters that an update writes to the SSD."""
+    return s.trained_param_bytes * (1 - Affine.of("params"))
+
+
+def _all_state_bytes(s: Setting) -> float:
+    return s.blocks * s.state_bytes + s.resident_elements * s.method.state_bytes
+
+
+def _host_bytes(s: Setting) -> Affine:
+    """Return the host memory of the operation lists' slots, and of what stays.
+
+    A buffer for moving what does not stay is counted in proportion to how much moves.
+    """
+    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
+    m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
+    rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
+    resident = s.resident_elements * (s.method.state_bytes + s.method.grad_bytes + s.method.param_bytes)
+    return (
+        rows * size
+        + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))
+        + s.trained_param_bytes * UPDATED_SLOTS * (1 - params)
+        + s.state_bytes * (s.blocks * state + STATE_SLOTS * (1 - state))
+        + (REDO_SLOTS * s.state_bytes if s.method.clipping == "speculate" else 0.0)
+        + GRAD_SLOTS * s.grad_bytes
+        + resident
+        + (s.model.workspace_bytes if shares else 0)
+        + PROCESS_BYTES
+    )
+
+
+def _paper_host_bytes(s: Setting) -> Affine:
+    """Return the host memory of the paper's engine.
+
+    It has two buffers for parameters and two for the part updated at once, two for gradients, three for state.
+    """
+    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
+    m, part = s.micro_batches, max(s.delayed_fraction, 1 - s.delayed_fraction)
+    margin = s.blocks * min(m, MARGIN_MICRO_BATCHES) + 2 * max(m - MARGIN_MICRO_BATCHES, 0)
+    return (
+        s.input_bytes * (s.blocks * m * inputs + m + margin * (1 - inputs))
+        + s.param_bytes * (s.blocks * params + (2 + 2 * (1 - s.delayed_fraction)) * (1 - params))
+        + s.state_bytes * (s.blocks * state + 3 * part * (1 - state))
+        + 2 * part * s.grad_bytes
+    )

@@ -1,0 +1,134 @@
+"""Placement by budget: chooses what stays in host memory, as far as it fits.
+
+Fractions are of the blocks, budgets are bytes. Fractions that are not given are filled in by how much traffic they save
+per byte kept: parameters first (written once, read twice a step for two bytes each), then gradients that wait for
+clipping, then block inputs, and last the optimizer's state, which costs most memory for its traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...config import Fraction
+from ...errors import BadInput, DoesNotFit
+from ...quantities import ample_budget, format_bytes
+from ..memory_use import MakesOps, predict
+from ..vertical import vertical
+from ..work import Placement, StepShape, Work
+
+ORDER = ("params", "gradients", "activations", "optimizer")
+
+STATE_FIRST = ("optimizer", "gradients", "activations", "params")
+"""Order for a step of forward passes alone, which reads and writes the state and no compute copy."""
+
+
+def choose(
+    work: Work,
+    shape: StepShape,
+    host_budget_bytes: int | None,
+    *,
+    params: Fraction = "auto",
+    activations: Fraction = "auto",
+    optimizer: Fraction = "auto",
+    schedule: MakesOps = vertical,
+    evaluation_batches: int = 0,
+    held_bytes: int = 0,
+    order: Sequence[str] = ORDER,
+) -> Placement:
+    """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
+
+    The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
+    micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
+    ``BadInput`` for a value that is no fraction.
+    """
+    asked: dict[str, Fraction] = {
+        "params": params,
+        "gradients": "auto",
+        "activations": activations,
+        "optimizer": optimizer,
+    }
+    search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
+    fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
+    if not search.fits(fractions):
+        raise _does_not_fit(search, asked, fractions)
+    for kind in order:
+        if asked[kind] == "auto":
+            fractions[kind] = search.largest(fractions, kind)
+    return search.placement(fractions)
+
+
+class _Search:
+    """Placements of one kind of step, and their memory."""
+
+    def __init__(
+        self,
+        work: Work,
+        shape: StepShape,
+        schedule: MakesOps,
+        evaluation_batches: int,
+        budget: int | None,
+        held: int,
+    ) -> None:
+        self.work, self.shape, self.schedule = work, shape, schedule
+        self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
+
+    def placement(self, fractions: dict[str, float]) -> Placement:
+        return Placement.fractions(len(self.work.blocks), **fractions)
+
+    def host_bytes(self, fractions: dict[str, float]) -> int:
+        placement = self.placement(fractions)
+        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
+        return self.held + memory.host_bytes
+
+    def fits(self, fractions: dict[str, float]) -> bool:
+        return self.budget is None or self.host_bytes(fractions) <= self.budget
+
+    def smallest(self, asked: dict[str, float | None]) -> dict[str, float]:
+        """Return the fractions of least memory with those that were given.
+
+        Usually nothing more stays. With few blocks, keeping all may take less than the buffers for moving them.
+        """
+        fractions = {kind: 0.0 if value is None else value for kind, value in asked.items()}
+        for kind in ORDER:
+            if asked[kind] is None:
+                fractions[kind] = min(0.0, 1.0, key=lambda f, k=kind: self.host_bytes({**fractions, k: f}))
+        return fractions
+
+    def largest(self, fractions: dict[str, float], kind: str) -> float:
+        """Return the largest fraction of ``kind`` that fits beside the others."""
+        if self.fits({**fractions, kind: 1.0}):
+            return 1.0
+        rows = max(len(self.work.blocks) - (kind == "activations"), 1)
+        fitting, failing = round(fractions[kind] * rows), rows
+        while failing - fitting > 1:
+            middle = (fitting + failing) // 2
+            if self.fits({**fractions, kind: middle / rows}):
+                fitting = middle
+            else:
+                failing = middle
+        return fitting / rows
+
+
+def checked(kind: str, value: Fraction) -> float | None:
+    """Return a given fraction, or None for one to be chosen. Raises ``BadInput`` for a value that is neither."""
+    if value == "auto":
+        return None
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise BadInput(f'{kind}_on_host = {value!r} is neither a fraction between 0 and 1 nor "auto"')
+    return float(value)
+
+
+def _does_not_fit(search: _Search, asked: dict[str, Fraction], fractions: dict[str, float]) -> DoesNotFit:
+    needed, least = search.host_bytes(fractions), search.host_bytes(search.smallest(dict.fromkeys(ORDER)))
+    explicit = {f"{kind}_on_host": asked[kind] for kind in ORDER if asked[kind] != "auto"}
+    having = f" with {', '.join(f'{key}={value}' for key, value in explicit.items())}" if explicit else ""
+    lower = ""
+    if ample_budget(least) != ample_budget(needed):
+        sets = {"host_budget": ample_budget(least), **dict.fromkeys(explicit, "auto")}
+        keys = " ".join(f"--set offload.{key}={value}" for key, value in sets.items())
+        lower = f'; or "{ample_budget(least)}" and "auto" for {", ".join(explicit)} (holdfast train: {keys})'
+    return DoesNotFit(
+        f"the run needs {format_bytes(needed)} of host memory{having}, and its budget is "
+        f'{format_bytes(search.budget or 0)}. Give it "{ample_budget(needed)}" (a margin included){lower}. Fewer or '
+        "smaller micro-batches need less."
+    )

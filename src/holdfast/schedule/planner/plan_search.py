@@ -1,0 +1,153 @@
+"""Search for the number of micro-batches and the delayed fraction, around the linear program.
+
+More micro-batches hide more I/O behind computing, up to a point. Of the counts within ``ENOUGH`` of the best, the
+smallest is chosen, because it changes the training least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...errors import DoesNotFit
+from ...profiles import MachineProfile, ModelProfile
+from ...quantities import format_bytes
+from . import formulas
+from .linear_program import Solution, solve, why_none
+from .setting import Method, Setting
+
+MOST_MICRO_BATCHES = 64
+
+ENOUGH = 0.99
+"""Fraction of the best count's tokens per second that is enough."""
+
+PATIENCE = 20
+"""Counts tried after tokens per second have grown by less than 1 %."""
+
+COARSE, FINE = 20, 5
+"""Delayed fractions are tried in steps of a twentieth, then in steps of a fifth of that around the best."""
+
+SAME = 1e-3
+"""Relative difference of step times below which the smaller delayed fraction is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The planning problem: everything but the number of micro-batches and the delayed fraction."""
+
+    machine: MachineProfile
+    model: ModelProfile
+    method: Method
+
+    def setting(self, micro_batches: int, delayed_fraction: float = 0.0) -> Setting:
+        return Setting(
+            machine=self.machine,
+            model=self.model,
+            method=self.method,
+            micro_batches=micro_batches,
+            delayed_fraction=delayed_fraction if self.method.delayed is None else self.method.delayed,
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best solution for each number of micro-batches that was tried, and the chosen one."""
+
+    case: Case
+    tried: tuple[Solution, ...]
+    best: Solution
+
+
+def search(
+    case: Case,
+    micro_batches: int | None = None,
+    *,
+    delayed: float | None = None,
+    most: int = MOST_MICRO_BATCHES,
+) -> Found:
+    """Return the plan for ``case``; ``micro_batches`` and ``delayed`` are chosen unless given.
+
+    Raises ``DoesNotFit``, naming what is too small, if nothing fits.
+    """
+    check_device(case.setting(micro_batches or 1))
+    if micro_batches is not None:
+        best = best_at(case, micro_batches, delayed)
+        if best is None:
+            raise why_none(case.setting(micro_batches, delayed or 0.0))
+        return Found(case, (best,), best)
+    tried = tuple(_until_it_stops_growing(case, delayed, most))
+    if not tried:
+        raise why_none(case.setting(1, delayed or 0.0))
+    highest = max(solution.tokens_per_second for solution in tried)
+    count = next(s.setting.micro_batches for s in tried if s.tokens_per_second >= ENOUGH * highest)
+    best = best_at(case, count, delayed)
+    assert best is not None
+    return Found(case, tried, best)
+
+
+def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Solution | None:
+    """Return the best placement and delayed fraction for ``micro_batches``; None if nothing fits."""
+    if delayed is not None or case.method.delayed is not None:
+        return solve(case.setting(micro_batches, delayed or 0.0))
+    coarse = _coarse(case, micro_batches)
+    if coarse is None:
+        return None
+    middle, step = coarse.setting.delayed_fraction, 1 / (COARSE * FINE)
+    near = [round(middle + k * step, 9) for k in range(-FINE + 1, FINE)]
+    fine = [solve(case.setting(micro_batches, part)) for part in near if 0 <= part <= 1]
+    return _best([s for s in fine if s is not None])
+
+
+def check_device(setting: Setting) -> None:
+    """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
+    machine, model = setting.machine, setting.model
+    needed = formulas.device_bytes(setting)
+    if machine.device_shares_host or needed <= machine.device_memory_bytes:
+        return
+    smaller = "--micro-batch-size" if model.micro_batch > 1 else "--sequence"
+    raise DoesNotFit(
+        f"two blocks' parameters and gradients and one micro-batch of {model.micro_batch} x {model.sequence} tokens "
+        f"take about {format_bytes(needed)} of the device's memory, and it has "
+        f"{format_bytes(machine.device_memory_bytes)}. Give a smaller {smaller}."
+    )
+
+
+def engine_case(case: Case) -> Case:
+    """Return ``case`` as the engine of this version runs it.
+
+    Gradients that wait have memory of their own there. Only those of delayed updates lie where block inputs were (and
+    none in the place of stale parameters).
+    """
+    return replace(case, method=replace(case.method, recycles=False))
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _until_it_stops_growing(case: Case, delayed: float | None, most: int) -> Iterator[Solution]:
+    highest, since = 0.0, 0
+    for count in range(1, most + 1):
+        if delayed is None and case.method.delayed is None:
+            found = _coarse(case, count)
+        else:
+            found = solve(case.setting(count, delayed or 0.0))
+        if found is None:
+            return
+        yield found
+        since = 0 if found.tokens_per_second > 1.01 * highest else since + 1
+        highest = max(highest, found.tokens_per_second)
+        if since >= PATIENCE:
+            return
+
+
+def _coarse(case: Case, micro_batches: int) -> Solution | None:
+    found = [solve(case.setting(micro_batches, k / COARSE)) for k in range(COARSE + 1)]
+    return _best([s for s in found if s is not None])
+
+
+def _best(solutions: list[Solution]) -> Solution | None:
+    """Return the fastest solution, and of equally fast ones the one that delays least."""
+    if not solutions:
+        return None
+    fastest = min(s.step_seconds for s in solutions)
+    return next(s for s in solutions if s.step_seconds <= fastest * (1 + SAME))

@@ -1,0 +1,212 @@
+"""A setting: a model on a machine, trained in one way, with all numbers for the formulas of a step.
+
+Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
+delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol
+
+from ...profiles import MachineProfile
+from ..work import CLIPPING, Clipping
+from .duplex import Duplex
+
+
+class Model(Protocol):
+    """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_parameters(self) -> int:
+        """Number of parameters of one block, frozen ones included."""
+        ...
+
+    @property
+    def trained_block_parameters(self) -> int: ...
+    @property
+    def resident_parameters(self) -> int:
+        """Number of trained parameters outside of the blocks."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def input_elements(self) -> int: ...
+    @property
+    def forward_flop(self) -> float: ...
+    @property
+    def backward_flop(self) -> float:
+        """Floating-point operations of a block's backward pass, with the recomputation."""
+        ...
+
+    @property
+    def head_flop(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """The way of training: clipping, commits, order, and bytes per parameter."""
+
+    clipping: Clipping = "none"
+    """The way in which gradients are clipped.
+
+    ``defer``: every update waits for the norm, in the next forward pass. ``speculate``: updates may be undone, so
+    gradients are kept until the norm is known. ``per_block`` moves as many bytes as ``none``.
+    """
+    commit_every: int = 1
+    """Steps from one commit to the next; 0 is none."""
+    retain: int = 2
+    """Number of newest whole steps kept; 0 is one file of state, written in place."""
+    order: Literal["plain", "snake"] = "plain"
+    param_bytes: int = 2
+    """Bytes of one parameter on the device."""
+    grad_bytes: int = 4
+    state_bytes: float = 12
+    """Bytes of one trained parameter's master and optimizer state."""
+    recycles: bool = True
+    """True if gradients that wait use buffers that are dead by then, as far as these reach.
+
+    Otherwise only those of delayed updates do, in the place of block inputs.
+    """
+    paper: bool = False
+    """True for the engine of the paper's authors, for the paper's golden values.
+
+    It has their buffers, keeps four micro-batches of each block's inputs always in host memory, and uses delayed
+    parameters without reading them again; nothing besides the blocks counts.
+    """
+    least_steps: int = 0
+    """Number of steps that the SSDs must live for; 0 is any number."""
+
+    def __post_init__(self) -> None:
+        if self.clipping not in CLIPPING:
+            raise ValueError(f"clipping is {' or '.join(CLIPPING)}, not {self.clipping!r}")
+        if self.order not in ("plain", "snake"):
+            raise ValueError(f"order is plain or snake, not {self.order!r}")
+        for name in ("commit_every", "retain", "least_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def delayed(self) -> float | None:
+        """The delayed fraction, if clipping leaves no choice; otherwise None."""
+        return 1.0 if self.clipping == "defer" else None
+
+    @property
+    def keeps_all_gradients(self) -> bool:
+        """True if all gradients are kept until the norm is known."""
+        return self.clipping in ("defer", "speculate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One step, except the placement."""
+
+    machine: MachineProfile
+    model: Model
+    method: Method = field(default_factory=Method)
+    micro_batches: int
+    delayed_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches counts from 1, got {self.micro_batches}")
+        if not 0 <= self.delayed_fraction <= 1:
+            raise ValueError(f"delayed_fraction lies between 0 and 1, got {self.delayed_fraction}")
+
+    @property
+    def blocks(self) -> int:
+        return self.model.blocks
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of one step."""
+        return self.micro_batches * self.model.tokens
+
+    @property
+    def elements(self) -> int:
+        """Number of trained elements of one block."""
+        return self.model.trained_block_parameters
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of one block that a pass reads."""
+        return self.model.block_parameters * self.method.param_bytes
+
+    @property
+    def trained_param_bytes(self) -> int:
+        """Bytes of one block's parameters that an update writes."""
+        return self.elements * self.method.param_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.elements * self.method.grad_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return round(self.elements * self.method.state_bytes)
+
+    @property
+    def input_bytes(self) -> int:
+        return self.model.input_elements * self.method.param_bytes
+
+    @property
+    def resident_elements(self) -> int:
+        """Number of elements of the prologue and epilogue, which stay."""
+        return 0 if self.method.paper else self.model.resident_parameters
+
+    @property
+    def flop_per_second(self) -> float:
+        """Floating-point operations per second attained in a run."""
+        return self.machine.device_flop_per_second / self.machine.compute_factor
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of the forward of one micro-batch through one block."""
+        return self.model.forward_flop / self.flop_per_second
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of the backward of one micro-batch through one block, with the recomputation."""
+        return self.model.backward_flop / self.flop_per_second
+
+    @property
+    def head_seconds(self) -> float:
+        return self.model.head_flop / self.flop_per_second
+
+    @property
+    def ssd(self) -> Duplex:
+        return ssd_of(self.machine)
+
+    @property
+    def bus(self) -> Duplex:
+        return bus_of(self.machine)
+
+
+def ssd_of(machine: MachineProfile) -> Duplex:
+    """Return the rates of all SSDs together; ``one`` is reading."""
+    mixed, count = machine.ssd_mixed_bytes_per_second, machine.ssd_count
+    return Duplex(
+        one=machine.ssd_read_bytes_per_second * count,
+        other=machine.ssd_write_bytes_per_second * count,
+        mixed=mixed * count if mixed else None,
+    )
+
+
+def bus_of(machine: MachineProfile) -> Duplex:
+    """Return the rates of the bus; ``one`` is towards the device. Computing in host memory needs no bus."""
+    if machine.device_shares_host:
+        return Duplex()
+    up, down = machine.upload_bytes_per_second, machine.download_bytes_per_second
+    return Duplex(one=up or inf, other=down or inf, mixed=machine.copy_bytes_per_second)

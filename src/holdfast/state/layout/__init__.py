@@ -1,0 +1,1 @@
+"""Regions of tensors, and how tensors are divided over ranks."""

@@ -1,0 +1,1 @@
+"""Rules that describe a layout which nobody recorded."""

@@ -1,0 +1,1 @@
+"""Commits: how they are written, retained and pruned."""

@@ -1,0 +1,175 @@
+"""Retention: the choice of the commits that are kept.
+
+Pure: names in, names out. A commit is kept by its manifest alone, so retiring one means unlinking one small file. The
+newest ``retain`` commits of the current line are kept. Those of a line that was abandoned by resuming from an earlier
+step are kept too, until the current one has ``retain`` commits of its own or the room is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from holdfast.errors import BadInput
+from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The rules for which snapshots of a run are kept.
+
+    >>> Keep(last=2, every=1000)
+    Keep(last=2, every=1000, hours=None)
+    """
+
+    last: int = 2
+    """The number of newest snapshots to keep, with the log records since the oldest of them."""
+    every: int | None = None
+    """Keep the first snapshot of every so many steps for good, without the log records since."""
+    hours: float | None = None
+    """Keep the first snapshot of every so many hours for good, without the log records since."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("last", 1), ("every", 1), ("hours", 0)):
+            value = getattr(self, name)
+            whole = name == "hours" or isinstance(value, int)
+            if value is not None and not (whole and least <= value < inf and value > 0):
+                raise BadInput(f"Keep({name}={value!r}) must be a positive number{' of whole steps' * whole}")
+        if self.last is None:
+            raise BadInput("Keep(last=None): at least the newest base is kept, so give 1 or more")
+
+    @property
+    def for_good(self) -> bool:
+        """True if any snapshots are kept for good."""
+        return self.every is not None or self.hours is not None
+
+
+def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
+    """Return the commits of ``line`` that stay although newer ones follow.
+
+    These are the first of every ``every`` steps and of every ``hours``. None of the steps before the first ``every``
+    counts.
+    """
+    first: dict[tuple[str, float], CommitRef] = {}
+    for manifest in sorted(line, key=lambda manifest: manifest.step):
+        if keep.every is not None and manifest.step >= keep.every:
+            first.setdefault(("every", manifest.step // keep.every), manifest.ref)
+        if keep.hours is not None:
+            first.setdefault(("hours", manifest.created // (keep.hours * HOUR)), manifest.ref)
+    return set(first.values())
+
+
+def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], tip: int) -> list[CommitRef]:
+    """Return the commits that led to the newest step of the timeline ``tip``, newest first.
+
+    >>> lineage([CommitRef(1, 1), CommitRef(1, 2), CommitRef(2, 2)], {2: Timeline(2, 1, 1)}, 2)
+    [CommitRef(timeline=2, step=2), CommitRef(timeline=1, step=1)]
+    """
+    line: list[CommitRef] = []
+    for timeline, limit in ancestry(timelines, tip):
+        own = [ref for ref in commits if ref.timeline == timeline and (limit is None or ref.step <= limit)]
+        line += sorted(own, reverse=True)
+    return line
+
+
+def newest_tip(commits: Collection[CommitRef], timelines: Mapping[int, Timeline]) -> int:
+    """Return the newest timeline that is begun and whose line has commits; 0 if there is none."""
+    begun = (t for t in sorted(timelines, reverse=True) if is_begun(commits, timelines[t]))
+    return next((t for t in begun if lineage(commits, timelines, t)), 0)
+
+
+def is_begun(commits: Collection[CommitRef], timeline: Timeline) -> bool:
+    """Return whether the run is on ``timeline``. A save that was refused or killed leaves one that is not begun."""
+    return not timeline.by_saves or any(ref.timeline == timeline.id for ref in commits)
+
+
+def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int | None]]:
+    """Return the timelines that ``tip`` continues, itself first, each with the last step it contributes.
+
+    None as the last step means all.
+
+    >>> ancestry({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2)
+    [(2, None), (1, 7)]
+    """
+    found: list[tuple[int, int | None]] = [(tip, None)]
+    while True:
+        timeline, limit = found[-1]
+        record = timelines.get(timeline)
+        if record is None or record.parent is None or record.parent >= timeline:
+            return found
+        fork_step = record.fork_step or 0
+        found.append((record.parent, fork_step if limit is None else min(limit, fork_step)))
+
+
+ANCESTORS_KEPT = 4
+"""The number of timelines of the newest line whose records always stay.
+
+A replica may hold a step of one of them in memory.
+"""
+
+
+def unneeded_timelines(
+    timelines: Mapping[int, Timeline], used: Collection[int], newest: int, present: int = 0
+) -> list[int]:
+    """Return the timelines whose records nothing needs, lowest first.
+
+    Args:
+        timelines: The records, by number.
+        used: Timelines that have a commit or a segment: these are needed, and so is what leads to them.
+        newest: The highest number, which is needed since it may not be given again, and the newest it continues.
+        present: The timeline that the run is on, needed likewise; 0 if that is ``newest``. The two differ while a save
+            that began a timeline is not finished.
+
+    >>> line = {1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 2, 9), 4: Timeline(4, 3, 9), 5: Timeline(5, 3, 9)}
+    >>> unneeded_timelines(line, {3}, 5), unneeded_timelines({**line, 9: Timeline(9, 5, 9)}, {9}, 9)
+    ([4], [1, 4])
+    >>> unneeded_timelines(line, {3}, 5, present=4)
+    []
+    """
+    kept = [
+        timeline for tip in (newest, present) for timeline, _ in ancestry(timelines, tip)[:ANCESTORS_KEPT]
+    ]
+    needed = {*used, *kept}
+    for tip in needed.copy():
+        line = [timeline for timeline, _ in ancestry(timelines, tip)]
+        oldest = max(place for place, timeline in enumerate(line) if timeline in needed)
+        needed.update(line[:oldest])
+    return sorted(timelines.keys() - needed)
+
+
+def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
+    """Return the timeline in which ``step`` of the line of ``tip`` was made.
+
+    >>> [writer_of({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2, step) for step in (7, 8)]
+    [1, 2]
+    """
+    line = ancestry(timelines, tip)[::-1]
+    return next(timeline for timeline, limit in line if limit is None or step <= limit)
+
+
+def dropped(
+    commits: Collection[CommitRef],
+    timelines: Mapping[int, Timeline],
+    tip: int,
+    *,
+    retain: int,
+    room: int,
+    for_good: Collection[CommitRef] = (),
+    damaged: Collection[CommitRef] = (),
+) -> list[CommitRef]:
+    """Return the commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay.
+
+    The commits in ``for_good`` stay besides. Those in ``damaged`` are worth nothing: they do not count and are
+    retired. Called with the timeline ``tip`` open, after each of its commits and before its first.
+    """
+    commits = set(commits) - set(damaged)
+    line = lineage(commits, timelines, tip)
+    kept = line[:retain]
+    own = [ref for ref in kept if ref.timeline == tip]
+    abandoned = sorted(commits - set(line), reverse=True)
+    if len(own) < retain:
+        kept += abandoned[: max(0, room - len(kept))]
+    return sorted((commits | set(damaged)) - set(kept) - set(for_good))

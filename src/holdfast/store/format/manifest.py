@@ -1,0 +1,343 @@
+"""Manifests: the small JSON files that define commits.
+
+No manifest, no commit. Manifests and timeline records are sealed (``checksummed_json``). Sizes are bytes, times
+are unix seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.store.drive_links import FOLDER
+from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unreadable, unseal
+
+ALONE = "rank-00000"
+"""The log of a process that trains by itself, and of the first of several ranks."""
+_COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
+_PAYLOAD_PATH = re.compile(rf"data/({FOLDER}/)?[^./\0][^/\0]*")
+_SMALL_PATH = re.compile(r"index/[^./\0][^/\0]*")
+_INDEX_NAME = re.compile(r"[0-9a-f]{32}\.json")
+_TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
+
+
+class CommitRef(NamedTuple):
+    """The name of a commit. Sorts in the order in which commits were made."""
+
+    timeline: int
+    step: int
+
+    @property
+    def path(self) -> str:
+        return f"commits/step-{self.step:012d}.t{self.timeline:04d}.json"
+
+    @classmethod
+    def of_name(cls, name: str) -> CommitRef | None:
+        """Return the commit whose manifest is the file ``name`` in ``commits/``, or None."""
+        match = _COMMIT_NAME.fullmatch(name)
+        ref = cls(int(match[2]), int(match[1])) if match else None
+        return ref if ref is not None and ref.path == f"commits/{name}" else None
+
+
+class Point(Protocol):
+    """A step of a timeline that can be continued: a commit, or a log record."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def timeline(self) -> int: ...
+    @property
+    def key(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """A payload file as a commit names it.
+
+    ``checksums`` are the xxh3_64 of its blocks, in hex. ``step`` is the step of its content if that is not the
+    commit's; the log records between the two bring it to the commit's step.
+    """
+
+    path: str
+    bytes: int
+    checksums: tuple[str, ...]
+    step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        table = {"path": self.path, "bytes": self.bytes, "xxh3_64": list(self.checksums)}
+        return table if self.step is None else {**table, "step": self.step}
+
+    @classmethod
+    def from_json(cls, item: dict[str, Any]) -> FileRef:
+        """Decode the JSON.
+
+        Raises ``ValueError`` for a path at which no run has payload. Nothing outside of those paths is ever read or
+        removed.
+        """
+        _require(_PAYLOAD_PATH, item["path"])
+        return cls(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The part of a commit that one rank wrote, in a file of ``index/`` that the manifest names by hash.
+
+    ``step`` is that of ``progress``; each of ``files`` has a step of its own.
+    """
+
+    path: str
+    bytes: int
+    xxh3_128: str
+    step: int
+    files: dict[str, FileRef]
+    index: dict[str, Any]
+    progress: dict[str, Any]
+
+    @property
+    def ref(self) -> dict[str, Any]:
+        return {"path": self.path, "bytes": self.bytes, "xxh3_128": self.xxh3_128}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the share's file."""
+        files = {unit: file.to_json() for unit, file in self.files.items()}
+        return {
+            "version": 1,
+            "step": self.step,
+            "index": self.index,
+            "files": files,
+            "progress": self.progress,
+        }
+
+    @classmethod
+    def from_json(cls, ref: dict[str, Any], table: dict[str, Any]) -> RankShare:
+        with reading(ref["path"]):
+            files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+            _require(_SMALL_PATH, table["index"]["path"])
+        return cls(**ref, files=files, **{name: table[name] for name in ("step", "index", "progress")})
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The line of steps since a resume, forked from ``parent`` after ``fork_step`` (None: from nothing).
+
+    ``key`` is drawn at random when the timeline is opened; ``parent_key`` is the parent's. The keys tell a run from
+    another one, and from a copy of it that continued by itself.
+    """
+
+    id: int
+    parent: int | None = None
+    fork_step: int | None = None
+    key: str = ""
+    parent_key: str | None = None
+    created: float = 0.0
+    writer: dict[str, Any] = field(default_factory=dict)
+    by_saves: bool = False
+    """True if saves of whole states make the timeline. The run is then on it only from its first commit on."""
+    run: str = ""
+    """The key of the run: that of its first timeline, whose record may be gone.
+
+    Empty in records of earlier versions.
+    """
+    begun: float = 0.0
+    """The time at which the run was begun; 0 if unknown."""
+
+    @property
+    def path(self) -> str:
+        return timeline_path(self.id)
+
+    def encode(self) -> bytes:
+        table = asdict(self)
+        implied = {"by_saves": (False,), "run": ("", self.key), "begun": (0.0, self.created)}
+        for name, values in implied.items():  # a record without these names implies the same
+            if table[name] in values and (self.parent is None or not table[name]):
+                del table[name]
+        return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Timeline:
+        table = unseal(data, path)
+        with reading(path):
+            names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
+            record = cls(table["timeline"], **{name: table[name] for name in names})
+            first = record.parent is None
+            record = replace(
+                record,
+                by_saves=table.get("by_saves") is True,
+                run=str(table.get("run", record.key if first else "")),
+                begun=float(table.get("begun", record.created if first else 0.0)),
+            )
+        if record.path != path:
+            raise unreadable(path, f"it is the record of timeline {record.id}", len(data))
+        return record
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One commit: the files that hold it (by unit), the index of its tensor entries, and the progress.
+
+    A commit of several ranks has ``shares``, one per rank by the stream of its log. ``files`` are then those of all
+    ranks, and each share has its own index and progress.
+    """
+
+    step: int
+    timeline: int
+    parent: int | None
+    fork_step: int | None
+    key: str
+    parent_key: str | None
+    files: dict[str, FileRef]
+    index: dict[str, Any]
+    progress: dict[str, Any]
+    created: float
+    writer: dict[str, Any]
+    shares: dict[str, RankShare] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.timeline, self.step)
+
+    @property
+    def path(self) -> str:
+        return self.ref.path
+
+    @property
+    def timeline_record(self) -> Timeline:
+        """The timeline record as the manifest repeats it."""
+        return Timeline(self.timeline, self.parent, self.fork_step, self.key, self.parent_key)
+
+    @property
+    def oldest_step(self) -> int:
+        """The step after which log records are needed; the commit's own step if it stands alone."""
+        return min((file.step for file in self.files.values() if file.step is not None), default=self.step)
+
+    @property
+    def streams(self) -> list[str]:
+        """The logs that continue from this commit, by name."""
+        return list(self.shares) or [ALONE]
+
+    def files_of(self, stream: str) -> dict[str, FileRef]:
+        """Return the files that the writer of ``stream`` wrote."""
+        if not self.shares:
+            return self.files
+        return {unit: self.files[unit] for unit in self.shares[stream].files}
+
+    def oldest_step_of(self, stream: str) -> int:
+        """Return the step after which log records of ``stream`` are needed."""
+        share = self.shares.get(stream)
+        steps = [file.step for file in self.files_of(stream).values() if file.step is not None]
+        return min([*steps, self.step if share is None else share.step])
+
+    def progress_of(self, stream: str) -> dict[str, Any]:
+        return self.shares[stream].progress if self.shares else self.progress
+
+    @property
+    def index_refs(self) -> list[dict[str, Any]]:
+        """The index files: one per share, or the only one."""
+        return [share.index for share in self.shares.values()] or [self.index]
+
+    @property
+    def small_paths(self) -> list[str]:
+        """The files in ``index/`` that the commit needs."""
+        paths = [ref["path"] for ref in self.index_refs] + [share.path for share in self.shares.values()]
+        return list(dict.fromkeys(paths))
+
+    def with_shares(self, shares: dict[str, RankShare]) -> Manifest:
+        """Return a copy that includes the content of its ``shares``."""
+        files = {
+            unit: replace(file, step=None if file.step == self.step else file.step)
+            for share in shares.values()
+            for unit, file in share.files.items()
+        }
+        return replace(self, files=files, shares=shares)
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all payload files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def encode(self) -> bytes:
+        """Return the content of the manifest's file."""
+        if self.shares:
+            what: dict[str, Any] = {"shares": {stream: share.ref for stream, share in self.shares.items()}}
+        else:
+            files = {unit: file.to_json() for unit, file in self.files.items()}
+            what = {"progress": self.progress, "index": self.index, "files": files}
+        return seal(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "timeline": self.timeline,
+                "parent": self.parent,
+                "fork_step": self.fork_step,
+                "key": self.key,
+                "parent_key": self.parent_key,
+                "created": self.created,
+                "writer": self.writer,
+                **what,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Manifest:
+        """Decode ``data``, the content of ``path``, without the content of its ``shares``.
+
+        That content is in files of their own. Raises ``ManifestCorrupt``.
+        """
+        table = unseal(data, path)
+        with reading(path):
+            names = ("step", "timeline", "parent", "fork_step", "key", "parent_key", "created", "writer")
+            if "shares" in table:
+                table |= {"index": {}, "progress": {}, "files": {}}
+            files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+            shares = {
+                stream: RankShare(**ref, step=table["step"], files={}, index={}, progress={})
+                for stream, ref in table.get("shares", {}).items()
+            }
+            fields = {name: table[name] for name in (*names, "index", "progress")}
+            manifest = cls(files=files, shares=shares, **fields)
+            for ref in [*table.get("shares", {}).values(), *([] if shares else [table["index"]])]:
+                _require(_SMALL_PATH, ref["path"])
+        if manifest.path != path:
+            raise unreadable(path, f"it is the manifest of {manifest.path}", len(data))
+        return manifest
+
+
+def _require(pattern: re.Pattern[str], path: str) -> None:
+    if not pattern.fullmatch(path):
+        raise ValueError(f"{path!r} is no path of a run's file")
+
+
+def timeline_path(timeline: int) -> str:
+    return f"timelines/t{timeline:04d}.json"
+
+
+def timeline_of_name(name: str) -> int | None:
+    """Return the timeline whose record is the file ``name`` in ``timelines/``, or None."""
+    match = _TIMELINE_NAME.fullmatch(name)
+    return int(match[1]) if match and timeline_path(int(match[1])) == f"timelines/{name}" else None
+
+
+def is_ours(directory: str, name: str) -> bool:
+    """Return whether a file of this name in ``commits``, ``timelines`` or ``index`` belongs to the store."""
+    if directory == "index":
+        return _INDEX_NAME.fullmatch(name) is not None
+    return (CommitRef.of_name if directory == "commits" else timeline_of_name)(name) is not None
+
+
+def this_writer() -> dict[str, Any]:
+    """Return the identity of this writer for manifests, timeline records and the lock."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
+
+
+@lru_cache
+def library_version() -> str:
+    try:
+        return f"holdfast {version('holdfast')}"
+    except PackageNotFoundError:  # run from a source tree
+        return "holdfast from its source tree"

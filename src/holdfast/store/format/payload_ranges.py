@@ -1,0 +1,172 @@
+"""Ranges: verified bytes from anywhere in the payload files of a commit, for many threads at once.
+
+Nothing is trusted before its checksum block has been verified, the header of a payload file included. Verification
+works on whole blocks, so the blocks at the two ends of a range are read in full. The last few of those are kept,
+because the next range most often begins where this one ended. Offsets and sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import Damaged, FileMissing
+from holdfast.state.layout.regions import Box
+from holdfast.state.tensor_entries import DTYPE_BYTES
+from holdfast.store.commit.generations import corrupt
+from holdfast.store.disk import AnyDisk, OpenFile
+from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
+from holdfast.store.format.manifest import FileRef, Manifest
+from holdfast.store.format.payload_files import INSPECT, check_size
+
+KEPT_BLOCKS = 16
+"""The number of end blocks that are kept; 64 MiB."""
+NUM_LOCKS = 64
+"""The number of locks, about the number of blocks read at once. Blocks that share a lock wait for one another."""
+
+
+class VerifiedFiles:
+    """Payload files, each open only while it is read. ``bytes_read`` counts the verified bytes."""
+
+    def __init__(self, disk: AnyDisk) -> None:
+        self._disk = disk
+        self._layouts: dict[str, Layout] = {}
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._reading = [threading.Lock() for _ in range(NUM_LOCKS)]
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def layout(self, ref: FileRef) -> Layout:
+        """Return the verified layout of a file.
+
+        Raises ``FileMissing`` if the file is absent or of another size, ``Damaged`` if it fails verification.
+        """
+        if ref.path not in self._layouts:
+            check_size(self._disk, ref)
+            self._layouts[ref.path] = Layout.parse(self._header(ref))
+        return self._layouts[ref.path]
+
+    def tensor(self, ref: FileRef, key: str) -> np.ndarray:
+        """Return a tensor of the file as an array of opaque elements. Raises ``Damaged``."""
+        layout = self.layout(ref)
+        if key not in layout:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        entry = layout[key]
+        data = np.empty(entry.nbytes, np.uint8)
+        self.read(ref, entry.offset, data.data)
+        return data.view(f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
+
+    def read(self, ref: FileRef, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on.
+
+        Raises ``FileMissing`` if the file is gone, or ``Damaged``, when ``into`` may hold any bytes.
+        """
+        stop = offset + len(into)
+        if not 0 <= offset <= stop <= ref.bytes:
+            raise FileMissing(
+                f"{ref.path} has {ref.bytes} bytes, and {offset} to {stop} are asked for. {INSPECT}",
+                path=ref.path,
+            )
+        if not into:
+            return
+        with closing(self._open(ref)) as file:
+            for block in range(offset // CHECKSUM_BLOCK, -(-stop // CHECKSUM_BLOCK)):
+                start, end = _span(ref, block)
+                first, last = max(start, offset), min(end, stop)
+                piece = into[first - offset : last - offset]
+                if (first, last) == (start, end):
+                    self._read(file, ref, block, piece)
+                else:
+                    piece[:] = self._block(file, ref, block)[first - start : last - start]
+
+    def _open(self, ref: FileRef) -> OpenFile:
+        try:
+            return self._disk.open(ref.path, write=False, direct=False)
+        except FileNotFoundError:
+            raise FileMissing(
+                f"{ref.path} ({ref.bytes} bytes) is missing. {INSPECT}", path=ref.path
+            ) from None
+
+    def _block(self, file: OpenFile, ref: FileRef, block: int) -> memoryview:
+        """Return a whole block, read by one thread for all that want it."""
+        key = ref.path, block
+        with self._reading[hash(key) % NUM_LOCKS]:  # of two threads that want a block, one reads it
+            with self._lock:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    return self._kept[key]
+            start, end = _span(ref, block)
+            data = np.empty(end - start, np.uint8).data
+            self._read(file, ref, block, data)
+            with self._lock:
+                self._kept[key] = data
+                while len(self._kept) > KEPT_BLOCKS:
+                    self._kept.popitem(last=False)
+            return data
+
+    def _read(self, file: OpenFile, ref: FileRef, block: int, data: memoryview) -> None:
+        start = block * CHECKSUM_BLOCK
+        file.read(data, start)
+        got = xxhash.xxh3_64_hexdigest(data)
+        with self._lock:
+            self.bytes_read += len(data)
+        if got != ref.checksums[block]:
+            known = self._layouts.get(ref.path)  # unknown while its header is read
+            atoms = [] if known is None else known.keys_between(start, start + len(data))
+            raise corrupt(ref.path, start, len(data), atoms, ref.checksums[block], got, INSPECT)
+
+    def _header(self, ref: FileRef) -> bytearray:
+        """Return the first blocks of the file, as many as the header needs: nearly always one."""
+        header = bytearray()
+        with closing(self._open(ref)) as file:
+            for block in range(len(ref.checksums)):
+                header += self._block(file, ref, block)
+                if 8 + int.from_bytes(header[:8], "little") <= len(header):
+                    break
+        return header
+
+
+def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
+    """Return the bytes of one tensor entry of the index in C order, joined from its fragments."""
+    return read_box(VerifiedFiles(disk), manifest, atom, Box.whole(tuple(atom["shape"])))
+
+
+def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box: Box) -> bytearray:
+    """Return the bytes of the region ``box`` of a tensor entry in C order.
+
+    Raises ``Damaged`` where the fragments do not cover the region.
+    """
+    itemsize = DTYPE_BYTES[atom["dtype"]]
+    result = bytearray(box.elements * itemsize)
+    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(box.shape)
+    covered = 0
+    for fragment in atom["fragments"]:
+        there, local = Box.from_json(fragment["global"]), Box.from_json(fragment["local"])
+        common = there.intersect(box)
+        if common is None:
+            continue
+        stored = files.tensor(manifest.files[fragment["unit"]], fragment["key"])
+        part = stored[_within(common, there).moved(local.start).slices]
+        target[_within(common, box).slices] = part
+        covered += part.size
+    if covered != box.elements:
+        raise Damaged(
+            f"atom '{atom['name']}/{atom['slot']}' of step {manifest.step}: its fragments cover {covered} elements"
+            f" of {box.shape}"
+        )
+    return result
+
+
+def _within(box: Box, other: Box) -> Box:
+    """Return ``box``, which lies in ``other``, relative to the start of ``other``."""
+    return box.moved(tuple(-start for start in other.start))
+
+
+def _span(ref: FileRef, block: int) -> tuple[int, int]:
+    start = block * CHECKSUM_BLOCK
+    return start, min(start + CHECKSUM_BLOCK, ref.bytes)

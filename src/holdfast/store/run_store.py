@@ -1,0 +1,348 @@
+"""LocalStore: a run directory, open for its one writer, and the files that it writes.
+
+``commit_writer`` makes commits, ``rank_commits`` makes those of several ranks, ``retained_commits`` retires them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any
+
+from holdfast import failpoints
+from holdfast.errors import DiskFailed, NoCommit, PoolExhausted, StaleCommit
+from holdfast.io.queue import IOQueue
+from holdfast.store import drive_links as drive_links
+from holdfast.store.commit.generations import Generations, remove_generations
+from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
+from holdfast.store.commit.rank_commits import RankCommits
+from holdfast.store.commit.retention import Keep
+from holdfast.store.disk import AnyDisk, write_durably
+from holdfast.store.drive_links import HOME, RECORD, Drive, data_paths, refuse_lost
+from holdfast.store.format.file_names import Layout
+from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
+from holdfast.store.lock import LOCK
+from holdfast.store.log.journal import JournalWriter
+from holdfast.store.log.segments import segments, streams, trim
+from holdfast.store.path_checks import check_place
+from holdfast.store.reader import RunReader, run_key_of
+from holdfast.store.remote.object_store import remote_disk
+from holdfast.store.remote.push_target import place_of
+from holdfast.store.scratch import Scratch
+
+DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
+
+
+class LocalStore(RankCommits):
+    """A run directory, open for its one writer.
+
+    A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
+    each step ``acquire`` and ``write`` of its units, then ``publish``. One thread publishes at a time.
+    """
+
+    def __init__(
+        self,
+        root: str | PurePath,
+        *,
+        retain: int = 2,
+        keep: Keep | None = None,
+        spare: int = 1,
+        disk: AnyDisk | None = None,
+        queue: IOQueue | None = None,
+        direct: bool = True,
+    ) -> None:
+        """Prepare the store.
+
+        Until ``enter``, nothing is written or locked; the run may be read and units counted.
+
+        Args:
+            retain: Number of commits to keep.
+            keep: Retention rules that replace ``retain``; units then have more files, as there are more commits.
+            spare: Number of files of each unit that must be free of commits: 1 to write a step, 1 more where steps
+                between commits are written too.
+            queue: An I/O queue that stays open; without one, the store makes its own.
+        """
+        retain = retain if keep is None else keep.last
+        if retain < 1:
+            raise ValueError(f"durability.retain is at least 1, got {retain}")
+        disk = disk or remote_disk(place_of(root))
+        if disk is None:
+            check_place(Path(root))
+        self.queue, self._own_queue = queue or IOQueue(), queue is None
+        super().__init__(
+            root, retain=retain, spare=spare, keep=keep, disk=disk, queue=self.queue, direct=direct
+        )
+        self._scratch: list[Scratch] = []
+        self._new_drives: list[str] = []
+        self.unread: list[DiskFailed] = []
+        """Errors of the segments that ``enter`` could not read."""
+
+    @classmethod
+    def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
+        """Return a store that has been entered; ``options`` are those of the constructor."""
+        store = cls(root, **options)
+        store.enter()
+        return store
+
+    def enter(self) -> None:
+        """Take the lock and make the directory ready, created if absent.
+
+        On return, every listed commit survives power loss with all that it names, even in a directory that was just
+        copied or restored. Temporary files and scratch of an earlier process are gone.
+
+        Raises:
+            RunLocked: Another process writes to the directory.
+            RunMismatch: The directory holds files that no run of this library left, or parts of two runs.
+        """
+        try:
+            self.disk.makedirs("")
+            self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+            if not self.commits():
+                refuse_other_data(self)
+            retained = {ref: self._load_or_none(ref) for ref in self.commits()}
+            refuse_two_runs(self, retained)
+            refuse_lost(
+                self.disk, [f.path for m in retained.values() if m is not None for f in m.files.values()]
+            )
+            for directory in DIRECTORIES:
+                self.disk.makedirs(directory)
+            sweep(self.disk)
+            self._keep(retained)
+            self._drop_orphans()
+            self.unread = [error for stream in streams(self.disk) for error in trim(self.disk, stream)]
+            sync_all(self.disk, self._retained)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def read(root: str | PurePath, **options: Any) -> RunReader:
+        """Open ``root`` for reading, without a lock and without writing, even beside a writer.
+
+        ``options`` are those of ``RunReader``. Raises ``NoCommit`` if ``root`` is not a run directory.
+        """
+        reader = RunReader(root, **options)
+        if not reader.disk.exists("commits"):
+            raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
+        return reader
+
+    def begin(
+        self, fork: Point | None, *, by_saves: bool = False, about: Mapping[str, Any] | None = None
+    ) -> int:
+        """Open a timeline that continues ``fork``, durable on return, and return its id.
+
+        Verify ``fork`` before. Commits that an earlier process had no time to retire are retired, except with
+        ``by_saves``; damaged timeline records are repaired.
+
+        Args:
+            fork: A commit or a log record; None starts from nothing.
+            by_saves: Switch the run to the new timeline only at its first commit, and leave it where it was until
+                then.
+            about: More facts about the writer for the timeline's record.
+        """
+        self._check_writer()
+        known = {*self.timeline_ids(), *(ref.timeline for ref in self.commits())}
+        known |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
+        key, now, records = secrets.token_hex(16), time.time(), self.timelines()[0]
+        record = Timeline(
+            max(known, default=0) + 1,
+            None if fork is None else fork.timeline,
+            None if fork is None else fork.step,
+            key,
+            None if fork is None else fork.key,
+            now,
+            {**this_writer(), **(about or {})},
+            by_saves,
+            run_key_of(records) or key,
+            min((record.begun or record.created or now for record in records.values()), default=now),
+        )
+        with self._failing():
+            write_durably(self.disk, record.path, record.encode(), why="timeline")
+            failpoints.reach("after_timeline_opened")
+            self.timeline, self._fork = record.id, record
+            self._timelines, damaged = self.timelines()
+            restore(self.disk, self._timelines, damaged)
+            if not by_saves:  # with by_saves, the first commit switches the timeline and retires
+                self._retire()
+                self._prune_timelines()
+        return record.id
+
+    def go_on(self, timeline: Timeline) -> None:
+        """Continue in ``timeline``, the newest one, after its newest commit, instead of calling ``begin``.
+
+        For writers that resume nothing and write whole states one after another.
+        """
+        self._check_writer()
+        with self._failing():
+            self.timeline, self._fork = timeline.id, timeline
+            self._timelines, damaged = self.timelines()
+            restore(self.disk, self._timelines, damaged)
+
+    def writer(self) -> str:
+        """Return what the lock file says of the last writer: its process, host and time. Empty without one."""
+        return self.disk.read_bytes(LOCK).decode(errors="replace") if self.disk.exists(LOCK) else ""
+
+    @property
+    def opened(self) -> Timeline:
+        """The timeline that ``begin`` opened."""
+        assert self._fork is not None
+        return self._fork
+
+    def take_drives(self, drives: Sequence[Drive]) -> None:
+        """Make ``drives`` the drives of the run; without any, all files are on the run's own.
+
+        ``directories_for`` must have accepted their directories. Called after ``begin``, before units there are
+        created.
+        """
+        self._check_writer()
+        with self._failing():
+            self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
+
+    def unit(self, name: str, layout: Layout, copies: int, folder: str = HOME) -> Generations:
+        """Return the files of one unit in ``folder``, which names their drive.
+
+        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``.
+        """
+        if self.keep is None and copies != 1 and copies <= self.retain:
+            raise ValueError(
+                f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
+            )
+        unit = Generations(
+            name,
+            layout,
+            copies,
+            disk=self.disk,
+            queue=self.queue,
+            retained=lambda: self._retained_files,
+            way_out=self.way_out,
+            check_writer=self._check_writer,
+            direct=self.direct,
+            grows=self.keep is not None,
+            folder=folder,
+        )
+        self._units[name] = unit
+        return unit
+
+    def write_unit(
+        self, name: str, layout: Layout, fill: Callable[[memoryview, int], None], *, phase: str = "save"
+    ) -> tuple[int, tuple[str, ...]]:
+        """Write a whole unit once, durably, and return its generation and checksums for ``publish``.
+
+        ``fill(view, start)`` puts the bytes of the file from ``start`` on into ``view``.
+        """
+        unit = self.unit(name, layout, copies=1)
+        unit.create()
+        generation = self.free_generation(unit)
+        return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
+
+    def journal(self, stream: str) -> JournalWriter:
+        """Return a log writer for the timeline that ``begin`` opened; the caller closes it."""
+        if self._fork is None:
+            raise ValueError("begin() opens the timeline that records are written in; call it first")
+
+        def check_writer() -> None:
+            self._check_writer()
+            self._check_fence()
+
+        def reserve(least: int, wanted: int) -> int:
+            if self.cap_bytes is not None:
+                wanted = max(least, min(wanted, self.cap_bytes - self.used_bytes - 2 * least))
+            self.used_bytes += wanted
+            return wanted
+
+        return JournalWriter(
+            self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve, direct=self.direct
+        )  # fmt: skip
+
+    def scratch(self, name: str, nbytes: int) -> Scratch:
+        """Return an empty scratch file of ``nbytes``, which is removed when the store is closed."""
+        self._check_writer()
+        scratch = Scratch(self.disk, self.queue, name, nbytes, direct=self.direct)
+        self._scratch.append(scratch)
+        return scratch
+
+    def remove_scratch(self, scratch: Scratch) -> None:
+        """Close and remove a scratch file before the store is closed. No transfer may be under way."""
+        self._scratch.remove(scratch)
+        scratch.close()
+        if self._lock is not None:
+            self._lock.check()
+            scratch.remove()
+
+    def drop_unit(self, unit: Generations) -> None:
+        """Stop writing ``unit`` and remove its files as soon as no commit names them.
+
+        No transfer may be under way.
+        """
+        self._units.pop(unit.name, None)
+        unit.close()
+        remove_generations(self.disk, unit.name, unit.layout.file_bytes, self._retained_files)
+
+    def free_generation(self, unit: Generations) -> int:
+        """Return a generation to write, made if all are taken."""
+        try:
+            return unit.acquire()
+        except PoolExhausted:
+            if self.keep is None:
+                raise
+            if not self.make_room(unit.layout.file_bytes):
+                return unit.acquire()  # make_room retired a snapshot, which freed one
+            self.used_bytes += unit.layout.file_bytes
+            return unit.acquire_new()
+
+    def names(self) -> set[str]:
+        """Return the files in the directories in which a fresh start makes permanent files."""
+        found = {
+            f"{folder}/{name}" for folder in ("index", "timelines") for name in self.disk.listdir(folder)
+        }
+        return {*found, *data_paths(self.disk)}
+
+    def withdraw(self, before: Collection[str]) -> None:
+        """Remove what a fresh start without a commit made since ``names`` returned ``before``.
+
+        Files of others stay. The timeline's record goes last, so an interruption leaves only what an interrupted
+        fresh start leaves. Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was
+        opened.
+        """
+        if self._lock is None or self.commits():
+            return
+        self._lock.check()
+        made = [unit.path(k) for unit in self._units.values() for k in range(unit.copies)]
+        made += [f"index/{name}" for name in self.disk.listdir("index") if is_ours("index", name)]
+        for path in made:
+            if path not in before:
+                self.disk.unlink(path)
+        if self._new_drives:
+            drive_links.leave(self.disk, self._new_drives)
+            self.disk.unlink(RECORD)
+        if self._fork is not None and self._fork.path not in before:
+            self.disk.unlink(self._fork.path)
+
+    def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
+        """Return the bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
+        return sum(unit.missing_bytes() for unit in units) + scratch_bytes
+
+    def free_bytes(self) -> int:
+        return self.disk.free_bytes()
+
+    def close(self) -> None:
+        """Close all files and release the lock. No transfer may be under way. A second call does nothing."""
+        lock, self._lock = self._lock, None
+        scratch, self._scratch = self._scratch, []
+        try:
+            if self._own_queue:
+                self.queue.close()
+            for file in [*self._units.values(), *scratch]:
+                file.close()
+            if lock is not None:
+                with suppress(DiskFailed, StaleCommit):  # the next opening removes the rest
+                    for file in scratch:
+                        # raises in a forked child, whose parent owns the files, and in another run's directory
+                        lock.check()
+                        file.remove()
+        finally:
+            if lock is not None:
+                lock.release()

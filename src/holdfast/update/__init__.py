@@ -1,1 +1,0 @@
-"""The one host optimizer: tiles, hyper-parameter snapshots, replay of one step."""

@@ -1,0 +1,142 @@
+"""A script with an ``Accelerator`` ends, after it was killed and started again, as one that was never interrupted."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from dist.habits import ACCELERATE, compare, ended, killed_it_ends_the_same
+from dist.world import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World("accelerated") as world:
+        yield world
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(keep=5)
+@pytest.mark.parametrize("habit", ACCELERATE)
+def test_killed_it_ends_the_same(world, tmp_path, habit):
+    killed_it_ends_the_same(world, tmp_path, 1, ACCELERATE[habit])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("habit", ["shuffled", "noise and accumulation"])
+def test_killed_two_processes_end_the_same(world, tmp_path, habit):
+    """The other habits are in tests/crash."""
+    killed_it_ends_the_same(world, tmp_path, 2, ACCELERATE[habit])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path, ranks):
+    said = ended(world.run(ranks, root=tmp_path / "run", save_at=8, keep_last=9))
+    assert [each["saved"] for each in said] == [8] * ranks
+    rest = ended(world.run(ranks, root=tmp_path / "run", load=True))
+    assert [each["resumed"] for each in rest] == [8] * ranks
+    compare(rest, ended(world.run(ranks)))
+
+
+def test_load_state_after_resume_is_refused(world, tmp_path):
+    ended(world.run(1, root=tmp_path / "run", save_at=8))
+    [said] = world.run(1, root=tmp_path / "run", load=True, resume_too=True)
+    assert "resume() has brought the run to step 24, and load_state" in said["error"]
+    assert "Call one of them" in said["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [1, 3])
+def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
+    ended(world.run(2, root=tmp_path / "run", passes=2))
+    said = world.run(others, root=tmp_path / "run")
+    assert (
+        f"RunMismatch: the run was trained with a number of ranks of 2, now it is {others}"
+        in said[0]["error"]
+    )
+    compare(ended(world.run(2, root=tmp_path / "run")), ended(world.run(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others, left", [(1, 13), (3, 5)])
+def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world, tmp_path, others, left):
+    ended(world.run(2, root=tmp_path / "run", kind="holdfast", stop_at=5))
+    said = ended(world.run(others, root=tmp_path / "run", kind="holdfast"))
+    assert said[0]["resumed"] == 5
+    assert said[0]["steps"] - 5 == left  # of 39 samples
+
+
+@pytest.mark.parametrize(
+    "changed, text",
+    [
+        ({"batch": 4}, "a batch size of 3, now it is 4"),
+        ({"samples": 22}, "a dataset of length 23, now it is 22"),
+    ],
+)
+def test_a_place_that_the_script_does_not_have_is_refused(world, tmp_path, changed, text):
+    ended(world.run(1, root=tmp_path / "run", passes=2))
+    [said] = world.run(1, root=tmp_path / "run", **changed)
+    assert said["error"].startswith("RunMismatch") and text in said["error"]
+
+
+@pytest.mark.parametrize(
+    "how, text",
+    [
+        ("a stream", "an IterableDataset is read one sample after the other"),
+        ("dispatched", "prepare the loader with dispatch_batches=False"),
+        ("two models", "has prepared 2 models"),
+        ("an option", "optimizer= is the accelerator's"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_with_nothing_written(world, tmp_path, how, text):
+    for said in world.run(2, root=tmp_path / "run", spoilt=how):
+        assert said["error"].startswith("BadInput") and text in said["error"], said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_save_state_leaves_beside_the_weights_is_known(tmp_path):
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from holdfast.opening import source_of
+
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    try:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, optimizer, schedule)
+        accelerator.save_state(str(tmp_path / "state"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    source = source_of(str(tmp_path / "state"))
+    assert source.unread == ("optimizer.bin", "random_states_0.pkl", "scheduler.bin")
+    left = {each.name for each in (tmp_path / "state").iterdir()} - set(source.unread)
+    assert left == {"model.safetensors"}
+
+
+@pytest.mark.slow
+def test_hooks_of_save_state_are_told(tmp_path):
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from holdfast.integrations.accelerate import AcceleratedCheckpointer
+
+    def saves_an_average(models, weights, folder):
+        """As scripts do with an average of the weights."""
+
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 6))
+    try:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.register_save_state_pre_hook(saves_an_average)
+        with pytest.warns(UserWarning, match="saves_an_average of register_save_state_pre_hook"):
+            AcceleratedCheckpointer(tmp_path / "run", accelerator, loader).close()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,42 @@
+"""Tensors of a folder under the names of a model: what is made of what is part of what they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from holdfast.formats.memory_source import InMemory
+from holdfast.formats.source import places_of
+from holdfast.models.naming import Converted, Group
+from holdfast.state.tensor_entries import Atom
+
+
+class Stacks:
+    """Stands for a conversion of transformers."""
+
+    def __init__(self, dim):
+        self.operations, self.given = [SimpleNamespace(dim=dim)], []
+
+    def add_tensor(self, first, name, pattern, tensor):
+        self.given.append(tensor)
+
+    def convert(self, first, model, config):
+        return {first: torch.stack(self.given, self.operations[0].dim)}
+
+
+def converted(dim, names="ab"):
+    source = InMemory("x", "hf", [(Atom(n, "param", (2, 2), "F32"), torch.eye(2)) for n in "ab"], {})
+    group = Group("whole", Stacks(dim), [(".", name) for name in names])
+    return Converted(source, [group], SimpleNamespace(config=None))
+
+
+@pytest.mark.parametrize("other", [{"dim": 1}, {"dim": 0, "names": "ba"}])
+def test_another_conversion_to_the_same_names_and_shapes_is_another(other):
+    one, two = converted(0), converted(**other)
+    assert places_of(one.atoms.values()) == places_of(two.atoms.values())
+    assert one.identity() != two.identity()
+    assert one.identity() == converted(0).identity()

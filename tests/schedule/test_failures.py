@@ -1,0 +1,96 @@
+"""Simulated failures: by hand where it can be done, and against the averages of the model."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from holdfast.schedule.interval.waste import HOUR, Cadence, Measured, waste
+from plan_failures import _Run, simulate
+from schedule.test_waste import RUN
+
+BY_HAND = Measured(
+    step_seconds=1.0,
+    full_bytes=5,
+    record_bytes=0,
+    write_bytes_per_second=inf,
+    read_bytes_per_second=1.0,
+    base_stall_seconds=0.0,
+    sync_seconds=0.5,
+    replay_seconds=0.1,
+)
+"""A step takes a second, a write half of one, a load five and a record a tenth."""
+
+
+def test_what_was_not_durable_is_lost():
+    run = _Run(BY_HAND, Cadence(10, 4))
+    assert run.fail_after(9.2) == pytest.approx(5 + 8 * 0.1)
+    assert (run.step, run.base) == (8, 0)  # of 9 steps; the group of 8 was durable at 8.5
+
+
+def test_a_group_is_durable_when_its_write_is_over():
+    run = _Run(BY_HAND, Cadence(10, 4))
+    run.fail_after(4.4)
+    assert run.step == 0
+    run.fail_after(4.6)
+    assert run.step == 4
+
+
+def test_a_base_cuts_a_group_short_and_ends_the_replay():
+    run = _Run(BY_HAND, Cadence(10, 4))
+    assert run.fail_after(10.6) == pytest.approx(5)
+    assert (run.step, run.base) == (10, 10)
+    assert run.fail_after(21) == pytest.approx(5)
+    assert (run.step, run.base) == (30, 30)
+
+
+def test_a_base_that_was_being_made_is_made_again():
+    run = _Run(replace(BY_HAND, base_steps=3, sync_seconds=0), Cadence(10, 1))
+    run.fail_after(9.5)
+    assert (run.step, run.base) == (9, 0)
+    run.fail_after(2.5)  # it needs 3 steps
+    assert (run.step, run.base) == (11, 0)
+    run.fail_after(3.5)
+    assert (run.step, run.base) == (14, 14)
+
+
+def test_stalls_take_time():
+    stalling = replace(BY_HAND, base_stall_seconds=4, base_steps=2, write_stall_seconds=0.25, sync_seconds=0)
+    run = _Run(stalling, Cadence(8, 4))
+    run.fail_after(4.2)
+    assert run.step == 0
+    run.fail_after(4.3)
+    assert run.step == 4
+    run.fail_after(8.2)  # four steps, the stall of a write, and that of a base
+    assert run.step == 4
+    run.fail_after(8.3)
+    assert (run.step, run.base) == (8, 8)
+
+
+def test_without_failures_to_speak_of_only_stalls_are_wasted():
+    rare = replace(RUN, mean_seconds_between_failures=1e7)
+    found = simulate(rare, Cadence(50, 5), num_failures=1, seed=1)
+    model = waste(rare, Cadence(50, 5))
+    assert found.wasted_per_hour == pytest.approx(
+        model.base_stall + model.record_stall + model.contention, rel=2e-3
+    )
+
+
+def test_a_seed_is_a_run():
+    one, again, other = (simulate(RUN, Cadence(50, 5), num_failures=50, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_steps_kept_and_time_wasted_make_up_the_whole():
+    found = simulate(RUN, Cadence(50, 5), num_failures=200)
+    kept = found.steps * RUN.step_seconds
+    assert found.wasted_per_hour * found.seconds / HOUR + kept == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("mean", [60, 300, 900])
+@pytest.mark.parametrize("steps, records", [(25, 1), (99, 4), (400, 25)])
+def test_the_model_agrees_with_it(mean, steps, records):
+    m = replace(RUN, mean_seconds_between_failures=mean)
+    found = simulate(m, Cadence(steps, records), num_failures=4000)
+    assert waste(m, Cadence(steps, records)).total == pytest.approx(found.wasted_per_hour, rel=0.02)

@@ -1,0 +1,108 @@
+"""Placement by budget: what was asked for is given, and the rest fills the budget in order."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import BadInput, DoesNotFit
+from holdfast.quantities import ample_budget, parse_bytes
+from holdfast.schedule.horizontal import horizontal
+from holdfast.schedule.memory_use import predict
+from holdfast.schedule.planner.placement import choose
+from holdfast.schedule.work import CLIPPING, Placement, StepShape
+from plan_steps import uneven
+
+WORK = uneven(8)
+SHAPE = StepShape(micro_batches=3, clipping="defer")
+
+
+def needs(placement: Placement, shape: StepShape = SHAPE) -> int:
+    return predict(WORK, placement, shape).host_bytes
+
+
+def on_ssd(**fractions: float) -> Placement:
+    return Placement.fractions(8, **{"activations": 0.0, "gradients": 0.0, **fractions})
+
+
+def test_without_a_budget_everything_stays():
+    everything = Placement.fractions(8, params=1.0, optimizer=1.0, activations=1.0, gradients=1.0)
+    assert choose(WORK, SHAPE, None) == everything
+
+
+def test_the_least_budget_keeps_nothing_and_one_byte_less_does_not_fit():
+    least = needs(on_ssd())
+    assert choose(WORK, SHAPE, least) == on_ssd()
+    with pytest.raises(DoesNotFit, match=f'Give it "{ample_budget(least)}"'):
+        choose(WORK, SHAPE, least - 1)
+
+
+def test_what_is_asked_for_is_given_or_refused_with_a_budget_that_works():
+    asked = on_ssd(optimizer=0.5)
+    assert choose(WORK, SHAPE, needs(asked), optimizer=0.5) == asked
+    with pytest.raises(DoesNotFit) as refused:
+        choose(WORK, SHAPE, needs(asked) - 1, optimizer=0.5)
+    text = str(refused.value)
+    assert "optimizer_on_host=0.5" in text
+    works, least = (parse_bytes(figure) for figure in re.findall(r'"(\d+MiB)"', text))
+    assert choose(WORK, SHAPE, works, optimizer=0.5).optimizer == asked.optimizer
+    with pytest.raises(DoesNotFit):
+        choose(WORK, SHAPE, least, optimizer=0.5)
+    assert choose(WORK, SHAPE, least)
+    assert "(holdfast train: --set offload.host_budget=1MiB --set offload.optimizer_on_host=auto)" in text
+
+
+def test_the_budget_is_filled_in_order():
+    """Parameters, then gradients, then block inputs, then the optimizer's state."""
+    filled = {}
+    for kind in ("params", "gradients", "activations", "optimizer"):
+        filled[kind] = 1.0
+        assert choose(WORK, SHAPE, needs(on_ssd(**filled))) == on_ssd(**filled)
+
+
+def test_a_part_is_kept_where_not_all_fits():
+    chosen = choose(WORK, SHAPE, needs(on_ssd(params=1.0, gradients=1.0, activations=1.0, optimizer=0.375)))
+    assert sum(chosen.optimizer) == 3 and all(chosen.params + chosen.gradients + chosen.activations)
+
+
+def test_other_orders_have_their_own_needs():
+    """The horizontal order keeps gradients without clipping too. It has one micro-batch between blocks, whose
+    inputs take less than the buffers that would move them."""
+    shape = StepShape(micro_batches=3)
+    least = predict(WORK, on_ssd(activations=1.0), shape, horizontal).host_bytes
+    assert least < predict(WORK, on_ssd(), shape, horizontal).host_bytes
+    assert choose(WORK, shape, least, schedule=horizontal) == on_ssd(activations=1.0)
+    upright = choose(WORK, shape, predict(WORK, on_ssd(), shape).host_bytes)
+    assert all(upright.gradients)  # in the vertical order none wait, so it takes nothing to keep all
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, "some"])
+def test_a_fraction_that_is_none_is_refused(wrong):
+    with pytest.raises(BadInput, match="params_on_host"):
+        choose(WORK, SHAPE, None, params=wrong)
+
+
+@given(
+    budget=st.integers(400_000, 3_000_000),
+    asked=st.fixed_dictionaries(
+        {kind: st.sampled_from(["auto", 0.0, 0.25, 1.0]) for kind in ("params", "activations", "optimizer")}
+    ),
+    count=st.integers(1, 6),
+    clipping=st.sampled_from(CLIPPING),
+)
+@settings(max_examples=80, deadline=None)
+def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, clipping):
+    work, shape = uneven(count), StepShape(micro_batches=2, clipping=clipping)
+    try:
+        chosen = choose(work, shape, budget, **asked)
+    except DoesNotFit as error:
+        works = parse_bytes(re.findall(r"Give it \"(\d+MiB)\"", str(error))[0])
+        assert works > budget
+        choose(work, shape, works, **asked)
+        return
+    assert predict(work, chosen, shape).host_bytes <= budget
+    for kind, fraction in asked.items():
+        if isinstance(fraction, float):
+            alone = Placement.fractions(count, **{kind: fraction})
+            assert getattr(chosen, kind) == getattr(alone, kind)

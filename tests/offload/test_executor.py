@@ -128,6 +128,24 @@ def test_the_next_step_waits_for_exactly_what_it_needs(executor, log):
     assert "c ends" in log.events
 
 
+def test_another_list_waits_for_downloads_of_the_one_before_and_the_same_list_does_not(executor, log):
+    first, other = [op("a"), op("download", DOWNLOAD, needs=["a"])], [op("b")]
+    log.futures["download"] = Future()
+    executor.run(first, STEP)
+    runner = threading.Thread(target=executor.run, args=(other, object()))
+    runner.start()
+    time.sleep(0.02)
+    assert "b begins" not in log.events
+    log.futures["download"].set_result(None)
+    runner.join()
+    log.futures["download"] = Future()
+    executor.run(first, object())
+    executor.run(first, object())
+    assert log.events.count("a ends") == 3
+    log.futures["download"].set_result(None)
+    executor.drain()
+
+
 def test_what_an_earlier_step_had_counts_until_a_later_one_has_it(executor, log):
     let_go = log.hold("update")
     executor.run([op("update", UPDATE)], STEP)

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from ..optim.torch_threads import Lane
-from ..schedule.operations import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
+from ..schedule.operations import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, UPDATE, Key, Op
 
 Handler = Callable[[Op, Any], "Future | None"]
 """Runs one operation of a step; returns a future if the operation continues after the handler has returned."""
@@ -92,6 +92,7 @@ class Executor:
         }
         self._exchanged: Task | None = None
         self._changed = threading.Condition()
+        self._listed: Sequence[Op] = ()
         self._latest: dict[Key, Task] = {}
         self._running: set[Task] = set()  # asynchronous operations under way
         self._left: set[Task] = set()  # operations admitted, neither over nor dropped
@@ -154,9 +155,13 @@ class Executor:
         with self._changed:
             self._raise_failure()
             earlier, mine = self._latest, {}
+            held = [] if operations is self._listed else self._downloads()
+            self._listed = operations
             for priority, op in enumerate(operations):
                 task = mine[op.key] = Task(op, step, priority)
                 needed = [mine[key] for key in op.needs]
+                if op.lane == COMPUTE:
+                    needed, held = [*needed, *held], []
                 needed += [earlier[key] for key in op.needs_previous if key in earlier]
                 if op.lane == EXCHANGE:
                     needed += [] if self._exchanged is None else [self._exchanged]
@@ -171,6 +176,14 @@ class Executor:
             ready = [task for task in mine.values() if task.missing == 0 and task.op.lane != COMPUTE]
         self._dispatch(ready)
         return list(mine.values())
+
+    def _downloads(self) -> list[Task]:
+        """Return the downloads that are not over.
+
+        The first computation of another list waits for them: ``needs_previous`` counts the buffers on the device only
+        from one step to the next of the same list.
+        """
+        return [task for task in self._left if task.op.lane == DOWNLOAD]
 
     def _follows(self, task: Task, other: Task) -> bool:
         """Return whether ``task`` waits on the device for ``other``, which it needs."""

@@ -1,1 +1,1 @@
-"""From a completed step to a durable log record."""
+"""The way of a completed step to a durable log record."""

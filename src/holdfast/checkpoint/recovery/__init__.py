@@ -1,1 +1,1 @@
-"""Recovery: from a snapshot and log records to the state of a step."""
+"""Recovery: the state of a step, from a snapshot and log records."""

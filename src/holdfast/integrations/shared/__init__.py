@@ -1,1 +1,1 @@
-"""What several integrations need: positions in a loader, attributes that change, commits of all ranks."""
+"""The common needs of several integrations: positions in a loader, attributes that change, commits of all ranks."""

@@ -1,1 +1,1 @@
-"""What of the state is in memory, and where."""
+"""The state in memory: buffers, residents, and what is on the device."""

@@ -1,1 +1,1 @@
-"""What the engine reports of its steps."""
+"""Reports of the engine on its steps."""

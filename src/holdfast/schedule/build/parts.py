@@ -115,7 +115,7 @@ class Schedule:
         return sum(not (on_host or kept) for on_host, kept in stays)
 
     def add(self, key: Key, lane: str, **fields: Any) -> Key:
-        self.operations.append(Op(key, lane, **fields))
+        self.ops.append(Op(key, lane, **fields))
         return key
 
     def compute(self, key: Key, needs: tuple[Key, ...] = (), **fields: Any) -> Key:

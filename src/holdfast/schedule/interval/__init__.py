@@ -1,1 +1,1 @@
-"""How often to write a snapshot, from measured costs and failures."""
+"""The interval of snapshots, from measured costs and failures."""

@@ -3,6 +3,7 @@ shared, and some sums come out in another order."""
 
 import os
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +15,13 @@ from killed import kill
 from matrix.cells import told
 
 torch.set_num_threads(1)
+
+with suppress(ImportError):  # the environments of the peers have no hypothesis
+    from hypothesis import settings
+
+    # Examples are the same in every run; `make campaign` draws new ones.
+    settings.register_profile("fixed", derandomize=True, database=None)
+    settings.load_profile("default" if CAMPAIGN else "fixed")
 
 os.environ.setdefault(
     "HOLDFAST_MACHINE", "cpu-2-core"

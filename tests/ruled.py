@@ -6,9 +6,10 @@ import json
 from math import prod
 
 import numpy as np
-from holdfast.state.rules.rule_language.assembly import assemble
-from holdfast.state.rules.rule_language.rule_language import Rules
-from holdfast.state.rules.rule_language.rule_matching import StoredTensor
+
+from holdfast.state.rules.assembly import assemble
+from holdfast.state.rules.rule_language import Rules
+from holdfast.state.rules.rule_matching import StoredTensor
 
 NAN = float("nan")
 

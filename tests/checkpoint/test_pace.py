@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from holdfast.state.rules.rule_language.rule_language import Rules
 from torch import nn
 
 import holdfast
@@ -31,6 +30,7 @@ from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.formats.rules_source import check, infer
 from holdfast.io.queue import Throttle
+from holdfast.state.rules.rule_language import Rules
 from holdfast.store.commit.retention import Keep
 from holdfast.store.disk import Disk
 from holdfast.store.disk_usage import used_bytes

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from holdfast.cli.train.train_job.chosen_optimizer import make_optimizer
-from holdfast.cli.train.train_job.recipe import recipe_of
 
+from holdfast.cli.train.chosen_optimizer import make_optimizer
+from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import from_values
 from holdfast.events import read_events
 from training import stored

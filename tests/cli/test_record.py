@@ -5,9 +5,9 @@ import os
 import shutil
 
 import pytest
-from holdfast.cli.train.train_job.kept_config import write_record
 
 from holdfast.cli.machine import choose_dtype
+from holdfast.cli.train.kept_config import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
 from holdfast.store.disk import Disk

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from holdfast.state.rules.rule_language.rule_language import Rules
 
+from holdfast.state.rules.rule_language import Rules
 from tiny_run import TinyRun
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from holdfast.state.rules.rule_language.rule_language import Rules
 
 from holdfast.formats.rules_source import check, infer
+from holdfast.state.rules.rule_language import Rules
 from holdfast.store.reader import RunReader
 
 

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from holdfast.state.rules.rule_language.rule_language import Rules
 
 from formats.deepspeed_files import random_state, write
 from formats.test_deepspeed import bits, expected
@@ -18,6 +17,7 @@ from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers import open_source
 from holdfast.formats.rules_source import UnderRules
 from holdfast.formats.source import places_of
+from holdfast.state.rules.rule_language import Rules
 from holdfast.state.tensor_entries import Atom
 
 SHAPES = [{"a": (4, 4), "b": (5,), "c": (2, 3)}]

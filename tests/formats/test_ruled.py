@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from holdfast.state.rules.rule_language.rule_language import Rules
 from safetensors.torch import save_file
 
 from holdfast.checkpointer import Checkpointer
@@ -19,6 +18,7 @@ from holdfast.formats.restore import read_tensors
 from holdfast.formats.rules_source import UnderRules
 from holdfast.opening import source_of
 from holdfast.state.layout.regions import Box
+from holdfast.state.rules.rule_language import Rules
 from holdfast.state.tensor_entries import Atom
 
 TEXT = r"""

@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-from holdfast.cli.train.train_job.orderly_stop import StopRequest
 from rich.console import Console
 
+from holdfast.cli.train.orderly_stop import StopRequest
 from holdfast.monitor.training_panel import TrainingPanel, sparkline
 
 STEP = {

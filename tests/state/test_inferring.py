@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from holdfast.state.rules.rule_language.assembly import assemble
-from holdfast.state.rules.rule_language.inference import HeldRegion, inferred
-from holdfast.state.rules.rule_language.rule_language import Rules
-from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.state.layout.regions import Box
+from holdfast.state.rules.assembly import assemble
+from holdfast.state.rules.inference import HeldRegion, inferred
+from holdfast.state.rules.rule_language import Rules
+from holdfast.state.rules.rule_matching import StoredTensor
 from holdfast.state.tensor_entries import Atom
 
 NAMES = ("layers.0.w", "layers.1.w", "layers.10.b", "it's.3", "a+b.w", "norm")

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from holdfast.state.rules.rule_language.assembly import assemble
-from holdfast.state.rules.rule_language.rule_language import KINDS, OPTIONS, Rules
-from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 
 from holdfast.formats import packs
+from holdfast.state.rules.assembly import assemble
+from holdfast.state.rules.rule_language import KINDS, OPTIONS, Rules
+from holdfast.state.rules.rule_matching import StoredTensor
 
 WHOLE = (Path(__file__).parents[2] / "docs" / "moves.md").read_text()
 DOCUMENT = WHOLE.partition("\n## Rules")[2].partition("\n## ")[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from holdfast.state.rules.rule_language.assembly import assemble
-from holdfast.state.rules.rule_language.rule_language import Rules
-from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import RuleError
+from holdfast.state.rules.assembly import assemble
+from holdfast.state.rules.rule_language import Rules
+from holdfast.state.rules.rule_matching import StoredTensor
 from ruled import NAN, Ranks, numbered, rule_of
 
 

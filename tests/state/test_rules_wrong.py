@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from holdfast.state.rules.rule_language.assembly import assemble
-from holdfast.state.rules.rule_language.rule_language import Rules
-from holdfast.state.rules.rule_language.rule_matching import StoredTensor
 
 from holdfast.errors import RuleError
+from holdfast.state.rules.assembly import assemble
+from holdfast.state.rules.rule_language import Rules
+from holdfast.state.rules.rule_matching import StoredTensor
 from ruled import rule_of
 
 W = {"tp": (0, 2)}, {"tp": (1, 2)}

@@ -18,7 +18,7 @@ from .loss_scaling import LossScale
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What stays in memory, as fractions of the blocks, spread evenly. They change the speed of a run and no bit.
+    """Fractions of the state that stay in memory, spread evenly over the blocks. They change the speed and no bit.
 
     None: with a ``budget`` of "auto" the planner chooses it; otherwise it is 0, but 1 for
     ``activations_on_host`` and ``recomputed_fraction``.
@@ -106,7 +106,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Durability:
-    """How often the state is committed, and what is kept."""
+    """The rhythm of commits, and their retention."""
 
     commit_every: int = 1
     """Steps from one commit to the next; with 0 nothing is durable."""
@@ -120,7 +120,7 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True)
 class IO:
-    """How bytes move between host memory and SSDs. None of it changes a bit."""
+    """Drives, limits and threads of the transfers between host memory and SSDs. None of it changes a bit."""
 
     drives: Sequence[str | Path] = ()
     """Directories on further SSDs, each for this run alone (created if absent). The state's files are shared out among

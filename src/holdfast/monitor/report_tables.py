@@ -9,7 +9,7 @@ from ..quantities import counted, format_bytes, format_seconds
 from . import facts
 from .charts import Curve, Level, Scale, chart
 from .gantt import milliseconds
-from .history import History, Step
+from .history import History, StepRecord
 from .lanes import NAMES
 from .page import absent, paragraph, table
 
@@ -106,7 +106,7 @@ def memory(history: History) -> str:
     return body
 
 
-def _memory_of_checkpointer(found: dict[str, Any], line: list[Step]) -> str:
+def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> str:
     said = (
         f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
         f" the ring of records, and copies of a base may take {_size(found['staging_bytes'])}. At a look once a second,"

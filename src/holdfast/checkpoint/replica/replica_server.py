@@ -42,7 +42,7 @@ from ...store.run_store import LOCK, LocalStore
 from ..capture import state_digests
 from ..log.recorder import InlineRecorder
 from ..numerics import computing_as, needs_threads
-from ..recovery.model_description import Part, adopt, rebuild, updating_devices
+from ..recovery.model_description import RankState, adopt, rebuild, updating_devices
 from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_told, fingerprint
 from ..recovery.run_recovery import BY, recover
 from ..snapshot.snapshot_state import beside_records
@@ -197,7 +197,7 @@ class ReplicaServer:
         if self._bases is None:
             self._bases = SnapshotWriter(self._store, state, InlineRecorder(self._beat), self._prefix)
         self._bases.watch(state)
-        if isinstance(before, Part):
+        if isinstance(before, RankState):
             before.free()
         del before
         for device in updating_devices(about["sync"]):

@@ -133,7 +133,7 @@ def _held(name: str) -> BadInput:
     )
 
 
-class Watched:
+class WatchedModel:
     """The modules, their parameters, and which of these are trained, as they were handed over.
 
     A run's files are laid out for them, so they must not change.

@@ -88,7 +88,7 @@ def test_only_the_first_rank_draws(monkeypatch):
 def test_a_resumed_engine_goes_on_with_its_next_step(tmp_path, capsys):
     for until, expected in ((2, [0, 1]), (3, [2])):
         model, numbers = decoder(blocks=2), []
-        with holdfast.offload(model, adamw(model), tmp_path / "run", dtype="fp32") as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / "run", precision="fp32") as engine:
             for number in holdfast.progress_bar().steps(engine, until):
                 numbers.append(number)
                 engine.step(batches(number, 2))

@@ -35,7 +35,7 @@ _HOME = {
     "TopK": ".checkpoint.compression.lossy",
     "empty_parameters": ".offload.model.blocks",
     "keyed_rng": ".offload.rng",
-    "progress_bar": ".monitor.recovery_bar",
+    "progress_bar": ".monitor.progress_bar",
     "loader": ".data.loader",
     "pretrained": ".models.pretrained",
     "HoldfastError": ".errors",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .errors import HoldfastError
     from .models.pretrained import pretrained
-    from .monitor.recovery_bar import progress_bar
+    from .monitor.progress_bar import progress_bar
     from .offload.api import offload
     from .offload.engine import Engine
     from .offload.loss_scaling import LossScale

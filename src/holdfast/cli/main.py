@@ -19,6 +19,7 @@ import typer
 
 from .. import __version__
 from ..errors import HoldfastError
+from .grouped_help import GroupedCommand
 from .machine import launched
 from .plan import plan_commands
 from .plan.plan_commands import AsJson
@@ -270,7 +271,7 @@ def convert(
 
 
 for verb in (plan_commands.plan, plan_commands.simulate, plan_commands.probe):
-    app.command()(verb)
+    app.command(cls=GroupedCommand)(verb)
 
 
 @app.command()

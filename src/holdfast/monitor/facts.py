@@ -139,7 +139,7 @@ def traffic(history: History) -> dict[str, Any] | None:
     }
 
 
-def _mean_tokens(sitting: Sitting) -> float | None:
+def _mean_tokens(sitting: Session) -> float | None:
     """Return the mean tokens of the steps whose traffic is counted: all but the first."""
     found = [step.tokens for step in sitting.steps[1:] if step.tokens and step.skipped is None]
     return sum(found) / len(found) if found else None

@@ -18,7 +18,7 @@ from ..fragment_reads import ReadFiles
 from ..rules_source import add_to
 from ..torch_archive.archives import Archive, check_inside
 from ..torch_archive.pickled_json import Plain
-from ..torch_archive.pickles import PickledObject, Tensor, Storage
+from ..torch_archive.pickles import PickledObject, Storage, Tensor
 from .safetensors_files import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"

@@ -236,7 +236,7 @@ def _begin_from_run(target: NamedCommit, loop: TrainingState) -> None:
             store, loop.state, loop.script, ranks=loop.ranks, target=target.step, tip=target.timeline,
             exact=target.step is not None, after_update=loop.update_again,
         )  # fmt: skip
-    loop.go_on(found)
+    loop.continue_from(found)
 
 
 def _bring(loop: TrainingState, source: Source, allowed: Allowed) -> tuple[int, list[str]]:

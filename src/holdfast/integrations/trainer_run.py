@@ -228,7 +228,7 @@ class Training:
             self._random_now = random_state()
             if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
-                self._batches.go_on(batches, [*pending, self._random_now])
+                self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
 

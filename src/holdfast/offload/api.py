@@ -292,7 +292,7 @@ def offload(
         if queue is not None:
             queue.close()  # nothing is under way any more when the lock is released
         if runtime is not None and engine is None:
-            runtime.residency.let_go()
+            runtime.residency.release()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
             if store is not None and before is not None and engine is None and refusal:

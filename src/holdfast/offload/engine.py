@@ -41,7 +41,7 @@ from .model.takeover import (
     TakenModel,
     WatchedModel,
     give_back,
-    let_go,
+    mark_released,
     refuse_use,
     switch_on_cache,
 )
@@ -459,7 +459,7 @@ class Engine:
             except Exception as error:
                 if not self._run.fellows.alone:  # the other ranks continue the evaluation
                     raise
-                self._executor.go_on()  # raises the failure, unless it was a computation's
+                self._executor.recover()  # raises the failure, unless it was a computation's
                 self._run.residency.drop_pass("evaluate")
                 failed = error
         raise failed
@@ -488,15 +488,15 @@ class Engine:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
         self._homes.give_back_buffers()
-        let_go(self._captured, self.taken, self._were_real)
+        mark_released(self._captured, self.taken, self._were_real)
         switch_on_cache(self._caches)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._edits = None
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
         if self._run.zeroth is not None:
-            self._run.zeroth.let_go()
-        self._run.residency.let_go()
+            self._run.zeroth.release()
+        self._run.residency.release()
         moved = by_lane(traffic(self._run))
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
         self._events.close()

@@ -222,7 +222,7 @@ class Step:
         """Have ``decide`` called before the clipping of ``unit`` is used."""
         self.unsettled[unit.name] = decide
 
-    def settle(self, unit: BlockState | None = None) -> None:
+    def decide_clipping(self, unit: BlockState | None = None) -> None:
         """Decide on the clipping of ``unit``, or of all units, whose norms have arrived.
 
         Called by the threads of updates and by the thread that computes.
@@ -236,12 +236,12 @@ class Step:
 
         A unit that a zeroth-order step has read was moved by the step before, so it does not.
         """
-        self.settle(unit)
+        self.decide_clipping(unit)
         return (self.skipped and self.delta is None) or unit.name in self.left_out
 
     def factor(self, unit: BlockState) -> torch.Tensor | None:
         """Return the factor for the gradients of ``unit``; None leaves them as they are."""
-        self.settle(unit)
+        self.decide_clipping(unit)
         return self.scales.get(unit.name, self.scale)
 
 

@@ -62,10 +62,10 @@ class FinalizedStep:
         """Return whether anything of the step may still be on its way from a device."""
         return self.finish is not None or any(slot.is_late for slot in self.slots)
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Wait until all data of the step has arrived, and complete the record."""
         for slot in self.slots:
-            slot.settle()
+            slot.wait_for_copies()
         if self.finish is not None:
             self.finish()
 
@@ -85,11 +85,11 @@ def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[
 class InlineRecorder:
     """A stand-in for a ``Recorder`` where no training waits: it does every task at once, in the caller's thread.
 
-    ``beat`` is called from time to time while a snapshot is written.
+    ``heartbeat`` is called from time to time while a snapshot is written.
     """
 
-    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        self.beat = beat
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        self.heartbeat = heartbeat
 
     def put(self, task: RecorderTask) -> None:
         task.do()
@@ -188,7 +188,7 @@ class Recorder:
                 self._changed.wait(0.1)
         return results[0]
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Restart the deadline, because the running task has made progress. Called by that task."""
         self._busy_since = running_clock.now()
 
@@ -252,7 +252,7 @@ class Recorder:
                 self._check()
                 self._changed.wait(0.1)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when no step or task waits any more. Raises as ``wait`` does."""
         self._want(self.last_put)
         with self._changed:
@@ -365,12 +365,12 @@ class Recorder:
             group.do()
         else:
             for sealed in steps:
-                sealed.settle()
+                sealed.complete()
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]
             failpoints.reach("before_records_write")
-            self.header_bytes = self._journal.append(records, self.beat)
+            self.header_bytes = self._journal.append(records, self.heartbeat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # a caller that finds nothing waiting may free the buffers
             done = self._at_once if isinstance(group, RecorderTask) and group.at_once else self._waiting

@@ -106,7 +106,7 @@ class RankState(LiveState):
                     self._on_host |= {name: visit.end() for name, visit in visits.items()}
         finally:
             for homes in self._homes.values():
-                homes.settle()
+                homes.wait_for_copies()
 
     def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> StagedOnDevice:
         stays = self._on_host.get(name)

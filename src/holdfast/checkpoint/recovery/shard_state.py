@@ -82,7 +82,7 @@ class ShardState(LiveState):
         super().load({key: value for key, value in atoms.items() if key not in buffers})
 
 
-def pour(source: LiveState, into: LiveState) -> None:
+def copy_into(source: LiveState, into: LiveState) -> None:
     """Copy the content of ``source`` into ``into``, where each parameter of ``source`` is a region of a parameter."""
     into.layouts |= source.layouts_now()
     for parameter in source.parameters:

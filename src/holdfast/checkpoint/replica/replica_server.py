@@ -151,7 +151,7 @@ class ReplicaServer:
         assert self._door is not None
         while not self._closing:
             alive = os.getppid() == self._terms.trainer
-            if alive and self._door.knocked():
+            if alive and self._door.has_client():
                 self._door.say_busy(self._terms.trainer)
             try:
                 all_read = not alive and not self._inbox.has_more
@@ -433,7 +433,7 @@ class ReplicaServer:
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit):
-            if self._door.knocked(self._terms.linger_seconds):
+            if self._door.has_client(self._terms.linger_seconds):
                 return self._door.leave()
         with suppress(HoldfastError):  # another process may be at work in the run by now
             lock = self._store.disk.lock(LOCK, this_writer())

@@ -132,13 +132,13 @@ class SnapshotScheduler:
         self._state = state
         self.bases.watch(state)
 
-    def go_on(self, step: int) -> None:
+    def advance(self, step: int) -> None:
         """Copy the next chunks of a snapshot under way, or begin one that is due. Called at the end of ``step``."""
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
         if self._together is not None:
-            self._together.alike.go_on(self._state, step)
+            self._together.alike.advance(self._state, step)
         if self._again:
             self.whole(step)
         elif self.gap and (self._together is not None or not bases.under_way):
@@ -173,7 +173,7 @@ class SnapshotScheduler:
 
         ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
         """
-        self._recorder.settle()
+        self._recorder.drain()
         self._see_published()
         self._restarted()
         there = self.base_step == step and self._together is None  # one that was made beside training
@@ -184,7 +184,7 @@ class SnapshotScheduler:
             self._together.nothing_else()
         self.bases.give_up()
         if self._together is not None:
-            self._recorder.settle()
+            self._recorder.drain()
             self._together.room.divide()
             self._together.alike.compare(self._state, step)
         self._begin(step)

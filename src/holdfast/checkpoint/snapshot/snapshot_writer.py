@@ -220,7 +220,7 @@ class SnapshotWriter:
             write_tensor(buffer.view, unit.layout, key, tensor)
         return buffer, ()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the memory that is kept between snapshots. Called while nothing is under way."""
         if self._landing is not None:
             self._landing.free()
@@ -276,7 +276,7 @@ class SnapshotWriter:
         for staged in self._staged:
             assert staged.written is not None
             files[staged.unit.name] = (staged.generation, staged.written.result())
-            self._recorder.beat()
+            self._recorder.heartbeat()
         index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
         return (
             files,
@@ -333,7 +333,7 @@ class SnapshotWriter:
             )
         for each in files:
             each.create()
-            self._recorder.beat()
+            self._recorder.heartbeat()
         store.measure()
         self._index = index
 
@@ -372,7 +372,7 @@ class SnapshotWriter:
         staged.generation = self._store.free_generation(files)
         checksums = files.write_through(
             staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
-            beat=self._recorder.beat,
+            beat=self._recorder.heartbeat,
         )  # fmt: skip
         staged.written = Future()
         staged.written.set_result(checksums)
@@ -383,7 +383,7 @@ class SnapshotWriter:
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
                 each.unit.files.release(each.generation)
-            self._recorder.beat()
+            self._recorder.heartbeat()
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:

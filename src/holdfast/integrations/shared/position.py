@@ -76,7 +76,7 @@ class LoaderPlace:
             self._begun = self._order.now()
             return
         pending = [found["pending"]] if found["pending"] is not None else []
-        self._watched.go_on(found["count"], [*pending, self._random], pass_over=True)
+        self._watched.replay_generators(found["count"], [*pending, self._random], pass_over=True)
         self._order.put_back(found["begun"])
 
     def _pending(self, count: int) -> dict[str, Any] | None:

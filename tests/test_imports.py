@@ -5,6 +5,7 @@ import graphlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,15 @@ class WithoutTypes(ast.NodeTransformer):
 
     def visit_If(self, node):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def test_no_name_is_used_for_two_modules_and_no_folder_is_crowded():
+    names = Counter(path.stem for path in MODULES if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+    crowded = {
+        folder: count for folder, count in Counter(path.parent for path in MODULES).items() if count > 17
+    }
+    assert crowded == {}
 
 
 @pytest.mark.slow

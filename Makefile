@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test test-slow test-rest lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: install train test test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
@@ -44,9 +44,17 @@ test: install lint types
 # Everything else that CI runs.
 test-slow: test-rest test-dist test-crash test-matrix test-peers
 
-test-rest: install
+test-rest: install test-wheel
 	$(BIN)/pytest -n 2 -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
 	$(BIN)/pytest -n 2 -m "not gpu" tests/played tests/gpu
+
+# The wheel, as a user gets it: built, put into a folder of its own, and run from there.
+WHEEL := dist/wheel
+test-wheel: install
+	rm -rf $(WHEEL)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(WHEEL)/installed $(WHEEL)/*.whl
+	PYTHONPATH=$(WHEEL)/installed $(BIN)/python tests/wheel.py $(WHEEL)/installed
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install

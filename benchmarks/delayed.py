@@ -134,9 +134,14 @@ def engine_of(
         model = Decoder(config)
     try:
         with holdfast.offload(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-4), folder, dtype="fp32", params_on_host=1.0,
-            delayed_fraction=delayed_fraction, retain=1, total_limit=limit, update_workers=1,
-        ) as engine:  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-4),
+            folder,
+            precision="fp32",
+            placement=holdfast.Placement(params_on_host=1.0, delayed_fraction=delayed_fraction),
+            durability=holdfast.Durability(retain=1),
+            io=holdfast.IO(total_limit=limit, update_workers=1),
+        ) as engine:
             yield engine
     finally:
         shutil.rmtree(folder)

@@ -110,7 +110,7 @@ def in_memory(folder: Path, hops: Hops, found: dict[str, dict[str, int]]) -> Non
 
 def out_of_core(folder: Path, hops: Hops, found: dict[str, dict[str, int]]) -> None:
     model, optimizer = trained()
-    with holdfast.offload(model, optimizer, folder / "engine", dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, folder / "engine", precision="fp32") as engine:
         for _ in range(3):
             with hops.counted(found, "engine.step()"):
                 engine.step([(torch.ones(2, 8),)])

@@ -65,9 +65,13 @@ def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dic
             model = Decoder(config)
         folders.append(tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-"))
         engines[schedule] = holdfast.offload(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-4), folders[-1], dtype="bf16",
-            schedule=schedule, total_limit=options.limit,
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-4),
+            folders[-1],
+            precision="bf16",
+            schedule=schedule,
+            io=holdfast.IO(total_limit=options.limit),
+        )
     torch.set_num_threads(1)  # the SSD binds; two threads only collide on a busy machine
     tokens = torch.randint(0, 256, (1, 16))
     batches = [{"tokens": tokens, "targets": tokens}] * m

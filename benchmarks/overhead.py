@@ -31,7 +31,12 @@ from common import (
 import holdfast
 
 SIZES = {"46m": (12, 512), "tiny": (3, 64)}
-IN_HOST = {"params_on_host": 1.0, "optimizer_on_host": 1.0, "commit_every": 0}
+HALF = holdfast.Placement(optimizer_on_host=0.5)
+UNCOMMITTED = holdfast.Durability(commit_every=0)
+IN_HOST = {
+    "placement": holdfast.Placement(params_on_host=1.0, optimizer_on_host=1.0),
+    "durability": UNCOMMITTED,
+}
 
 
 class Cases:
@@ -89,13 +94,16 @@ def main() -> None:
         options.pairs, options.micro_batches, options.model = 1, 2, "tiny"
     cases = Cases(options)
     comparisons = {
-        "in host / plain, fp32": lambda: (cases.engine(dtype="fp32", **IN_HOST), cases.plain(torch.float32)),
+        "in host / plain, fp32": lambda: (
+            cases.engine(precision="fp32", **IN_HOST),
+            cases.plain(torch.float32),
+        ),
         "in host / plain, bf16": lambda: (cases.engine(**IN_HOST), cases.plain_with_masters()),
         "in host / no masters, bf16": lambda: (cases.engine(**IN_HOST), cases.plain(torch.bfloat16)),
-        "commit / none, SSD": lambda: (cases.engine(), cases.engine(commit_every=0)),
+        "commit / none, SSD": lambda: (cases.engine(), cases.engine(durability=UNCOMMITTED)),
         "commit / none, half SSD": lambda: (
-            cases.engine(optimizer_on_host=0.5),
-            cases.engine(optimizer_on_host=0.5, commit_every=0),
+            cases.engine(placement=HALF),
+            cases.engine(placement=HALF, durability=UNCOMMITTED),
         ),
     }
     rows, result = [["", "a min", "median", "max", "b min", "median", "max", "ratio"]], {}

@@ -162,7 +162,7 @@ def engine_of(root: Path) -> holdfast.Engine:
     """A model of about 3 MB with its AdamW state, on the SSD."""
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(blocks=4, width=96, heads=2, kv_heads=1, context=16))
-    return holdfast.offload(model, torch.optim.AdamW(model.parameters()), root, dtype="fp32")
+    return holdfast.offload(model, torch.optim.AdamW(model.parameters()), root, precision="fp32")
 
 
 def take_step(engine: holdfast.Engine, step: int) -> None:

@@ -270,13 +270,24 @@ def engine_of(options: argparse.Namespace, case: Case) -> Iterator[holdfast.Engi
         model = Decoder(config)
     try:
         with holdfast.offload(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-4), folder, dtype=case.dtype,
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-4),
+            folder,
+            precision=case.dtype,
             budget="auto" if case.host_budget is None else holdfast.Budget(host=case.host_budget),
-            params_on_host=given(case.params), optimizer_on_host=given(case.optimizer),
-            activations_on_host=given(case.activations), delayed_fraction=given(case.delayed),
-            sample=case.batches()[0], micro_batches=case.micro_batches, retain=1, total_limit=case.limit,
-            events=EventLog(None), say=lambda text: None,
-        ) as engine:  # fmt: skip
+            placement=holdfast.Placement(
+                params_on_host=given(case.params),
+                optimizer_on_host=given(case.optimizer),
+                activations_on_host=given(case.activations),
+                delayed_fraction=given(case.delayed),
+            ),
+            sample=case.batches()[0],
+            micro_batches=case.micro_batches,
+            durability=holdfast.Durability(retain=1),
+            io=holdfast.IO(total_limit=case.limit),
+            events=EventLog(None),
+            say=lambda text: None,
+        ) as engine:
             yield engine
     finally:
         shutil.rmtree(folder)

@@ -109,7 +109,7 @@ def run_case(options: argparse.Namespace) -> dict:
     return result
 
 
-def engine_case(options: argparse.Namespace, **more):
+def engine_case(options: argparse.Namespace, recomputed_fraction: float = 1.0):
     import torch
     from common import gpt, token_batches
 
@@ -118,7 +118,8 @@ def engine_case(options: argparse.Namespace, **more):
     model = gpt(*SIZES[options.model])
     folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = holdfast.offload(model, optimizer, folder, dtype="bf16", **more)
+    placement = holdfast.Placement(recomputed_fraction=recomputed_fraction)
+    engine = holdfast.offload(model, optimizer, folder, placement=placement)
 
     def close() -> None:
         engine.close()

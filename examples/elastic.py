@@ -65,7 +65,7 @@ def out_of_core(folder: Path, steps: int) -> None:
         model = Decoder(SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     source = holdfast.From(folder / "run")
-    with holdfast.offload(model, optimizer, folder / "ssd", dtype="fp32", source=source) as engine:
+    with holdfast.offload(model, optimizer, folder / "ssd", precision="fp32", source=source) as engine:
         for step in range(engine.steps_done, steps):
             tokens, targets = batch_of(step)
             loss = engine.step([{"tokens": tokens, "targets": targets}])

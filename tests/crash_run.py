@@ -28,6 +28,7 @@ from holdfast.store.format.manifest import Manifest
 from holdfast.store.format.payload_ranges import VerifiedFiles
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, warm_up
 
 STEPS = 10
@@ -75,7 +76,7 @@ def engine_of(
     if "drives" in options:  # as if they were different disks, which nobody measures
         offload_drives.rate_of, offload_drives.device_of = lambda directory, limits: 1e9, hash
     engine = holdfast.offload(
-        made, optimizer, root, scheduler=warm_up(optimizer), loader=loader, seed=5, **options
+        made, optimizer, root, **grouped(scheduler=warm_up(optimizer), loader=loader, seed=5, **options)
     )
     engine.loader = loader  # type: ignore[attr-defined]
     return engine

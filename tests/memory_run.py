@@ -37,6 +37,7 @@ def main(order: Order) -> None:
     import holdfast
     from holdfast import failpoints
     from holdfast.models.decoder import Decoder, DecoderConfig
+    from support.grouped import grouped
 
     torch.set_num_threads(1)
     config = DecoderConfig(
@@ -55,9 +56,9 @@ def main(order: Order) -> None:
         model,
         optimizer,
         order.root,
-        sample=batches(order, 0)[0],
-        micro_batches=order.micro_batches,
-        **(spilled | order.options),
+        **grouped(
+            sample=batches(order, 0)[0], micro_batches=order.micro_batches, **(spilled | order.options)
+        ),
     )
     preflight = engine.preflight
     say(

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 import holdfast
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 STEPS = 20
@@ -82,10 +83,7 @@ def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options
         model,
         optimizer,
         directory,
-        scheduler=warm_up(optimizer),
-        dtype="fp32",
-        clip_norm=clip_norm,
-        **options,
+        **grouped(scheduler=warm_up(optimizer), dtype="fp32", clip_norm=clip_norm, **options),
     ) as engine:
         for step in range(steps):
             assert engine.step(batches(step, num_micro_batches)) == losses[step]
@@ -99,8 +97,11 @@ def train(directory, kind="played", **options):
     """Three steps and an evaluation between them, on a device of that kind."""
     model = decoder(blocks=3)
     with holdfast.offload(
-        model, adamw(model), directory, dtype="fp32", device=kind, sample=batches(0, 1)[0], micro_batches=2, **options
-    ) as engine:  # fmt: skip
+        model,
+        adamw(model),
+        directory,
+        **grouped(dtype="fp32", device=kind, sample=batches(0, 1)[0], micro_batches=2, **options),
+    ) as engine:
         engine.step(batches(0, 2))
         engine.evaluate(batches(9, 2))
         engine.step(batches(1, 2))

@@ -16,7 +16,7 @@ from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import CLIPPING, BlockWork, Placement, StepShape, Work
+from holdfast.schedule.work import CLIPPING, BlockPlacement, BlockWork, StepShape, Work
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 LISTS = {**SCHEDULES, "zeroth": zeroth}
@@ -82,7 +82,7 @@ WAYS = [
 """Orders, how much of the update is delayed, and how much is computed again."""
 
 
-def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement, StepShape]]:
+def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, BlockPlacement, StepShape]]:
     """A step for every combination of what can vary."""
     on_off = (False, True)
     varied = product(counts, (1, 2, 3, 5), on_off, CLIPPING, on_off, WAYS)
@@ -98,21 +98,21 @@ def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement
             recomputed_fraction=again,
         )
         for fraction in (0.0, 0.5, 1.0):
-            placement = Placement.fractions(
+            placement = BlockPlacement.fractions(
                 count, params=fraction, optimizer=fraction, activations=fraction, gradients=fraction
             )
             yield uneven(count, unified), placement, shape
 
 
 @st.composite
-def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, Placement, StepShape]:
+def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, StepShape]:
     """A step of any placement, block by block."""
     count = draw(st.integers(1, most_blocks))
 
     def any_blocks() -> tuple[bool, ...]:
         return tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
 
-    placement = Placement(
+    placement = BlockPlacement(
         params=any_blocks(), optimizer=any_blocks(), activations=any_blocks(), gradients=any_blocks()
     )
     clipping = draw(st.sampled_from(CLIPPING))

@@ -596,6 +596,28 @@ def test_a_forked_child_ends_on_sigterm(tmp_path):
     assert code == -signal.SIGTERM
 
 
+def closed_elsewhere_then_terminated(root):
+    _loop, checkpointer = start(root, "")
+    checkpointer.resume()
+    thread = threading.Thread(target=checkpointer.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+
+def test_a_process_ends_on_sigterm_after_close_on_another_thread(tmp_path):
+    """Only the main thread may take the handler away; Lightning sets it again after a fit."""
+    child = multiprocessing.get_context("fork").Process(
+        target=closed_elsewhere_then_terminated, args=(tmp_path,)
+    )
+    child.start()
+    child.join(15)
+    code = child.exitcode
+    child.kill()
+    assert code == -signal.SIGTERM
+
+
 def no_memory(*_, **__):
     raise MemoryError("no memory for a copy")
 

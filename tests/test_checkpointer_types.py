@@ -87,7 +87,7 @@ def test_buffers_of_any_type_are_in_the_commits_of_the_engine(tmp_path):
         model.register_buffer("turned", torch.full((3,), value, dtype=torch.complex64))
         model.register_buffer("short", torch.tensor([value.imag]).to(torch.float8_e5m2))
         return model, holdfast.offload(
-            model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32"
+            model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32"
         )  # fmt: skip
 
     model, engine = opened(1 + 2j)

@@ -7,6 +7,7 @@ from functools import cache
 import holdfast
 from holdfast.optim import MeZO
 from plain_loops import model_with_a_frozen_parameter
+from support.grouped import grouped
 from training import batches, state_of, warm_up
 
 STEPS = 6
@@ -61,4 +62,4 @@ def reference(num_micro_batches, dropout=0.1):
 def offload(model, directory, **options):
     optimizer = mezo(model)
     settings = {"dtype": "fp32", "scheduler": warm_up(optimizer), **options}
-    return holdfast.offload(model, optimizer, directory, **settings)
+    return holdfast.offload(model, optimizer, directory, **grouped(**settings))

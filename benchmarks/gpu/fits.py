@@ -313,12 +313,14 @@ class OutOfCore:
             Path(options.folder) / "run",
             device=options.device,
             schedule=options.case,
-            params_on_host=options.on_host,
-            optimizer_on_host=options.on_host,
-            delayed_fraction=options.delayed if options.case == "vertical" else 0.0,
+            placement=holdfast.Placement(
+                params_on_host=options.on_host,
+                optimizer_on_host=options.on_host,
+                delayed_fraction=options.delayed if options.case == "vertical" else 0.0,
+            ),
             sample=batches(options, 0)[0],
             micro_batches=options.micro_batches,
-            commit_every=options.commit_every,
+            durability=holdfast.Durability(commit_every=options.commit_every),
         )
         self.first = self.engine.steps_done
 

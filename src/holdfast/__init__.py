@@ -19,6 +19,11 @@ __version__ = "0.1.0"
 _HOME = {
     "offload": ".offload.api",
     "Budget": ".offload.setup.step_planning",
+    "Clipping": ".offload.offload_options",
+    "Durability": ".offload.offload_options",
+    "IO": ".offload.offload_options",
+    "Placement": ".offload.offload_options",
+    "Precision": ".offload.offload_options",
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Exact": ".checkpoint.compression.codecs",
@@ -30,7 +35,7 @@ _HOME = {
     "TopK": ".checkpoint.compression.lossy",
     "empty_parameters": ".offload.model.blocks",
     "keyed_rng": ".offload.rng",
-    "progress_bar": ".monitor.recovery_bar",
+    "progress_bar": ".monitor.progress_bar",
     "loader": ".data.loader",
     "pretrained": ".models.pretrained",
     "HoldfastError": ".errors",
@@ -43,11 +48,12 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .errors import HoldfastError
     from .models.pretrained import pretrained
-    from .monitor.recovery_bar import progress_bar
+    from .monitor.progress_bar import progress_bar
     from .offload.api import offload
     from .offload.engine import Engine
     from .offload.loss_scaling import LossScale
     from .offload.model.blocks import empty_parameters
+    from .offload.offload_options import IO, Clipping, Durability, Placement, Precision
     from .offload.rng import keyed_rng
     from .offload.setup.preflight import Preflight
     from .offload.setup.step_planning import Budget
@@ -55,8 +61,11 @@ if TYPE_CHECKING:
     from .store.commit.retention import Keep
 
 __all__ = [
+    "IO",
     "Budget",
     "Checkpointer",
+    "Clipping",
+    "Durability",
     "Engine",
     "Exact",
     "From",
@@ -64,6 +73,8 @@ __all__ = [
     "Int8",
     "Keep",
     "LossScale",
+    "Placement",
+    "Precision",
     "Preflight",
     "TopK",
     "empty_parameters",

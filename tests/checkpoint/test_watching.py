@@ -16,7 +16,7 @@ from holdfast.checkpoint.recovery.recovery_progress import (
 )
 from holdfast.errors import Damaged
 from holdfast.events import read_events
-from holdfast.monitor.recovery_bar import progress_bar
+from holdfast.monitor.progress_bar import progress_bar
 from holdfast.store.run_store import LocalStore
 from test_checkpointer import go_on, start
 

@@ -37,6 +37,32 @@ def test_without_cadence_it_says_what_it_can_do(holdfast):
     assert holdfast(*example.split()[1:]).out.startswith("A base every ")
 
 
+def options_by_title(text):
+    """The options that ``--help`` lists, under each of its titles."""
+    found, title = {}, None
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            title = line.rstrip(":")
+        elif title and line.startswith("  -"):
+            found.setdefault(title, set()).add(line.split()[0].rstrip(","))
+    return found
+
+
+def test_help_lists_each_plan_by_itself(holdfast):
+    found = options_by_title(holdfast("plan", "--help").out)
+    titles = [
+        "Placement of a model on a machine", "How often a base is made, with --cadence", "Limits, with --cadence",
+        "Other options",
+    ]  # fmt: skip
+    assert list(found) == titles
+    placement, cadence, limits, others = found.values()
+    everything = {word for word in [*GIVEN, *EVERYTHING_ELSE.split(), "--cadence"] if word.startswith("--")}
+    assert cadence | limits == everything - {"--retain"}
+    assert limits == {option for option in everything if option.startswith("--max-")}
+    assert others == {"--retain", "--json", "-h"}
+    assert {"--model", "--machine", "--ssd-steps", "--delayed"} <= placement
+
+
 def test_every_quantity_and_limit_can_be_given(cadence):
     found = cadence(*EVERYTHING_ELSE.split())
     measured = Measured(

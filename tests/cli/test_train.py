@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from holdfast import __version__ as holdfast_version
+from holdfast.cli.train import announce, orderly_stop
 from holdfast.cli.train.engine_build import learning_rate_factor
-from holdfast.cli.train.train_job import Job, announce, orderly_stop
+from holdfast.cli.train.train_job import Job
 from holdfast.config import load_config
 from holdfast.events import read_events
 from holdfast.monitor.training_panel import TrainingPanel

@@ -10,6 +10,7 @@ import torch
 
 import holdfast as library
 import logged
+from support.grouped import grouped
 from training import adamw, batches, decoder
 
 
@@ -19,7 +20,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     model = decoder(blocks=3)
     options = {"sample": batches(0, 1)[0], "micro_batches": 2, "activations_on_host": 0.0}
-    with library.offload(model, adamw(model), root / "engine", dtype="fp32", **options) as engine:
+    with library.offload(model, adamw(model), root / "engine", **grouped(dtype="fp32", **options)) as engine:
         for number in range(5):
             engine.step(batches(number, 2))
     plain = torch.nn.Linear(8, 8)

@@ -28,11 +28,11 @@ def test_a_full_disk_at_the_first_commit_leaves_the_model_its_values(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, method, full)
         with pytest.raises(DiskFull):
-            holdfast.offload(made, adamw(made), tmp_path / "full", dtype="fp32")
+            holdfast.offload(made, adamw(made), tmp_path / "full", precision="fp32")
     state = made.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert [thread.name for thread in threading.enumerate() if "holdfast" in thread.name] == []
-    with holdfast.offload(made, adamw(made), tmp_path / "roomy", dtype="fp32") as engine:
+    with holdfast.offload(made, adamw(made), tmp_path / "roomy", precision="fp32") as engine:
         assert engine.durable_step == 0
 
 

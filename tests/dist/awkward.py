@@ -204,7 +204,7 @@ def out_of_core(say: Callable[..., None], *, steps: int, form: Form, root: str, 
         found[engine.steps_done] = {key: digest({key: tensor}) for key, tensor in tensors.items()}
 
     start = None if source is None else From(source)
-    with offload(model, optimizer, root, dtype="fp32", source=start) as engine:
+    with offload(model, optimizer, root, precision="fp32", source=start) as engine:
         note()
         say(resumed=engine.steps_done)
         for number in range(engine.steps_done, steps):

@@ -23,6 +23,7 @@ from holdfast.offload import api
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import rank_entry
+from support.grouped import grouped
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
 WIDE = {"width": 64, "hidden": 128, "kv_heads": 2}
@@ -157,7 +158,7 @@ def main(
         given |= {"budget": holdfast.Budget(host=given.pop("host_budget"))}
     if sampled or "budget" in given:
         given |= {"sample": batches(0, 1)[0], "micro_batches": micro_batches, "say": planned.append}
-    with holdfast.offload(model, optimizer, root, scheduler=warm_up(optimizer), **given) as engine:
+    with holdfast.offload(model, optimizer, root, **grouped(scheduler=warm_up(optimizer), **given)) as engine:
         say(resumed=engine.resumed_from, planned=planned, **looked)
         if failpoint and failpoint[0] == rank:
             failpoints.armed = failpoint[1]

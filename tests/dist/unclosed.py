@@ -17,7 +17,7 @@ if __name__ == "__main__":
     model = decoder(blocks=2)
     optimizer = adamw(model)
     engine = holdfast.offload(
-        model, optimizer, root, dtype="fp32", scheduler=warm_up(optimizer), deadline_seconds=20.0
+        model, optimizer, root, precision="fp32", scheduler=warm_up(optimizer), deadline_seconds=20.0
     )
     for step in range(engine.steps_done, 4):
         if (way, rank, step) == ("one raises", 1, 3):

@@ -20,9 +20,10 @@ import holdfast
 from dist.offloading import made
 from holdfast.offload.setup import step_planning
 from holdfast.optim import MeZO
-from holdfast.schedule.work import Placement
+from holdfast.schedule.work import BlockPlacement
 from named_optimizers import OPTIMIZERS
 from plain_loops import by_tokens, ragged
+from support.grouped import grouped
 from training import adamw, batches, state_of, warm_up
 
 choose = step_planning.choose
@@ -131,7 +132,7 @@ def train(
     disagree(own.model, chosen, (unlike or {}).get(str(rank), "nothing"))
     step_planning.choose = partial(choose_to_spill, choose) if spilled else choose
     said: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "skipped": [], "left_out": []}
-    with holdfast.offload(own.model, chosen, root, scheduler=scheduler, **given) as engine:
+    with holdfast.offload(own.model, chosen, root, **grouped(scheduler=scheduler, **given)) as engine:
         said["resumed"] = engine.resumed_from
         for step in range(engine.steps_done, steps):
             own.disturb(rank, step)
@@ -160,7 +161,7 @@ def train(
     return said
 
 
-def choose_to_spill(choose: Callable[..., Placement], *args: Any, **options: Any) -> Placement:
+def choose_to_spill(choose: Callable[..., BlockPlacement], *args: Any, **options: Any) -> BlockPlacement:
     placement = choose(*args, **options)
     return replace(placement, gradients=(False,) * len(placement.gradients))
 

@@ -205,7 +205,13 @@ def engine(run: Path, steps: int) -> dict[str, Any]:
     optimizer = sgd(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     with holdfast.offload(
-        model, optimizer, run, scheduler=scheduler, dtype="fp32", direct=False, blocks=[*model.layers]
+        model,
+        optimizer,
+        run,
+        scheduler=scheduler,
+        precision="fp32",
+        io=holdfast.IO(direct=False),
+        blocks=[*model.layers],
     ) as engine:
         for step in range(engine.steps_done, engine.steps_done + steps):
             engine.step([(batch(step),), (batch(step, 1),)])

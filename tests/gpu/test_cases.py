@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import holdfast
+from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, adamw, batches, decoder
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +53,7 @@ def engine_of(directory, device, model=None, **options):
     model = model or decoder(blocks=3)
     given = {"dtype": "fp32", "sample": batches(0, 1)[0], "micro_batches": 2} | options
     optimizer = given.pop("optimizer", adamw)(model)
-    return holdfast.offload(model, optimizer, directory, device=device, **given)
+    return holdfast.offload(model, optimizer, directory, **grouped(device=device, **given))
 
 
 def trained(directory, device, model=None, steps=2, data=batches, **options):

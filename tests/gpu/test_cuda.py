@@ -10,6 +10,7 @@ import torch
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
+from support.grouped import grouped
 from training import differing
 
 pytestmark = [
@@ -36,7 +37,7 @@ def make() -> Decoder:
 def engine_of(directory, **options):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return holdfast.offload(model, optimizer, directory, device="cuda", **options)
+    return holdfast.offload(model, optimizer, directory, **grouped(device="cuda", **options))
 
 
 def batches(step: int) -> list[dict[str, torch.Tensor]]:

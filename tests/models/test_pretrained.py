@@ -27,7 +27,7 @@ def begun(folder, run):
     model, weights = holdfast.pretrained(folder)
     assert all(p.is_meta for p in model.parameters()) and model.training
     optimizer = torch.optim.AdamW(model.parameters())
-    with holdfast.offload(model, optimizer, run, source=weights, dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, run, source=weights, precision="fp32") as engine:
         return engine.state_dict()
 
 

@@ -77,6 +77,27 @@ def test_the_page_nests_and_asks_for_nothing_else(log):
     assert text.endswith("</html>\n")
 
 
+def test_every_table_scrolls_inside_its_card():
+    text = html(look(logged.engine_log(), commits=[{"step": 6, "created": 1.0, "bytes": 7}]))
+    assert text.count("<table>") >= 5
+    assert len(re.findall(r'<div class="wide"><table>.*?</table></div>', text)) == text.count("<table>")
+    assert re.search(r"\.wide\{overflow-x:auto[;}]", text)
+
+
+@pytest.mark.parametrize("inner", [336, 520])
+def test_labels_are_readable_on_a_phone(inner):
+    """``inner`` is the width that a card leaves to a drawing where the page is 390 and 574 pixels wide."""
+    text = html(look(logged.engine_log()))
+    phone = re.search(r"@media\(max-width:600px\)\{(.*?)\n\}", text, re.S)[1]
+    assert "svg.large{display:none}" in phone and "svg.small{display:block}" in phone
+    assert "svg.small{display:none}" in text.replace(phone, "")
+    assert text.count('<svg class="small') == text.count('<svg class="large') >= 4
+    sizes = [int(size) for size in re.findall(r"[\n}]\.(?:tick|lane)[^{}]*\{[^}]*font-size:(\d+)px", text)]
+    assert len(sizes) == 2 and "font-size" not in phone.replace("table{font-size:13px}", "")
+    for width in re.findall(r'<svg class="small[^>]*viewBox="0 0 (\d+) ', text):
+        assert all(10 <= size * inner / int(width) <= 20 for size in sizes)
+
+
 def test_every_section_of_an_engine_has_its_numbers():
     log = [*logged.engine_log(), {"event": "validation", "time": 1.0, "step": 0, "loss": 5.5}]
     commits = [{"step": 6, "created": logged.BEGAN, "bytes": 2**20}]
@@ -123,6 +144,47 @@ def test_a_difference_of_traffic_is_told_in_percent():
     ]
     said = read(html(look([logged.engine(), logged.schedule(), *less]))).sections["Traffic against formulas"]
     assert "-10.0%" in said and "-100.0%" in said and "not in the schedule" in said
+
+
+def traffic_of(inputs, tokens, config=None):
+    """What the section of traffic says of steps that upload ``inputs`` bytes, where the schedule has 1,000."""
+    first = [{"event": "run", "time": 1.0, "first_step": 0, "config": config}] if config else []
+    planned = logged.schedule() | {
+        "moves": {"upload": {"upload_input": 1000}, "ssd_write": {"store_state": 300}}
+    }
+    moved = {"upload": {"upload_input": inputs}, "ssd_write": {"store_state": 300}}
+    steps = [logged.step(n, tokens=tokens, moved=moved) for n in (1, 2, 3)]
+    return read(html(look([logged.engine(), *first, planned, *steps]))).sections["Traffic against formulas"]
+
+
+CONTEXT = {"train.micro_batches": 2, "train.micro_batch_size": 4, "model.context": 100}
+
+
+def test_samples_shorter_than_the_context_explain_a_difference():
+    said = traffic_of(230, 184, CONTEXT)
+    assert "-77.0%, shorter samples" in said and "800 tokens in a step; these steps had 184 on the" in said
+
+
+@pytest.mark.parametrize("inputs, tokens", [(230, 800), (1300, 184), (0, 184)])
+def test_nothing_explains_what_tokens_do_not(inputs, tokens):
+    assert "shorter samples" not in traffic_of(inputs, tokens, CONTEXT)
+
+
+def test_inputs_of_a_script_are_of_another_size():
+    said = traffic_of(1300, 184)
+    assert "+30.0%, inputs of another size" in said and "these steps had 184 tokens" in said
+
+
+@pytest.mark.parametrize(
+    "written, reason", [(200, "rest under way"), (400, "rest of an earlier step"), (149, "")]
+)
+def test_writes_of_one_step_may_be_under_way(written, reason):
+    """Of two steps, that is: as much as one step writes is explained, and no more."""
+    moves = {"ssd_write": {"store_state": 400 if written == 200 else 300}}
+    steps = [logged.step(n, moved={"ssd_write": {"store_state": written}}) for n in (1, 2, 3)]
+    text = html(look([logged.engine(), logged.schedule() | {"moves": moves}, *steps]))
+    said = read(text).sections["Traffic against formulas"]
+    assert (f", {reason}" in said) if reason else ("-50.3%\n" in said)
 
 
 def test_skipped_steps_are_told_of():

@@ -23,6 +23,7 @@ from holdfast.offload.setup import calibration, step_planning
 from holdfast.offload.setup.automatic_placement import with_times, within
 from holdfast.offload.setup.calibration import correct, covered, ratios
 from holdfast.profiles import load_machine, to_toml
+from support.grouped import grouped
 
 CONFIG = DecoderConfig(blocks=3, width=32, heads=2, kv_heads=2, context=16, dropout=0.0)
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -35,7 +36,7 @@ def engine(path, **options):
     model = Decoder(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"dtype": "fp32", "sample": BATCH, "micro_batches": 2, "say": lambda text: None} | options
-    return holdfast.offload(model, optimizer, path, **options)
+    return holdfast.offload(model, optimizer, path, **grouped(**options))
 
 
 def events_of(path, kind):

@@ -27,6 +27,7 @@ from holdfast.offload.setup import step_planning
 from holdfast.offload.text_sampling import chooser
 from holdfast.quantities import MiB, parse_bytes
 from holdfast.store.disk import Disk
+from support.grouped import grouped
 from training import CONTEXT, adamw, batches, decoder
 
 
@@ -57,7 +58,9 @@ def refused(directory, kind, match):
 def offload(directory, model=None, optimizer=None, **options):
     model = decoder(blocks=2) if model is None else model
     optimizer = adamw(model) if optimizer is None else optimizer
-    return holdfast.offload(model, optimizer, directory / "not" / "yet", **{"dtype": "fp32", **options})
+    return holdfast.offload(
+        model, optimizer, directory / "not" / "yet", **grouped(**{"dtype": "fp32", **options})
+    )
 
 
 # Choices
@@ -66,22 +69,22 @@ def offload(directory, model=None, optimizer=None, **options):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"dtype": "fp8"}, "dtype 'fp8' is not one of fp32, bf16, fp16"),
+        ({"dtype": "fp8"}, "precision 'fp8' is not one of fp32, bf16, fp16"),
         ({"schedule": "diagonal"}, "schedule = 'diagonal' is not one of vertical, horizontal"),
         ({"order": "spiral"}, "order = 'spiral' is not one of plain, snake"),
         ({"normalize": "words"}, "normalize = 'words' is not one of micro_batches, tokens"),
         ({"commit_every": -1}, "commit_every = -1 must be at least 0"),
         ({"retain": 0}, "retain = 0 must be at least 1"),
         ({"update_workers": 0}, "update_workers = 0 must be at least 1"),
-        ({"io_threads": 0}, "io_threads = 0 must be at least 1"),
+        ({"io_threads": 0}, "threads = 0 must be at least 1"),
         ({"micro_batches": 0}, "micro_batches = 0 must be at least 1"),
         ({"micro_batches": 2.5}, "micro_batches = 2.5 must be at least 1, and whole"),
         ({"read_limit": "1GB"}, "read_limit = '1GB' must be positive, in bytes per second"),
         ({"read_limit": 0}, "read_limit = 0 must be positive"),
         ({"write_limit": -5}, "write_limit = -5 must be positive"),
-        ({"clip_norm": 0.0}, "clip_norm = 0.0 must be a positive number; None is no clipping"),
-        ({"clip_norm": float("nan")}, "clip_norm = nan must be a positive number"),
-        ({"clip_norm": "1"}, "clip_norm = '1' must be a positive number"),
+        ({"clip_norm": 0.0}, "clipping: norm = 0.0 must be a positive number; None is no clipping"),
+        ({"clip_norm": float("nan")}, "clipping: norm = nan must be a positive number"),
+        ({"clip_norm": "1"}, "clipping: norm = '1' must be a positive number"),
         ({"params_on_host": 1.5}, "params_on_host = 1.5 is neither a fraction between 0 and 1 nor"),
         ({"optimizer_on_host": -0.1}, "optimizer_on_host = -0.1 is neither"),
         ({"activations_on_host": "most"}, "activations_on_host = 'most' is neither"),
@@ -241,7 +244,7 @@ def test_a_list_of_blocks_inside_blocks_is_not_taken_for_the_blocks(tmp_path):
             return x.square().mean()
 
     model = Model()
-    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32") as engine:
         assert engine.preflight.block_names == ("layers.0", "layers.1", "layers.2")
         engine.step([{"x": torch.ones(2, 4)}])
 
@@ -277,7 +280,7 @@ class Towers(nn.Module):
 
 def test_largest_list_of_layers_is_streamed(tmp_path):
     model = Towers(width=64, table=8)
-    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32") as engine:
         assert engine.preflight.block_names == ("large.0", "large.1")
         assert engine.preflight.streamed_parameters == 2 * (64 * 64 + 64)
         engine.step([{"tokens": torch.zeros(1, 2, dtype=torch.long)}])
@@ -291,9 +294,11 @@ def test_mostly_resident_model_is_warned_of(tmp_path):
     with pytest.warns(
         UserWarning, match=r"blocks are large\.0 to large\.1, with 7% .* small has 1%.*blocks="
     ):
-        holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path / "a", dtype="fp32").close()
+        holdfast.offload(
+            model, torch.optim.AdamW(model.parameters()), tmp_path / "a", precision="fp32"
+        ).close()
     optimizer = torch.optim.AdamW(model.parameters())
-    holdfast.offload(model, optimizer, tmp_path / "b", dtype="fp32", blocks=model.large).close()
+    holdfast.offload(model, optimizer, tmp_path / "b", precision="fp32", blocks=model.large).close()
 
 
 # Optimizers

@@ -19,6 +19,7 @@ from holdfast.offload.memory.block_states import as_tensor
 from holdfast.offload.memory.residency import Residency
 from holdfast.offload.memory.transfer_pool import unpacked
 from holdfast.offload.runtime import InputScratch
+from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3
@@ -280,7 +281,9 @@ def check(directory, kind, data=lambda step: batches(step, 2), shares=mean, **op
     losses, expected = plain_loop(kind, data, shares)
     model = build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with holdfast.offload(model, optimizer, directory, dtype="fp32", clip_norm=0.5, **options) as engine:
+    with holdfast.offload(
+        model, optimizer, directory, **grouped(dtype="fp32", clip_norm=0.5, **options)
+    ) as engine:
         assert [engine.step(data(step)) for step in range(STEPS)] == losses
     assert differing(stored(directory), expected) == []
 
@@ -315,7 +318,9 @@ def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
 def test_inputs_that_grow_take_few_files_and_no_more_than_twice_their_size(tmp_path):
     model = build(Model)
     options = {"dtype": "fp32", "activations_on_host": 0.0, "commit_every": 0}
-    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, **options) as engine:
+    with holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), tmp_path, **grouped(**options)
+    ) as engine:
         for rows in range(8, 400, 8):
             engine.step(batches(0, 2, rows=rows))
             found = [path.stat().st_size for path in tmp_path.glob("scratch/inputs-*")]
@@ -426,7 +431,7 @@ def test_a_parameter_of_several_blocks_differs_by_the_order_of_its_sum_alone(tmp
         expected[count] = state_of(model, optimizer)
         model = shared()
         with holdfast.offload(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), tmp_path / str(count), dtype="fp32"
+            model, torch.optim.SGD(model.parameters(), lr=1.0), tmp_path / str(count), precision="fp32"
         ) as engine:
             engine.step(batches(0, count))
         found[count] = stored(tmp_path / str(count))
@@ -504,7 +509,7 @@ def test_a_block_that_changes_what_it_is_given_is_refused_by_name(tmp_path, chan
             return x
 
     model = build(Changing)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     with pytest.raises(BlockInputChanged, match=CHANGES[change]) as caught:
         engine.step(batches(0, 2))
     assert caught.value.exit_code == 2
@@ -546,7 +551,7 @@ CHANGED_BETWEEN = {
 def test_an_input_that_changes_between_a_blocks_two_runs_is_refused_by_name(tmp_path, kind, schedule):
     model = build(kind)
     engine = holdfast.offload(
-        model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32", schedule=schedule
+        model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32", schedule=schedule
     )
     with pytest.raises(BlockInputChanged, match=CHANGED_BETWEEN[kind]):
         engine.step(batches(0, 2))
@@ -561,7 +566,7 @@ def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_ins
             return x
 
     model = build(InPlace)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     with pytest.raises(BlockInputChanged, match=r"write x = x \+ y instead of x \+= y"):
         engine.step(batches(0, 1))
 
@@ -607,7 +612,7 @@ HIDDEN = {
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_gradient_that_hides_in_an_object_is_refused_by_name(tmp_path, kind):
     model = build(kind)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     with pytest.raises(ModelNotSupported, match=HIDDEN[kind]):
         engine.step(batches(0, 2))
 
@@ -686,7 +691,7 @@ class KeepsThePrologue(Model):
 )
 def test_a_tensor_in_an_attribute_is_refused_by_name(tmp_path, kind, count, said):
     model = build(kind)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     with pytest.raises(ModelNotSupported, match=said):
         engine.step(batches(0, count))
 
@@ -755,7 +760,7 @@ def test_attributes_of_the_same_code_equal_plain_loops(tmp_path):
     check(tmp_path / "a", RemembersTheLast)
     check(tmp_path / "b", RemembersTooLate, schedule="horizontal")
     model = build(RemembersTooLate)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path / "c", dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path / "c", precision="fp32")
     with pytest.raises(ModelNotSupported, match="attribute last is set by every micro-batch"):
         for step in range(2):
             engine.step(batches(step, 2))
@@ -777,7 +782,7 @@ class ReadsItsMaskLater(PrologueSetsAMask):
 
 def test_attribute_read_in_later_steps_is_refused(tmp_path):
     model = build(ReadsItsMaskLater)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     for step in range(2):
         engine.step(batches(step, 2))
     with pytest.raises(ModelNotSupported, match="attribute mask is set by every micro-batch before a block"):
@@ -822,7 +827,7 @@ def hooks_the_prologue(model):
 def test_a_hook_on_the_gradient_of_an_input_is_refused_by_name(tmp_path, hooks, block):
     model = build(Model)
     hooks(model)
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
     with pytest.raises(
         ModelNotSupported, match=rf"an input of blocks\.{block}, shape .* has a hook on its grad"
     ):
@@ -867,7 +872,7 @@ def test_blocks_run_once_and_in_order(tmp_path, order, said, schedule):
 
     model = build(Wandering)
     engine = holdfast.offload(
-        model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32", schedule=schedule
+        model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32", schedule=schedule
     )
     with pytest.raises(ModelNotSupported, match=said):
         engine.step(batches(0, 2))
@@ -895,7 +900,11 @@ def live_tensors(layers, directory):
     Counting.layers, counts, before = layers, [], of_that_size()
     model = build(Counting)
     with holdfast.offload(
-        model, torch.optim.AdamW(model.parameters()), directory, dtype="fp32", activations_on_host=0.0
+        model,
+        torch.optim.AdamW(model.parameters()),
+        directory,
+        precision="fp32",
+        placement=holdfast.Placement(activations_on_host=0.0),
     ) as engine:
         for step in range(2):
             engine.step(batches(step, 3))
@@ -924,7 +933,7 @@ def test_the_prologue_of_a_micro_batch_is_let_go_as_soon_as_its_backward_is_over
             return super().run(x * x, tokens)  # the graph holds x
 
     model = build(Remembering)
-    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32") as engine:
         engine.step(batches(0, 3))
         assert alive == [[True, True, True], [False, True, True], [False, False, True]]
         assert [ref() for ref in made] == [None] * 3

@@ -26,6 +26,7 @@ from plain_loops import (
     ragged,
 )
 from streams import Apart
+from support.grouped import grouped
 from training import adamw, batches, differing, state_of, stored, warm_up
 
 SOME = {1: 1.2, 3: 0.85}
@@ -38,7 +39,7 @@ def engine_of(directory, **options):
     model = model_with_a_frozen_parameter()
     optimizer = adamw(model)
     options = {"dtype": "fp32", "scheduler": warm_up(optimizer), **options}
-    return holdfast.offload(model, optimizer, directory, **options)
+    return holdfast.offload(model, optimizer, directory, **grouped(**options))
 
 
 def on_ssd(monkeypatch):
@@ -343,10 +344,10 @@ def test_a_run_that_is_clipped_otherwise_from_here_on_is_warned_of_unless_its_bi
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"clipping": "twice"}, "clipping = 'twice' is not one of defer, speculate, per_block"),
-        ({"clipping": "none"}, "clipping = 'none' is not one of defer, speculate, per_block"),
-        ({"clipping": "per_block", "clip_norm": None}, "clip_norm= does not say to what"),
-        ({"clipping": "speculate", "commit_every": 2}, r"commit_every=1 \(here 2\), or clipping='defer'"),
+        ({"clipping": "twice"}, "mode = 'twice' is not one of defer, speculate, per_block"),
+        ({"clipping": "none"}, "mode = 'none' is not one of defer, speculate, per_block"),
+        ({"clipping": "per_block", "clip_norm": None}, "no norm says to what"),
+        ({"clipping": "speculate", "commit_every": 2}, r"commit_every=1 \(here 2\), or the mode 'defer'"),
         ({"clipping": "speculate", "schedule": "horizontal"}, "of the vertical schedule"),
     ],
 )

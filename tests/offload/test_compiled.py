@@ -9,6 +9,7 @@ import torch
 
 import holdfast
 from holdfast.errors import ModelNotSupported
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored
 
 pytestmark = pytest.mark.filterwarnings(
@@ -76,7 +77,7 @@ def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule
     model, backend = decoder(blocks=3), Counting()
     compiled(model, backend)
     options = {"dtype": "fp32", "schedule": schedule, "recomputed_fraction": recomputed}
-    with holdfast.offload(model, adamw(model), tmp_path, **options) as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, **grouped(**options)) as engine:
         assert [engine.step(batches(step, COUNT)) for step in range(STEPS)] == losses
         # the last block runs once per micro-batch, the others once more if they are computed again
         assert backend.runs == STEPS * COUNT * (5 if recomputed else 3)
@@ -99,7 +100,7 @@ def test_blocks_compiled_by_inductor_equal_a_plain_loop_of_them(tmp_path):
     model = decoder(blocks=3)
     in_place(model, "inductor")
     metrics.reset()
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         assert [engine.step(batches(step, COUNT)) for step in range(STEPS)] == losses
     assert metrics.generated_kernel_count
     assert differing(stored(tmp_path), expected) == []

@@ -23,6 +23,7 @@ from holdfast.store.commit.retention import Keep
 from holdfast.store.disk import Disk
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, check
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored, warm_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drives .* are on one file system")
@@ -59,7 +60,7 @@ def train(root, steps, used=(), blocks=6, **options):
     model.blocks[2].mlp.up.weight.requires_grad_(False)
     optimizer = adamw(model)
     options = {"dtype": "fp32", "scheduler": warm_up(optimizer), **options}
-    with holdfast.offload(model, optimizer, root, drives=used, **options) as engine:
+    with holdfast.offload(model, optimizer, root, **grouped(drives=used, **options)) as engine:
         return [engine.step(batches(engine.steps_done, 2)) for _ in range(steps)]
 
 
@@ -199,7 +200,9 @@ def test_the_planner_knows_of_all_drives(tmp_path, rates):
     for name, used in ("run", []), ("other", [tmp_path / "one"]):
         model = decoder()
         options = {"sample": batches(0, 1)[0], "micro_batches": 2, "budget": "auto", "say": str}
-        with holdfast.offload(model, adamw(model), tmp_path / name, drives=used, **options) as engine:
+        with holdfast.offload(
+            model, adamw(model), tmp_path / name, **grouped(drives=used, **options)
+        ) as engine:
             prediction = engine.preflight.prediction
             machine = prediction.choice.simulation.machine
             taken.append((machine.ssd_read_bytes_per_second, machine.ssd_write_bytes_per_second))
@@ -233,7 +236,9 @@ def test_two_slow_drives_take_nearly_twice_what_one_takes(tmp_path):
 def seconds_of(root, used, blocks, width, **options):
     """Of three steps, all of which are durable at the end."""
     model = decoder(blocks=blocks, width=width, hidden=64)
-    with holdfast.offload(model, adamw(model), root, drives=used, dtype="fp32", **options) as engine:
+    with holdfast.offload(
+        model, adamw(model), root, **grouped(drives=used, dtype="fp32", **options)
+    ) as engine:
         engine.step(batches(0, 1))
         engine.save()
         started = time.perf_counter()
@@ -247,7 +252,9 @@ def test_the_traffic_of_all_drives_is_that_of_one(tmp_path):
     moved = []
     for name, used in ("one", ()), ("two", [tmp_path / "drive"]):
         model = decoder()
-        with holdfast.offload(model, adamw(model), tmp_path / name, drives=used, dtype="fp32") as engine:
+        with holdfast.offload(
+            model, adamw(model), tmp_path / name, io=holdfast.IO(drives=used), precision="fp32"
+        ) as engine:
             engine.step(batches(0, 2))
             engine.save()
             moved.append(engine._run.store.queue.counters())
@@ -451,7 +458,12 @@ def test_a_start_that_is_given_up_leaves_the_drive_as_it_was(tmp_path):
         model = decoder()
     with pytest.raises(ValueError, match="no values"):
         holdfast.offload(
-            model, adamw(model), tmp_path / "run", drives=[tmp_path / "drive"], dtype="fp32", init=init
+            model,
+            adamw(model),
+            tmp_path / "run",
+            io=holdfast.IO(drives=[tmp_path / "drive"]),
+            precision="fp32",
+            init=init,
         )
     assert not list((tmp_path / "drive").iterdir())
     assert not (tmp_path / "run" / "data" / "drive_1").is_symlink()

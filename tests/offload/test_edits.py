@@ -9,6 +9,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
 from plain_loops import PLACEMENTS
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored
 
 
@@ -77,7 +78,11 @@ def opened(root, **options):
     model = decoder(blocks=3)
     model.embed.weight.requires_grad_(False)
     optimizer = adamw(model)
-    return model, optimizer, holdfast.offload(model, optimizer, root, **{"dtype": "bf16", **options})
+    return (
+        model,
+        optimizer,
+        holdfast.offload(model, optimizer, root, **grouped(**{"dtype": "bf16", **options})),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +154,7 @@ def test_edits_of_a_run_of_forward_passes_are_refused(tmp_path):
     for name in "plain", "edited":
         model = decoder(blocks=2)
         optimizer = holdfast.optim.MeZO(model.parameters(), lr=1e-3)
-        with holdfast.offload(model, optimizer, tmp_path / name, dtype="fp32") as engine:
+        with holdfast.offload(model, optimizer, tmp_path / name, precision="fp32") as engine:
             found = [engine.step(batches(0, 2))]
             if name == "edited":
                 in_place(model, optimizer)

@@ -15,6 +15,7 @@ from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
 from holdfast.offload.setup import checks
 from holdfast.store.disk import Disk
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, stored
 
 
@@ -49,7 +50,7 @@ INPUTS = [{"x": torch.ones(2, 4)}]
 
 def offload(model: nn.Module, root, **choices) -> holdfast.Engine:
     optimizer = choices.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return holdfast.offload(model, optimizer, root, dtype="fp32", **choices)
+    return holdfast.offload(model, optimizer, root, **grouped(dtype="fp32", **choices))
 
 
 def test_a_run_whose_tensors_lie_in_another_order_is_refused_and_left_alone(tmp_path):
@@ -362,11 +363,9 @@ def test_a_processor_that_is_slow_in_the_default_type_is_told(tmp_path, monkeypa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = decoder()
-        with holdfast.offload(model, adamw(model), tmp_path, dtype=dtype):
+        with holdfast.offload(model, adamw(model), tmp_path, precision=dtype):
             pass
     checks._times_as_fast.cache_clear()
     found = [(each.filename, str(each.message)) for each in caught if "this processor" in str(each.message)]
     assert len(found) == told
-    assert all(
-        name == __file__ and '5 times as fast in fp32, so dtype="fp32"' in text for name, text in found
-    )
+    assert all(name == __file__ and '5 times as fast in fp32, so "fp32"' in text for name, text in found)

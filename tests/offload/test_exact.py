@@ -12,6 +12,7 @@ from torch import nn
 import holdfast
 from combined import one_in
 from plain_loops import PLACEMENTS, STEPS, check, plain_loop
+from support.grouped import grouped
 from training import VOCABULARY, batches, decoder, differing, read_atoms, state_of, stored
 
 
@@ -70,7 +71,7 @@ def test_torchs_own_encoder_layers_have_every_bit(tmp_path, placement, schedule)
         evaluated = sum(model(**batch).item() for batch in batches(3, 2)) / 2
     options = {"schedule": schedule, **PLACEMENTS[placement]}
     with holdfast.offload(
-        twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), tmp_path, dtype="fp32", **options
+        twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), tmp_path, **grouped(dtype="fp32", **options)
     ) as engine:
         assert [engine.step(batches(step, 2)) for step in range(3)] == losses
         assert engine.evaluate(batches(3, 2)) == evaluated
@@ -107,7 +108,7 @@ def test_every_elementwise_optimizer_has_its_own_bits(tmp_path, kind, options):
     expected = state_of(model, optimizer)
     model = decoder(blocks=2)
     with holdfast.offload(
-        model, kind(model.parameters(), **options), tmp_path, dtype="fp32", clip_norm=0.5
+        model, kind(model.parameters(), **options), tmp_path, precision="fp32", clipping=0.5
     ) as engine:
         for step in range(8):
             engine.step(batches(step, 2))
@@ -157,7 +158,7 @@ def test_bf16_computes_with_a_copy_of_fp32_masters_and_sums_gradients_in_fp32(tm
     model = decoder(dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with holdfast.offload(
-        model, optimizer, tmp_path, clip_norm=0.5, schedule=schedule, **PLACEMENTS[placement]
+        model, optimizer, tmp_path, **grouped(clip_norm=0.5, schedule=schedule, **PLACEMENTS[placement])
     ) as engine:
         assert [engine.step(batches(step, 3)) for step in range(STEPS)] == losses
     assert differing(stored(tmp_path), expected) == []

@@ -25,6 +25,7 @@ from holdfast.schedule.operations import (
     Op,
 )
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored
 
 
@@ -390,7 +391,7 @@ def three_steps(tmp_path_factory):
 
 def run(directory, steps, **options):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32", **options) as engine:
+    with holdfast.offload(model, adamw(model), directory, **grouped(dtype="fp32", **options)) as engine:
         while engine.steps_done < steps:
             engine.step(batches(engine.steps_done, 2))
 
@@ -419,7 +420,7 @@ def test_whatever_fails_is_the_error_of_the_step_and_nothing_acknowledged_is_los
     model = decoder(blocks=3)
     with monkeypatch.context() as patched:
         failing_in_step(patched, kind, 1, as_future=kind.startswith(("load", "store")))
-        engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", **KINDS[kind])
+        engine = holdfast.offload(model, adamw(model), tmp_path, **grouped(dtype="fp32", **KINDS[kind]))
         acknowledged = []
         with pytest.raises(Trouble, match=kind):
             for step in range(4):
@@ -445,7 +446,9 @@ def test_every_kind_of_operation_of_a_cpu_run_is_among_those_that_were_made_to_f
     seen = set()
     for number, options in enumerate(({}, {**CLIP, **SPILL}, {"schedule": "horizontal"})):
         model = decoder(blocks=3)
-        with holdfast.offload(model, adamw(model), tmp_path / str(number), dtype="fp32", **options) as engine:
+        with holdfast.offload(
+            model, adamw(model), tmp_path / str(number), **grouped(dtype="fp32", **options)
+        ) as engine:
             engine.step(batches(0, 2))
             engine.evaluate(batches(0, 2))
             seen |= {op.key.kind for listed in engine.operations.values() for op in listed}
@@ -454,7 +457,7 @@ def test_every_kind_of_operation_of_a_cpu_run_is_among_those_that_were_made_to_f
 
 def test_a_trace_says_when_every_operation_of_a_run_ran(tmp_path):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.trace(spans := [])
         engine.step(batches(0, 2))
         engine.wait()
@@ -467,7 +470,7 @@ def test_a_trace_says_when_every_operation_of_a_run_ran(tmp_path):
 def test_a_failure_after_the_last_step_is_raised_by_close(tmp_path, monkeypatch):
     failing_in_step(monkeypatch, "commit", 0, as_future=False)
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
     engine.step(batches(0, 1))
     with pytest.raises(Trouble, match="commit"):
         engine.close()
@@ -477,7 +480,7 @@ def test_a_failure_after_the_last_step_is_raised_by_close(tmp_path, monkeypatch)
 
 def test_an_error_of_the_script_leaves_the_engine_closed_and_is_not_replaced(tmp_path):
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
     with pytest.raises(Trouble, match="in the script"), engine:
         engine.step(batches(0, 1))
         raise Trouble("in the script")

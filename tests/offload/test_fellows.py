@@ -14,7 +14,7 @@ from holdfast.offload.setup.equal_on_ranks import agree_on_placement, refuse_unl
 from holdfast.offload.setup.step_planning import Plan
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import uneven
 
 
@@ -56,7 +56,10 @@ def test_the_first_that_differs_is_named(told, message):
 
 def test_what_stays_is_what_all_ranks_have_room_for():
     work, shape = uneven(4), StepShape(micro_batches=2, clipping="defer")
-    here, there = Placement.fractions(4, params=1.0, optimizer=0.25), Placement.fractions(4, optimizer=0.5)
+    here, there = (
+        BlockPlacement.fractions(4, params=1.0, optimizer=0.25),
+        BlockPlacement.fractions(4, optimizer=0.5),
+    )
     plan = Plan(
         work=work, placement=here, operations=vertical(work, here, shape), held_bytes=0, evaluation_batches=8,
         memory=predict(work, here, shape, vertical, 8),
@@ -64,7 +67,7 @@ def test_what_stays_is_what_all_ranks_have_room_for():
     found = agree_on_placement(
         plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, (there, 4)])
     )
-    assert found.placement == Placement.fractions(4, optimizer=0.25)
+    assert found.placement == BlockPlacement.fractions(4, optimizer=0.25)
     assert found.evaluation_batches == 4
     assert found.operations == vertical(work, found.placement, shape) != plan.operations
     assert found.memory == predict(work, found.placement, shape, vertical, 4) != plan.memory

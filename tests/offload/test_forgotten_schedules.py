@@ -15,7 +15,7 @@ def rates(run, steps, every=2):
     optimizer = adamw(model)
     plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
     seen = []
-    with holdfast.offload(model, optimizer, run, scheduler=plateau, dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, run, scheduler=plateau, precision="fp32") as engine:
         while engine.steps_done < steps:
             if engine.steps_done % every == 0:
                 plateau.step(engine.evaluate(batches(0, 1)))
@@ -38,7 +38,7 @@ def test_a_scheduler_beside_the_engine_is_told(tmp_path):
     optimizer = adamw(model)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
     with (
-        holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32") as engine,
+        holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32") as engine,
         pytest.warns(UserWarning, match="LambdaLR moves learning rates and was not given"),
     ):
         engine.step(batches(0, 1))

@@ -8,6 +8,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import ModelNotSupported
+from support.grouped import grouped
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +17,7 @@ def made_by_holdfast(make, root, **options) -> dict[str, torch.Tensor]:
     with holdfast.empty_parameters():
         model = make()
     with holdfast.offload(
-        model, torch.optim.AdamW(model.parameters()), root, dtype="fp32", **options
+        model, torch.optim.AdamW(model.parameters()), root, **grouped(dtype="fp32", **options)
     ) as engine:
         return engine.state_dict()
 
@@ -59,7 +60,7 @@ def test_real_parameters_of_other_units_are_left_alone(tmp_path):
     scale = torch.randn(32, 32)
     model.transformer.h[1].attn.c_proj.weight = nn.Parameter(scale.clone())
     optimizer = torch.optim.AdamW(model.parameters())
-    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32") as engine:
         found = engine.state_dict()
     assert torch.equal(found["lm_head.weight"], head)
     assert torch.equal(found["transformer.h.1.attn.c_proj.weight"], scale)
@@ -81,7 +82,7 @@ def test_the_buffers_of_a_module_with_two_names_are_given_by_both(tmp_path):
     model = Twice()
     names = list(model.state_dict())
     with holdfast.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path, dtype="fp32"
+        model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path, precision="fp32"
     ) as engine:
         found = engine.state_dict()
     assert sorted(found) == sorted(names)

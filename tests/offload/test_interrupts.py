@@ -105,7 +105,9 @@ def test_a_press_while_an_engine_is_made_leaves_no_thread_and_a_directory_to_beg
         model = decoder(blocks=2)
         press_at(n)
         try:
-            engine = holdfast.offload(model, adamw(model), tmp_path / "run", drives=[tmp_path / "drive"])
+            engine = holdfast.offload(
+                model, adamw(model), tmp_path / "run", io=holdfast.IO(drives=[tmp_path / "drive"])
+            )
         except KeyboardInterrupt:
             pressed += 1
             assert ours() == before, n

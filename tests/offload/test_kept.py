@@ -11,6 +11,7 @@ from holdfast.offload import api
 from offload.test_overlap import check_snake
 from plain_loops import PLACEMENTS, STEPS, check
 from streams import Apart
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, read_atoms, stored
 
 PARTS = [0.0, 0.5]
@@ -62,7 +63,7 @@ def runs_of_blocks(directory, steps=1, **options):
             runs[block] += 1
 
         next(module.children()).register_forward_pre_hook(count)
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32", **options) as engine:
+    with holdfast.offload(model, adamw(model), directory, **grouped(dtype="fp32", **options)) as engine:
         for step in range(steps):
             engine.step(batches(step, 3))
         engine.wait()
@@ -87,11 +88,15 @@ def test_the_fraction_may_change_from_resume_to_resume(tmp_path):
     for part in (1.0, 0.0, 0.5):
         model = decoder(blocks=3)
         with holdfast.offload(
-            model, adamw(model), tmp_path / "turns", dtype="fp32", recomputed_fraction=part
+            model,
+            adamw(model),
+            tmp_path / "turns",
+            precision="fp32",
+            placement=holdfast.Placement(recomputed_fraction=part),
         ) as engine:
             whole += [engine.step(batches(engine.steps_done, 2)) for _ in range(2)]
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path / "one", dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path / "one", precision="fp32") as engine:
         assert [engine.step(batches(step, 2)) for step in range(6)] == whole
     assert differing(stored(tmp_path / "turns"), stored(tmp_path / "one")) == []
 
@@ -100,5 +105,7 @@ def test_the_fraction_may_change_from_resume_to_resume(tmp_path):
 def test_a_fraction_that_is_none_is_refused(tmp_path, part):
     model = decoder()
     with pytest.raises(BadInput, match="recomputed_fraction"):
-        holdfast.offload(model, adamw(model), tmp_path / "run", recomputed_fraction=part)
+        holdfast.offload(
+            model, adamw(model), tmp_path / "run", placement=holdfast.Placement(recomputed_fraction=part)
+        )
     assert not (tmp_path / "run").exists()

@@ -51,7 +51,7 @@ def test_other_layouts_equal_plain_loops(tmp_path, clip_norm):
         losses.append(sum(loss.item() for loss in every) / 2)
     model = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32", clip_norm=clip_norm) as engine:
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32", clipping=clip_norm) as engine:
         assert [engine.step([(x,) for x in inputs(step)]) for step in range(3)] == losses
     for (name, found), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(found, wanted), name
@@ -62,5 +62,5 @@ def test_whole_matrix_updates_need_contiguous_parameters(tmp_path):
     model = built()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     with pytest.raises(ModelNotSupported, match=r"blocks\.0\.weight is not contiguous .*\.contiguous\(\)"):
-        holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32")
+        holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32")
     assert not (tmp_path / "run").exists()

@@ -73,7 +73,7 @@ def test_adapters_equal_a_plain_loop_and_resume(tmp_path, make, schedule):
     expected = plain_loop(in_memory(make))
     for start, stop in ((0, 2), (2, STEPS)):
         model = in_memory(make)
-        with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule) as engine:
+        with holdfast.offload(model, adamw(model), tmp_path, precision="fp32", schedule=schedule) as engine:
             assert engine.steps_done == start
             for step in range(start, stop):
                 engine.step(micro_batches(step))
@@ -88,7 +88,9 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(intermediate_size=4096))
     model, weights = holdfast.pretrained(folder)
     model = adapted(model)
-    with holdfast.offload(model, adamw(model), tmp_path / "run", source=weights, commit_every=1) as engine:
+    with holdfast.offload(
+        model, adamw(model), tmp_path / "run", source=weights, durability=holdfast.Durability(commit_every=1)
+    ) as engine:
         engine.step(micro_batches(0))
         engine.wait()
         before = engine.traffic()
@@ -110,7 +112,7 @@ def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_expor
         model, weights = holdfast.pretrained(folder)
         model = adapted(model)
         assert all(p.is_meta for p in model.parameters())
-        with holdfast.offload(model, adamw(model), run, source=weights, dtype="fp32") as engine:
+        with holdfast.offload(model, adamw(model), run, source=weights, precision="fp32") as engine:
             assert engine.steps_done == start
             if start == 0:
                 begun = engine.state_dict(trained=True)

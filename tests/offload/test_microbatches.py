@@ -25,6 +25,7 @@ from holdfast.offload.model.microbatches import (
     module_call,
 )
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored
 
 TAG = contextvars.ContextVar("tag", default="unset")
@@ -101,7 +102,7 @@ def test_training_under_autocast_equals_a_plain_loop(tmp_path):
     optimizer.step()
     expected = {f"{name}/param": p.detach().clone() for name, p in model.named_parameters()}
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
     with engine, torch.autocast("cpu", dtype=torch.bfloat16):
         assert engine.step(batches(0, 2)) == sum(losses) / 2
     assert differing(stored(tmp_path), expected) == []
@@ -136,7 +137,7 @@ def test_autocast_that_the_model_sets_around_its_blocks_holds_in_them(tmp_path):
     with torch.no_grad():
         evaluated = sum(model(**batch).item() for batch in batches(1, 2)) / 2
     model = CastsInside()
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         assert engine.step(batches(0, 2)) == sum(loss.item() for loss in losses) / 2
         assert engine.evaluate(batches(1, 2)) == evaluated
         assert not torch.is_autocast_enabled("cpu")
@@ -146,7 +147,7 @@ def test_autocast_that_the_model_sets_around_its_blocks_holds_in_them(tmp_path):
 def test_a_block_called_without_gradients_is_refused_by_name(tmp_path):
     model = decoder(blocks=3)
     forward = model.blocks[0].forward
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         model.forward = torch.no_grad()(model.forward)
         assert engine.evaluate(batches(0, 1)) > 0
         with pytest.raises(ModelNotSupported, match=r"called block 0 under torch.no_grad\(\)"):
@@ -157,7 +158,7 @@ def test_a_block_called_without_gradients_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients_is_refused_and_another_can_follow(tmp_path, mode):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         with mode(), pytest.raises(BadInput, match="a step needs gradients"):
             engine.step(batches(0, 1))
         engine.step(batches(0, 1))
@@ -169,7 +170,7 @@ def test_an_error_in_an_evaluation_loses_nothing(tmp_path):
     for disturbed in (False, True):
         model = decoder(blocks=4)
         options = {"dtype": "fp32", "commit_every": 0, "clip_norm": 0.5, "activations_on_host": 0.5}
-        with holdfast.offload(model, adamw(model), tmp_path / str(disturbed), **options) as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / str(disturbed), **grouped(**options)) as engine:
             for step in range(3):
                 engine.step(batches(step, 2))
                 if disturbed:
@@ -200,7 +201,7 @@ def test_an_evaluation_holds_no_outputs(tmp_path):
     """A model returns its logits along with the loss; those of earlier micro-batches are gone."""
     model, alive = decoder(blocks=2), []
     model.register_forward_hook(lambda module, args, output: Output(output, alive))
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.evaluate(batches(0, 8))
     assert len(alive) == 8 and max(alive) == 1
 
@@ -221,7 +222,7 @@ class Output:
 
 def test_evaluation_in_inference_mode_gives_the_same(tmp_path):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         plain = engine.evaluate(batches(0, 3))
         with torch.inference_mode():
             assert engine.evaluate(batches(0, 3)) == plain
@@ -330,7 +331,7 @@ def test_a_mapping_is_a_dict_of_keywords(tmp_path):
     for kind in (dict, UserDict):
         model = decoder(blocks=2)
         options = {"dtype": "fp32", "normalize": "tokens", "sample": kind(batches(0, 1)[0])}
-        with holdfast.offload(model, adamw(model), tmp_path / kind.__name__, **options) as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / kind.__name__, **grouped(**options)) as engine:
             losses.append(engine.step([kind(batch) for batch in batches(0, 2)]))
             losses.append(engine.evaluate(kind(batch) for batch in batches(0, 2)))
             assert engine.last["tokens"] == 2 * batches(0, 1)[0]["tokens"].numel()
@@ -354,7 +355,7 @@ TOKENS = torch.zeros(1, 4, dtype=torch.int64)
 )
 def test_what_is_no_list_of_micro_batches_is_refused_and_a_step_can_follow(tmp_path, given, loss_fn, said):
     model = decoder(blocks=2)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         for call in (engine.step, engine.evaluate):
             with pytest.raises(BadInput, match=said):
                 call(given, loss_fn)
@@ -368,7 +369,7 @@ def test_tuples_with_a_loss_function_train_as_keywords_do(tmp_path):
     losses = {}
     for kind in ("keywords", "tuples"):
         model = decoder(blocks=2)
-        with holdfast.offload(model, adamw(model), tmp_path / kind, dtype="fp32") as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / kind, precision="fp32") as engine:
             if kind == "keywords":
                 losses[kind] = [engine.step(batches(0, 2)), engine.evaluate(batches(1, 2))]
             else:
@@ -421,7 +422,7 @@ def test_an_error_in_the_model_leaves_no_thread_and_no_patch_and_a_run_that_resu
     hook = raising(error)
     hook.wanted_grad = wanted_grad
     handle = module(model).register_forward_pre_hook(hook)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule)
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32", schedule=schedule)
     threads = [t for t in threading.enumerate() if t.name.startswith("holdfast")]
     assert threads
     engine.step(batches(0, 3))
@@ -438,7 +439,7 @@ def test_an_error_in_the_model_leaves_no_thread_and_no_patch_and_a_run_that_resu
     engine.close()
     handle.remove()
     resumed = decoder(blocks=3)
-    with holdfast.offload(resumed, adamw(resumed), tmp_path, dtype="fp32", schedule=schedule) as engine:
+    with holdfast.offload(resumed, adamw(resumed), tmp_path, precision="fp32", schedule=schedule) as engine:
         assert engine.steps_done == whole
         for step in range(whole, 2):
             engine.step(batches(step, 3))
@@ -448,7 +449,7 @@ def test_an_error_in_the_model_leaves_no_thread_and_no_patch_and_a_run_that_resu
 def two_steps(directory):
     """The state of a run of two steps without trouble."""
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), directory, precision="fp32") as engine:
         for step in range(2):
             engine.step(batches(step, 3))
     return stored(directory)
@@ -458,7 +459,9 @@ def two_steps(directory):
 def test_an_error_in_the_model_does_not_lose_the_step_before_it(tmp_path):
     """Its state is still on the way to a slow disk."""
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", write_limit=200_000)
+    engine = holdfast.offload(
+        model, adamw(model), tmp_path, precision="fp32", io=holdfast.IO(write_limit=200_000)
+    )
     engine.step(batches(0, 2))
     assert engine.durable_step == 0
     model.norm.register_forward_pre_hook(raising_once(Trouble()))
@@ -481,7 +484,7 @@ def test_an_error_in_the_loss_function_is_the_error_of_the_step(tmp_path):
         raise Trouble("in the loss")
 
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
     with pytest.raises(Trouble, match="in the loss"):
         engine.step([(b["tokens"], b["targets"]) for b in batches(0, 2)], loss_fn=broken)
 
@@ -502,7 +505,7 @@ def test_a_block_called_outside_of_the_engine_says_what_to_call(tmp_path):
             return error
 
     handle = model.embed.register_forward_pre_hook(call_from_another_thread)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.step(batches(0, 1))
     handle.remove()
     assert "blocks.0 was called directly, but its parameters are on the SSD" in str(calls[0])
@@ -520,7 +523,7 @@ def test_a_key_press_at_any_time_leaves_no_thread_and_a_run_that_resumes(tmp_pat
     while attempt < 12 or (not done and attempt < 60):  # a busy machine needs longer for its first step
         attempt += 1
         model = decoder(blocks=3)
-        engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+        engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
         assert engine.steps_done >= done
         finger = threading.Thread(target=press_a_key, args=(0.011 * attempt,))
         with pytest.raises(KeyboardInterrupt), engine:
@@ -546,7 +549,7 @@ def live_parameters(blocks, directory):
             found = (thing for thing in gc.get_objects() if type(thing) is nn.Parameter)
             counts.append(sum(p.shape == (24, 16) and not p.is_meta for p in found))
 
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), directory, precision="fp32") as engine:
         model.blocks[0].mlp.register_forward_pre_hook(count)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.step(batches(0, 1))

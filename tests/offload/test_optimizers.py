@@ -14,6 +14,7 @@ from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.store.run_store import LocalStore
 from named_optimizers import OPTIMIZERS, matrices, vectors
 from plain_loops import PLACEMENTS
+from support.grouped import grouped
 from training import batches, decoder, differing, state_of, stored, warm_up
 
 STEPS = 8
@@ -46,7 +47,10 @@ def out_of_core(directory, make, steps, **options):
     model = decoder(blocks=3)
     optimizer = make(model)
     with holdfast.offload(
-        model, optimizer, directory, scheduler=warm_up(optimizer), dtype="fp32", clip_norm=0.5, **options
+        model,
+        optimizer,
+        directory,
+        **grouped(scheduler=warm_up(optimizer), dtype="fp32", clip_norm=0.5, **options),
     ) as engine:
         return [engine.step(batches(step, 2)) for step in steps]
 
@@ -154,7 +158,7 @@ def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
         model = decoder(blocks=2)
         sample = {"sample": batches(0, 1)[0], "clip_norm": 1.0}
         with holdfast.offload(
-            model, OPTIMIZERS[name](model), tmp_path / f"{name} {options}", **sample, **options
+            model, OPTIMIZERS[name](model), tmp_path / f"{name} {options}", **grouped(**sample, **options)
         ) as engine:
             return engine._plan.memory.at("host").get("updates", 0)
 

@@ -13,6 +13,7 @@ from holdfast.errors import BadInput
 from holdfast.offload import api
 from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
 from streams import Apart
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 FRACTIONS = [0.25, 0.5, 1.0]
@@ -89,11 +90,7 @@ def check_snake(directory, num_micro_batches, clip_norm, blocks=6, dropout=0.0, 
         model,
         optimizer,
         directory,
-        scheduler=warm_up(optimizer),
-        dtype="fp32",
-        clip_norm=clip_norm,
-        order="snake",
-        **options,
+        **grouped(scheduler=warm_up(optimizer), dtype="fp32", clip_norm=clip_norm, order="snake", **options),
     ) as engine:
         assert [engine.step(batches(step, num_micro_batches)) for step in range(STEPS)] == losses
     assert differing(stored(directory), states[-1]) == []
@@ -156,10 +153,7 @@ def delayed_engine(directory, delayed_fraction=0.5, **options):
         model,
         optimizer,
         directory,
-        scheduler=warm_up(optimizer),
-        dtype="fp32",
-        delayed_fraction=delayed_fraction,
-        **options,
+        **grouped(scheduler=warm_up(optimizer), dtype="fp32", delayed_fraction=delayed_fraction, **options),
     )
 
 
@@ -200,7 +194,9 @@ def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path):
         optimizer.zero_grad()
     trained = model_with_a_frozen_parameter()
     own = adamw(trained)
-    with holdfast.offload(trained, own, tmp_path, dtype="fp32", delayed_fraction=1.0, **SLOW) as engine:
+    with holdfast.offload(
+        trained, own, tmp_path, **grouped(dtype="fp32", delayed_fraction=1.0, **SLOW)
+    ) as engine:
         for step, rate in enumerate(rates):
             for group in own.param_groups:
                 group["lr"] = rate

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, prune
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
+from support.grouped import grouped
 
 
 class Block(nn.Module):
@@ -38,7 +39,7 @@ def net() -> Net:
 
 def opened(directory, model, **options):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return holdfast.offload(model, optimizer, directory, **{"dtype": "fp32", **options})
+    return holdfast.offload(model, optimizer, directory, **grouped(**{"dtype": "fp32", **options}))
 
 
 def offloaded_by_accelerate(model):

@@ -11,6 +11,7 @@ import holdfast
 from holdfast.errors import RunMismatch
 from holdfast.opening import source_of
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, warm_up
 
 
@@ -32,7 +33,9 @@ def script(
     optimizer = adamw(model)
     optimizer.param_groups[0].update(group)
     made = warm_up(optimizer) if scheduler else None
-    engine = holdfast.offload(model, optimizer, root, scheduler=made, **{"dtype": "fp32", **options})
+    engine = holdfast.offload(
+        model, optimizer, root, **grouped(scheduler=made, **{"dtype": "fp32", **options})
+    )
     return engine, optimizer
 
 
@@ -48,7 +51,7 @@ def one_step(engine: holdfast.Engine) -> None:
 def test_every_name_of_a_tied_weight_is_in_a_commit(tmp_path):
     model = decoder(blocks=2)
     model.head.weight = model.embed.weight
-    one_step(holdfast.offload(model, adamw(model), tmp_path, dtype="fp32"))
+    one_step(holdfast.offload(model, adamw(model), tmp_path, precision="fp32"))
     assert source_of(str(tmp_path)).aliases == {"head.weight": "embed.weight"}
 
 
@@ -151,6 +154,8 @@ def test_clipping_takes_the_norm_over_what_is_in_the_optimizer(tmp_path):
     plain(**batches(0, 1)[0]).backward()
     grads = [p.grad for name, p in plain.named_parameters() if "head" not in name]
     trained = [p for name, p in model.named_parameters() if "head" not in name]
-    with holdfast.offload(model, torch.optim.AdamW(trained), tmp_path, dtype="fp32", clip_norm=0.1) as engine:
+    with holdfast.offload(
+        model, torch.optim.AdamW(trained), tmp_path, precision="fp32", clipping=0.1
+    ) as engine:
         engine.step(batches(0, 1))
         assert engine.last["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(grads)))

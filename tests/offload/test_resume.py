@@ -16,6 +16,7 @@ import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of
 from holdfast.offload.ops import state_ops as state
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import CONTEXT, VOCABULARY, adamw, batches, decoder, differing, stored, warm_up
 
 STEPS, COUNT, ROWS = 6, 2, 2
@@ -63,7 +64,7 @@ def train(directory, stop_at, record, *, leave=None, error=Leave, **options):
     optimizer = adamw(model)
     scheduler = warm_up(optimizer)
     settings = {"dtype": "fp32", "clip_norm": 0.5, "scheduler": scheduler, "loader": data, **options}
-    engine = holdfast.offload(model, optimizer, directory, **settings)
+    engine = holdfast.offload(model, optimizer, directory, **grouped(**settings))
     record.starts.append(engine.steps_done)
     with engine:
         while engine.steps_done < stop_at:
@@ -179,7 +180,7 @@ def test_the_number_of_micro_batches_may_change_from_step_to_step_and_run_to_run
     def run(directory, stops):
         for stop in stops:
             model = decoder(blocks=3)
-            with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+            with holdfast.offload(model, adamw(model), directory, precision="fp32") as engine:
                 while engine.steps_done < stop:
                     engine.step(batches(engine.steps_done, 1 + engine.steps_done))
         return stored(directory)
@@ -213,7 +214,9 @@ def test_the_newest_steps_are_kept_as_many_as_asked_for(tmp_path, retain):
 @pytest.mark.parametrize("options", [{}, {"optimizer_on_host": 1.0, "params_on_host": 1.0}])
 def test_every_third_step_is_a_commit_and_the_last_one_when_closed(tmp_path, options):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", commit_every=3, **options) as engine:
+    with holdfast.offload(
+        model, adamw(model), tmp_path, **grouped(dtype="fp32", commit_every=3, **options)
+    ) as engine:
         durable = []
         for step in range(5):
             engine.step(batches(step, 1))
@@ -226,7 +229,7 @@ def test_every_third_step_is_a_commit_and_the_last_one_when_closed(tmp_path, opt
 
 def five_steps(directory):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), directory, precision="fp32") as engine:
         for step in range(5):
             engine.step(batches(step, 1))
     return stored(directory)
@@ -237,7 +240,9 @@ def five_steps(directory):
 )
 def test_without_commits_only_what_is_saved_is_kept(tmp_path, options):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", commit_every=0, **options) as engine:
+    with holdfast.offload(
+        model, adamw(model), tmp_path, **grouped(dtype="fp32", commit_every=0, **options)
+    ) as engine:
         for step in range(3):
             engine.step(batches(step, 1))
         engine.save()
@@ -247,7 +252,7 @@ def test_without_commits_only_what_is_saved_is_kept(tmp_path, options):
         engine.step(batches(3, 1))
     assert steps_kept(tmp_path) == [3, 0]
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", **options) as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, **grouped(dtype="fp32", **options)) as engine:
         assert engine.steps_done == 3
         assert differing(stored(tmp_path), at_three) == []
         for step in range(3, 5):
@@ -257,7 +262,7 @@ def test_without_commits_only_what_is_saved_is_kept(tmp_path, options):
 
 def test_what_is_saved_twice_or_at_a_commit_is_saved_once(tmp_path):
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.save()
         engine.step(batches(0, 1))
         engine.save()
@@ -274,7 +279,9 @@ def test_what_is_saved_twice_or_at_a_commit_is_saved_once(tmp_path):
 def test_a_step_is_durable_at_the_latest_when_the_next_one_returns(tmp_path, options):
     """However slow the disk is."""
     model = decoder(blocks=3)
-    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", write_limit=800_000, **options)
+    engine = holdfast.offload(
+        model, adamw(model), tmp_path, **grouped(dtype="fp32", write_limit=800_000, **options)
+    )
     with engine:
         behind = []
         for step in range(4):
@@ -306,7 +313,7 @@ def test_a_step_with_a_nan_is_skipped_whole_and_the_next_one_goes_on(tmp_path, o
     model = decoder(blocks=3)
     optimizer = adamw(model)
     settings = {"dtype": "fp32", "clip_norm": clip_norm, "scheduler": warm_up(optimizer), **options}
-    with holdfast.offload(model, optimizer, tmp_path, **settings) as engine:
+    with holdfast.offload(model, optimizer, tmp_path, **grouped(**settings)) as engine:
         engine.step(batches(0, 3))
         engine.wait()
         before = stored(tmp_path)
@@ -341,7 +348,7 @@ def test_a_step_with_a_nan_is_skipped_whole_and_the_next_one_goes_on(tmp_path, o
     resumed = decoder(blocks=3)
     optimizer = adamw(resumed)
     setting = {"dtype": "fp32", "scheduler": warm_up(optimizer), "clip_norm": clip_norm}
-    with holdfast.offload(resumed, optimizer, tmp_path, **setting) as engine:
+    with holdfast.offload(resumed, optimizer, tmp_path, **grouped(**setting)) as engine:
         assert (engine.steps_done, engine.skipped_steps) == (3, 1)
 
 
@@ -358,7 +365,7 @@ def nan_in_the_second():
 def test_a_gradient_that_overflows_skips_the_step_too(tmp_path):
     """The loss is finite, and the norm is not."""
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", clip_norm=1.0) as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32", clipping=1.0) as engine:
         engine.step(batches(0, 2))
         engine.wait()
         before = stored(tmp_path)
@@ -380,7 +387,12 @@ def test_a_gradient_that_overflows_skips_the_step_too(tmp_path):
 def test_a_commit_after_a_skipped_step_holds_what_the_steps_before_it_changed(tmp_path, on_host):
     model = decoder(blocks=3)
     with holdfast.offload(
-        model, adamw(model), tmp_path, dtype="fp32", commit_every=2, optimizer_on_host=on_host
+        model,
+        adamw(model),
+        tmp_path,
+        precision="fp32",
+        durability=holdfast.Durability(commit_every=2),
+        placement=holdfast.Placement(optimizer_on_host=on_host),
     ) as engine:
         engine.step(batches(0, 2))
         handle = model.head.register_forward_hook(nan_in_the_second())
@@ -390,7 +402,7 @@ def test_a_commit_after_a_skipped_step_holds_what_the_steps_before_it_changed(tm
         assert engine.durable_step == 2
         found = stored(tmp_path)
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path / "one step", dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path / "one step", precision="fp32") as engine:
         engine.step(batches(0, 2))
     assert differing(found, stored(tmp_path / "one step")) == []
 
@@ -428,7 +440,7 @@ def test_a_buffer_that_is_changed_after_a_step_is_not_in_its_commit(tmp_path, mo
     monkeypatch.setattr(state, "apply", late)
     model = decoder(blocks=2)
     model.norm.register_buffer("temperature", torch.zeros(()))
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule) as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32", schedule=schedule) as engine:
         model.norm.temperature.fill_(5)
         engine.step(batches(0, 2))
         model.norm.temperature.fill_(-1)
@@ -452,7 +464,7 @@ def test_buffers_outside_of_blocks_are_part_of_every_commit(tmp_path):
     for stop in (2, 4):
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with holdfast.offload(model, optimizer, tmp_path, dtype="fp32") as engine:
+        with holdfast.offload(model, optimizer, tmp_path, precision="fp32") as engine:
             while engine.steps_done < stop:
                 engine.step(batches(engine.steps_done, 2))
             state = engine.state_dict()

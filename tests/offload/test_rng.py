@@ -61,7 +61,7 @@ def test_generators_are_as_they_were_afterwards_also_after_an_error():
 
 def test_a_step_and_an_evaluation_leave_the_global_generators_alone(tmp_path):
     model = decoder(blocks=2, dropout=0.3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         seed_generators(1, CPU)
         expected = draw()
         seed_generators(1, CPU)
@@ -73,7 +73,7 @@ def test_a_step_and_an_evaluation_leave_the_global_generators_alone(tmp_path):
 def test_a_block_that_draws_from_python_or_numpy_draws_the_same_when_it_is_run_again(tmp_path):
     model, seen = decoder(blocks=3), []
     model.blocks[0].mlp.register_forward_pre_hook(lambda *_: seen.append(draw()))
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.step(batches(0, 2))
         engine.step(batches(1, 2))
     forward, again = [*seen[0:2], *seen[4:6]], [*seen[2:4], *seen[6:8]]
@@ -92,7 +92,7 @@ def test_keyed_rng_removes_its_hooks():
 def trained(directory, seed):
     """Losses of a model with dropout, alone on its thread."""
     model = copy.deepcopy(MODEL)
-    with holdfast.offload(model, adamw(model), directory, dtype="fp32", seed=seed) as engine:
+    with holdfast.offload(model, adamw(model), directory, precision="fp32", seed=seed) as engine:
         losses = []
         for step in range(6):
             losses.append(engine.step(batches(step, 2)))
@@ -124,8 +124,8 @@ def test_a_loss_may_ask_another_engine(tmp_path):
     """On a micro-batch's thread, in the middle of a step: it is that step's turn."""
     teacher, student = decoder(blocks=2), decoder(blocks=2, dropout=0.3)
     with (
-        holdfast.offload(teacher, adamw(teacher), tmp_path / "teacher", dtype="fp32") as other,
-        holdfast.offload(student, adamw(student), tmp_path / "student", dtype="fp32") as engine,
+        holdfast.offload(teacher, adamw(teacher), tmp_path / "teacher", precision="fp32") as other,
+        holdfast.offload(student, adamw(student), tmp_path / "student", precision="fp32") as engine,
     ):
         student.norm.register_forward_pre_hook(lambda *_: other.evaluate(batches(1, 1)) and None)
         assert engine.step(batches(0, 2)) > 0

@@ -16,6 +16,7 @@ from holdfast.offload import api
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, STEPS, by_tokens, model_with_a_frozen_parameter, ragged
 from streams import Apart
+from support.grouped import grouped
 from training import batches, differing, stored, warm_up
 
 MOVING = {"scale": 2.0**22, "growth_interval": 3}
@@ -73,7 +74,7 @@ def engine_of(directory, **options):
     model = model_with_a_frozen_parameter(dropout=0.1)
     optimizer = torch.optim.AdamW([p for _, p in trained(model)], lr=1e-2)
     options = {"dtype": "fp16", "loss_scale": LossScale(**MOVING), **options}
-    return holdfast.offload(model, optimizer, directory, scheduler=warm_up(optimizer), **options)
+    return holdfast.offload(model, optimizer, directory, **grouped(scheduler=warm_up(optimizer), **options))
 
 
 def check(directory, num_micro_batches, clip_norm, parts=((0, STEPS),), tokens=False, **options):
@@ -178,8 +179,8 @@ def test_the_scale_moves_as_torchs_does(scale, interval, outcomes):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"clipping": "per_block", "clip_norm": 1.0}, "which clipping='per_block' knows too late"),
-        ({"dtype": "bf16"}, "loss_scale is of dtype='fp16', and dtype is 'bf16'"),
+        ({"clipping": "per_block", "clip_norm": 1.0}, "which the clipping mode 'per_block' knows too late"),
+        ({"dtype": "bf16"}, "loss_scale is of fp16, and the precision is 'bf16'"),
         ({"loss_scale": 1024.0}, r"write holdfast.LossScale\(scale=1024.0\)"),
     ],
 )

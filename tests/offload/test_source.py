@@ -18,6 +18,7 @@ from holdfast.state.tensor_entries import Atom
 from holdfast.store.reader import RunReader
 from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 BEFORE, STEPS, COUNT = 5, 9, 2
@@ -59,7 +60,10 @@ def recorded(root, start, stop, source=None, seed=0):
 def out_of_core(root, start, stop, source=None, seed=0, **options):
     model, optimizer, scheduler = make(seed)
     with holdfast.offload(
-        model, optimizer, root, scheduler=scheduler, dtype="fp32", clip_norm=0.5, source=source, **options
+        model,
+        optimizer,
+        root,
+        **grouped(scheduler=scheduler, dtype="fp32", clip_norm=0.5, source=source, **options),
     ) as engine:
         assert engine.steps_done == start
         noted = float(model.noted[0])
@@ -138,9 +142,13 @@ def test_state_that_the_optimizer_does_not_keep_is_refused_before_anything_is_se
     before = [dict(group) for group in optimizer.param_groups], dict(scheduler.state_dict())
     with pytest.raises(RunMismatch, match=r"of another kind of optimizer.*exp_avg"):
         holdfast.offload(
-            model, optimizer, tmp_path / "run", scheduler=scheduler, dtype="fp32",
+            model,
+            optimizer,
+            tmp_path / "run",
+            scheduler=scheduler,
+            precision="fp32",
             source=holdfast.From(recorded_run),
-        )  # fmt: skip
+        )
     assert ([dict(group) for group in optimizer.param_groups], dict(scheduler.state_dict())) == before
     assert not model.noted.any() and not (tmp_path / "run").exists()
 
@@ -150,7 +158,7 @@ def test_state_of_another_kind_of_optimizer_begins_anew_where_that_is_allowed(tm
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with pytest.warns(UserWarning, match="begins anew|hyper-parameters|scheduler"):
         engine = holdfast.offload(
-            model, optimizer, tmp_path, dtype="fp32", source=holdfast.From(recorded_run, partial=True)
+            model, optimizer, tmp_path, precision="fp32", source=holdfast.From(recorded_run, partial=True)
         )
     with engine:
         assert engine.steps_done == BEFORE and optimizer.param_groups[0]["lr"] == 0.1
@@ -175,7 +183,7 @@ def test_hyper_parameters_by_which_the_optimizer_keeps_more_are_refused_before_a
         RunMismatch, match=r"keeps momentum_buffer for .*, and with those that it was given nothing"
     ):
         holdfast.offload(
-            model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(tmp_path / "other")
+            model, optimizer, tmp_path / "run", precision="fp32", source=holdfast.From(tmp_path / "other")
         )
     assert optimizer.param_groups[0]["momentum"] == 0 and not (tmp_path / "run").exists()
 
@@ -184,7 +192,7 @@ def test_another_model_is_refused_with_nothing_written(tmp_path, recorded_run):
     model = decoder(blocks=4)
     with pytest.raises(RunMismatch, match=r"it has no blocks\.3"):
         holdfast.offload(
-            model, adamw(model), tmp_path / "run", dtype="fp32", source=holdfast.From(recorded_run)
+            model, adamw(model), tmp_path / "run", precision="fp32", source=holdfast.From(recorded_run)
         )
     assert not (tmp_path / "run").exists()
 
@@ -199,7 +207,7 @@ def test_damage_is_found_before_anything_is_written(tmp_path, recorded_run):
     model, optimizer, _ = make(seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ChunkCorrupt):
-        holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(copy))
+        holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32", source=holdfast.From(copy))
     assert not (tmp_path / "run").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -238,5 +246,5 @@ def test_a_place_in_the_data_of_several_ranks_is_refused(tmp_path, recorded_run,
         RunMismatch, match="that Cursor keeps is each rank's own: 2 ranks wrote the run, and 1 rank"
     ):
         holdfast.offload(
-            model, optimizer, tmp_path, dtype="fp32", loader=Cursor(), source=holdfast.From(recorded_run)
+            model, optimizer, tmp_path, precision="fp32", loader=Cursor(), source=holdfast.From(recorded_run)
         )

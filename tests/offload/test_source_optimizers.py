@@ -50,12 +50,12 @@ def weights(tmp_path):
 @pytest.mark.parametrize("theirs, ours, text", OTHERS.values(), ids=OTHERS)
 def test_state_of_other_forms_is_refused_and_nothing_is_written(tmp_path, theirs, ours, text):
     model, optimizer = trained(theirs, steps=0)
-    with holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32") as engine:
         engine.step(batches(0, 1))
     model, optimizer = trained(ours, steps=0)
     with pytest.raises(RunMismatch, match=text):
         holdfast.offload(
-            model, optimizer, tmp_path / "on", dtype="fp32", source=holdfast.From(tmp_path / "run")
+            model, optimizer, tmp_path / "on", precision="fp32", source=holdfast.From(tmp_path / "run")
         )
     assert not (tmp_path / "on").exists()
 
@@ -83,7 +83,7 @@ def test_seeds_stay_where_all_else_begins_anew(tmp_path, weights, make, steps):
     seeds = [int(before[1].state[named[name]]["seed"]) for name in MATRICES]
     assert len(set(seeds)) == 2
     with holdfast.offload(
-        *before, tmp_path / "engine", dtype="fp32", source=holdfast.From(weights)
+        *before, tmp_path / "engine", precision="fp32", source=holdfast.From(weights)
     ) as engine:
         engine.step(batches(0, 1))
     found = stored(tmp_path / "engine")
@@ -116,7 +116,7 @@ def test_momentum_without_a_count_of_steps_begins_anew_as_is_told(tmp_path, weig
     with (
         pytest.warns(UserWarning, match="begins anew"),
         holdfast.offload(
-            model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(weights)
+            model, optimizer, tmp_path / "run", precision="fp32", source=holdfast.From(weights)
         ) as engine,
     ):
         engine.save()
@@ -128,5 +128,5 @@ def test_a_live_optimizer_with_state_of_another_form_is_refused(tmp_path):
     model, optimizer = trained(lambda p: Apollo(p, rank=4))
     optimizer.param_groups[0]["rank"] = 2
     with pytest.raises(OptimizerNotSupported, match=r"exp_avg of \[4, .* keeps \[2, "):
-        holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32")
+        holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32")
     assert not (tmp_path / "run").exists()

@@ -32,6 +32,7 @@ from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, check, model_with_a_frozen_parameter
 from streams import Apart
+from support.grouped import grouped
 from training import adamw, batches, decoder
 
 OPTIONS = {
@@ -65,10 +66,7 @@ def engine_of(directory, num_micro_batches=3, **options):
         model,
         adamw(model),
         directory,
-        dtype="fp32",
-        sample=sample,
-        micro_batches=num_micro_batches,
-        **options,
+        **grouped(dtype="fp32", sample=sample, micro_batches=num_micro_batches, **options),
     ) as engine:
         yield engine
 
@@ -190,7 +188,7 @@ def test_a_copy_that_fails_ends_the_run_as_it_was_before(tmp_path, apart, monkey
         t for t in threading.enumerate() if t.name.startswith(("holdfast", "played")) and t.is_alive()
     ]
     model = model_with_a_frozen_parameter()
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         assert engine.steps_done >= 1
 
 
@@ -287,7 +285,7 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
     for helpers in (0, 2):
         monkeypatch.setattr(engine_module, "update_helpers", lambda unified, helpers=helpers: helpers)
         model = decoder(blocks=2, width=128)
-        with holdfast.offload(model, adamw(model), tmp_path / str(helpers), dtype="fp32") as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / str(helpers), precision="fp32") as engine:
             engine.step(batches(0, 2))
             engine.step(batches(1, 2))
             named = [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]

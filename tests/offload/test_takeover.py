@@ -11,11 +11,12 @@ import holdfast
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.executor import Executor
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder, stored
 
 
 def opened(model, root, **options) -> holdfast.Engine:
-    return holdfast.offload(model, adamw(model), root, **{"dtype": "fp32", **options})
+    return holdfast.offload(model, adamw(model), root, **grouped(**{"dtype": "fp32", **options}))
 
 
 def test_a_model_in_training_says_what_to_call_instead(tmp_path):
@@ -53,7 +54,7 @@ def test_what_is_trained_cannot_change_within_a_run(tmp_path, name):
 def test_a_parameter_group_that_comes_later_is_refused(tmp_path):
     model = decoder(blocks=2)
     optimizer = torch.optim.AdamW(model.blocks.parameters())
-    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32") as engine:
         optimizer.add_param_group({"params": [model.head.weight]})
         with pytest.raises(BadInput, match=r"groups hold other parameters.* before offload"):
             engine.step(batches(0, 1))

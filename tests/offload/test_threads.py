@@ -40,7 +40,9 @@ def watched(monkeypatch, kind, method):
 def test_operations_of_an_engine(tmp_path, two_threads, monkeypatch):
     found = watched(monkeypatch, Executor, "_start")
     model = decoder(blocks=3)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", activations_on_host=0.0) as engine:
+    with holdfast.offload(
+        model, adamw(model), tmp_path, precision="fp32", placement=holdfast.Placement(activations_on_host=0.0)
+    ) as engine:
         for step in range(3):
             engine.step(batches(step, 2))
     beside = {name: counts for name, counts in found.items() if name.startswith("holdfast-")}
@@ -59,7 +61,7 @@ def test_who_calls_offload_keeps_its_threads_whenever_another_sets_its_own(
     optimizer = MeZO(model.parameters())
 
     def run():
-        holdfast.offload(model, optimizer, tmp_path, dtype="fp32").close()
+        holdfast.offload(model, optimizer, tmp_path, precision="fp32").close()
         found.append(torch.get_num_threads())
 
     thread = threading.Thread(target=run)

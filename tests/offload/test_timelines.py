@@ -8,12 +8,13 @@ import holdfast
 from holdfast.events import EventLog, read_events
 from holdfast.offload.reporting.operation_times import EVERY
 from holdfast.store.run_store import LocalStore
+from support.grouped import grouped
 from training import adamw, batches, decoder
 
 
 def offload(root, **options):
     model = decoder(blocks=3)
-    return holdfast.offload(model, adamw(model), root, dtype="fp32", **options)
+    return holdfast.offload(model, adamw(model), root, **grouped(dtype="fp32", **options))
 
 
 def events_of(root, name):

@@ -44,7 +44,7 @@ def test_every_optimizer_of_torch_has_the_bits_of_a_plain_loop(tmp_path):
         optimizer.zero_grad()
     for until in (2, 4):
         out = decoder(blocks=BLOCKS)
-        with holdfast.offload(out, joined(out), tmp_path, dtype="fp32") as engine:
+        with holdfast.offload(out, joined(out), tmp_path, precision="fp32") as engine:
             for step in range(until - 2, until):
                 engine.step(batches(step, 2))
     assert differing(stored(tmp_path), state_of(model, optimizer)) == []
@@ -54,4 +54,4 @@ def test_every_optimizer_of_torch_has_the_bits_of_a_plain_loop(tmp_path):
 def test_other_optimizers_of_torch_are_refused_by_name(tmp_path, kind):
     model = decoder(blocks=1)
     with pytest.raises(OptimizerNotSupported, match=kind):
-        holdfast.offload(model, getattr(torch.optim, kind)(model.parameters()), tmp_path, dtype="fp32")
+        holdfast.offload(model, getattr(torch.optim, kind)(model.parameters()), tmp_path, precision="fp32")

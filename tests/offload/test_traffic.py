@@ -11,6 +11,7 @@ from combined import one_in
 from holdfast.schedule.build.parts import REDO_SLOTS
 from holdfast.schedule.operations import as_guessed, traffic
 from holdfast.schedule.work import StepShape
+from support.grouped import grouped
 from training import CONTEXT, adamw, batches, decoder
 
 WIDTH, ROWS = 64, 2
@@ -33,7 +34,9 @@ def model(blocks):
 def offload(directory, blocks, dtype="fp32", **options):
     made = model(blocks)
     made.blocks[0].mlp.up.weight.requires_grad_(False)
-    return holdfast.offload(made, adamw(made), directory, dtype=dtype, sample=batches(0, 1)[0], **options)
+    return holdfast.offload(
+        made, adamw(made), directory, **grouped(dtype=dtype, sample=batches(0, 1)[0], **options)
+    )
 
 
 def moved_by(engine, call):
@@ -223,7 +226,7 @@ def test_tensors_that_code_between_blocks_makes_are_counted_by_themselves(tmp_pa
     made = model(3)
     for block in made.blocks[:2]:
         block.register_forward_hook(lambda module, args, output: output * 2)
-    with holdfast.offload(made, adamw(made), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(made, adamw(made), tmp_path, precision="fp32") as engine:
         moved = moved_by(engine, lambda: engine.step(batches(0, 2)))
     assert moved["download", "between"] == 2 * 2 * INPUT_BYTES
 

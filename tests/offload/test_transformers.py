@@ -7,6 +7,7 @@ import torch
 
 import holdfast
 from holdfast.errors import ModelNotSupported
+from support.grouped import grouped
 from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
@@ -141,7 +142,7 @@ def plain_loop(model, clip_norm=0.5, steps=STEPS, sum_gradients=None):
 
 def offloaded(directory, model, clip_norm=0.5, steps=STEPS, **options):
     with holdfast.offload(
-        model, adamw(model.parameters()), directory, dtype="fp32", clip_norm=clip_norm, **options
+        model, adamw(model.parameters()), directory, **grouped(dtype="fp32", clip_norm=clip_norm, **options)
     ) as engine:
         losses = [engine.step(micro_batches(step)) for step in range(steps)]
     return losses, stored(directory)
@@ -300,7 +301,7 @@ def test_a_key_value_cache_is_switched_off_with_a_warning(tmp_path):
     model = build(gpt2)
     model.config.use_cache = True
     with pytest.warns(UserWarning, match=r"model\.config\.use_cache was switched off"):
-        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32")
+        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, precision="fp32")
     with engine:
         engine.step(micro_batches(0))
         assert model.config.use_cache is False
@@ -340,7 +341,7 @@ def test_caches_of_inner_configurations_are_switched_off(tmp_path):
     text.use_cache = True
     layers = [*model.model.language_model.layers]
     with pytest.warns(UserWarning, match=r"text_config\.use_cache .* switched off"):
-        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32", blocks=layers)
+        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, precision="fp32", blocks=layers)
     with engine:
         assert not text.use_cache
         assert engine.step([batch]) == expected
@@ -350,7 +351,7 @@ def test_caches_of_inner_configurations_are_switched_off(tmp_path):
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_evaluation_and_generation_equal_the_models_own(tmp_path, make):
     model, plain = build(make), build(make).eval()
-    with holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32") as engine:
+    with holdfast.offload(model, adamw(model.parameters()), tmp_path, precision="fp32") as engine:
         engine.step(micro_batches(0))
         plain.load_state_dict(engine.state_dict())
         with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput
+from support.grouped import grouped
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,7 +96,7 @@ def test_labels_are_counted_as_the_models_loss_counts_them(tmp_path, make, micro
     mean = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     options = {"dtype": "fp32", "normalize": "tokens", "blocks": blocks or None}
-    with holdfast.offload(model, optimizer, tmp_path, **options) as engine:
+    with holdfast.offload(model, optimizer, tmp_path, **grouped(**options)) as engine:
         assert engine.step(micro_batches) == pytest.approx(mean, rel=1e-5)
 
 
@@ -123,7 +124,7 @@ def test_model_of_unknown_class_is_asked(tmp_path, first):
     model = Shifting()
     losses = [model(**batch).item() for batch in (FEW, MANY)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32", normalize="tokens") as engine:
+    with holdfast.offload(model, optimizer, tmp_path, precision="fp32", normalize="tokens") as engine:
         found = getattr(engine, first)([FEW, MANY])
         passes = sum(kind == "evaluate" for kind, _ in engine.operations)
         assert engine.step([FEW, MANY]) == found == pytest.approx((losses[0] + 3 * losses[1]) / 4)
@@ -145,7 +146,7 @@ def opened(root, normalize) -> holdfast.Engine:
     torch.manual_seed(0)
     model = Plain()
     return holdfast.offload(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), root, dtype="fp32", normalize=normalize
+        model, torch.optim.SGD(model.parameters(), lr=0.0), root, precision="fp32", normalize=normalize
     )
 
 
@@ -165,7 +166,7 @@ def test_model_that_cannot_answer_needs_a_function(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     tokens = torch.randint(0, 64, (2, 6))
     batch = {"input_ids": tokens, "labels": tokens}
-    with holdfast.offload(model, optimizer, tmp_path / "a", dtype="fp32", normalize="tokens") as engine:
+    with holdfast.offload(model, optimizer, tmp_path / "a", precision="fp32", normalize="tokens") as engine:
         with pytest.raises(BadInput, match=r"(?s)the model failed: a negative label.* Pass a function"):
             engine.step([batch])
         assert engine.steps_done == 0

@@ -343,8 +343,8 @@ def test_with_little_memory_a_part_of_the_state_stays_and_no_working_copy(tmp_pa
         ({"schedule": "horizontal"}, "schedule = 'horizontal' is not of MeZO"),
         ({"order": "snake"}, "order = 'snake' is not of MeZO"),
         ({"delayed_fraction": 0.5}, "delayed_fraction = 0.5 is not of MeZO"),
-        ({"clip_norm": 1.0}, "clip_norm = 1.0 is not of MeZO"),
-        ({"clipping": "speculate"}, "clipping = 'speculate' is not of MeZO"),
+        ({"clip_norm": 1.0}, "norm = 1.0 is not of MeZO"),
+        ({"clipping": "speculate"}, "mode = 'speculate' is not of MeZO"),
         ({"dtype": "fp16"}, "losses are not scaled"),
     ],
 )

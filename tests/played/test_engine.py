@@ -27,6 +27,7 @@ from holdfast.offload.runtime import Step
 from holdfast.offload.setup.block_measurement import measure
 from plain_loops import PLACEMENTS, model_with_a_frozen_parameter
 from played_device import HERE, PLAYED, Played, played  # noqa: F401
+from support.grouped import grouped
 from training import adamw, batches, decoder, differing, state_of, stored
 
 pytestmark = pytest.mark.usefixtures("played")
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("played")
 def engine_of(directory, model=None, **options):
     model = model or decoder(blocks=3)
     options = {"dtype": "fp32", "device": "played", "sample": batches(0, 1)[0], "micro_batches": 2} | options
-    with holdfast.offload(model, adamw(model), directory, **options) as engine:
+    with holdfast.offload(model, adamw(model), directory, **grouped(**options)) as engine:
         yield engine
 
 
@@ -259,7 +260,7 @@ def test_default_device_is_the_models_alone(tmp_path):
     torch.set_default_device("played")
     try:
         options = {"dtype": "fp32", "device": "played", "clip_norm": 1.0}
-        with holdfast.offload(model, optimizer, tmp_path, **options) as engine:
+        with holdfast.offload(model, optimizer, tmp_path, **grouped(**options)) as engine:
             engine.step([(x,)])
             assert set(seen) == {"played"}
             assert {value.device.type for value in engine.state_dict().values()} == {"cpu"}

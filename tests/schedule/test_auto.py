@@ -13,7 +13,7 @@ from holdfast.schedule.planner import placement_search
 from holdfast.schedule.planner.measured_model import MeasuredModel
 from holdfast.schedule.planner.placement_search import Question, answer, play
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import BlockWork, Placement, StepShape, Work
+from holdfast.schedule.work import BlockPlacement, BlockWork, StepShape, Work
 
 BLOCK = BlockWork(
     elements=10**6,
@@ -70,7 +70,7 @@ def test_no_placement_of_a_grid_that_fits_is_much_faster(budget):
     found = answer(question).best
     assert budget is None or host_bytes(question, found) <= budget
     for params, optimizer, delayed in product((0, 0.25, 0.5, 1), (0, 0.25, 0.5, 1), (0, 0.25, 0.5, 1)):
-        placement = Placement.fractions(8, params=params, optimizer=optimizer)
+        placement = BlockPlacement.fractions(8, params=params, optimizer=optimizer)
         other = play(question, placement, replace(question.shape, delayed_fraction=delayed))
         if budget is None or host_bytes(question, other) <= budget:
             assert found.step_seconds <= 1.02 * other.step_seconds, (params, optimizer, delayed)

@@ -10,7 +10,7 @@ from holdfast.schedule.operations import traffic
 from holdfast.schedule.planner import formulas
 from holdfast.schedule.planner.plan_search import Case, best_at
 from holdfast.schedule.planner.setting import Method, Setting
-from holdfast.schedule.work import Placement
+from holdfast.schedule.work import BlockPlacement
 from plan_steps import SCHEDULES
 
 GB = 1e9
@@ -88,7 +88,7 @@ def test_bytes_between_host_and_device_of_gpt_65b(micro_batches, horizontal, ver
 
 def listed_bytes(s: Setting, order: str) -> int:
     """Between host and device, of the blocks."""
-    everywhere = Placement.fractions(s.blocks, params=1.0, optimizer=1.0)
+    everywhere = BlockPlacement.fractions(s.blocks, params=1.0, optimizer=1.0)
     moved = traffic(SCHEDULES[order](work_of(s), everywhere, shape_of(s)))
     return sum(
         n for (lane, kind), n in moved.items() if lane in ("upload", "download") and "resident" not in kind

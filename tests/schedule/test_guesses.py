@@ -9,7 +9,7 @@ from holdfast.schedule.operations import GUESS, UPDATE, Key, as_guessed, lane_by
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import Order, equal_blocks, keys, steps, uneven
 
 END = Key("norm")
@@ -68,7 +68,7 @@ def test_gradients_outlive_the_guess_until_it_is_known_to_be_right(step):
 
 def test_what_is_done_again_is_done_in_the_order_in_which_the_next_step_wants_it():
     shape = StepShape(micro_batches=2, clipping="speculate", delayed_fraction=0.5)
-    made = vertical(uneven(4), Placement.fractions(4), shape)
+    made = vertical(uneven(4), BlockPlacement.fractions(4), shape)
     assert [key.block for key in guessed_keys(made, "update")] == [2, 0]
     after = made[next(i for i, op in enumerate(made) if op.key == END) :]
     assert [op.key.block for op in after if op.key.kind == "update"] == [0, 1, 2, 3]
@@ -77,7 +77,7 @@ def test_what_is_done_again_is_done_in_the_order_in_which_the_next_step_wants_it
 
 def test_delaying_everything_leaves_nothing_to_guess():
     shape = StepShape(micro_batches=2, clipping="speculate", delayed_fraction=1.0)
-    work, placement = uneven(4), Placement.fractions(4)
+    work, placement = uneven(4), BlockPlacement.fractions(4)
     assert vertical(work, placement, shape) == vertical(work, placement, replace(shape, clipping="defer"))
 
 
@@ -98,7 +98,7 @@ def machine(compute_flop_per_second, **rates):
 def test_a_right_guess_costs_little_and_a_wrong_one_what_it_moves(computing):
     """Of equal blocks whose gradients stay in memory; ``computing`` is its time over the SSD's."""
     n, m, params, tokens = 12, 8, 1_000_000, 2000
-    work, placement = equal_blocks(n, params, tokens, unified=False), Placement.fractions(n)
+    work, placement = equal_blocks(n, params, tokens, unified=False), BlockPlacement.fractions(n)
     ssd_seconds = 30 * params * n / 1e9
     slow = machine(8 * params * n * m * tokens / (ssd_seconds * computing))
     made = {

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from holdfast.schedule import operations
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.operations import Key
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import Order, equal_blocks, grid, keys, steps
 
 
 def test_equal_blocks_move_the_sums_of_the_papers():
     n, m, p, s = 10, 7, 1000, 4096
     work = equal_blocks(n, p, tokens=1, input_bytes=s)
-    made = horizontal(work, Placement.fractions(n), StepShape(micro_batches=m))
+    made = horizontal(work, BlockPlacement.fractions(n), StepShape(micro_batches=m))
     lanes = operations.lane_bytes(made)
     d, g, state = 2, 4, 12
     crossing = m * (2 * n - 1) * d * p + (2 * m - 1) * n * g * p + 2 * m * (n - 1) * s
@@ -38,7 +38,7 @@ def test_sums_grow_in_the_order_of_the_micro_batches(step):
 def test_a_spilled_sum_is_read_after_it_was_written_and_written_after_it_was_read():
     shape = StepShape(micro_batches=3, clipping="defer")
     for work, _, _ in grid((3,)):
-        made = horizontal(work, Placement.fractions(3, gradients=0.0), shape)
+        made = horizontal(work, BlockPlacement.fractions(3, gradients=0.0), shape)
         order = Order(made)
         for block in range(3):
             for m in range(3):

@@ -22,7 +22,7 @@ from holdfast.schedule.planner.plan_search import Case, best_at, engine_case
 from holdfast.schedule.planner.setting import Method
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import Placement
+from holdfast.schedule.work import BlockPlacement
 
 
 def case(model, machine, blocks=None, host=None, **method) -> Case:
@@ -105,7 +105,7 @@ def test_of_few_blocks_what_fits_stays_where_less_by_all_that_is_too_much_has_no
 def test_the_placement_that_a_user_set_by_hand_is_not_faster_in_the_simulator():
     solution, placement = fit(SMALL_BATCHES, 64)
     s = solution.setting
-    by_hand = Placement.fractions(s.blocks, params=1.0, optimizer=0.0, activations=0.28)
+    by_hand = BlockPlacement.fractions(s.blocks, params=1.0, optimizer=0.0, activations=0.28)
     assert host_bytes(s, by_hand) <= s.machine.host_memory_bytes
     assert play(s, placement, steps=2).seconds_per_step <= play(s, by_hand, steps=2).seconds_per_step
 

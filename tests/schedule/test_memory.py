@@ -16,7 +16,7 @@ from holdfast.schedule.operations import Hold, Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import LISTS, equal_blocks, machines, steps, uneven
 
 
@@ -110,7 +110,7 @@ def test_the_bound_is_reached(clipping, unified):
         equal_blocks(6, 1000, tokens=1, unified=unified),
         StepShape(micro_batches=3, clipping=clipping),
     )
-    made = vertical(work, Placement.fractions(6, activations=0.0, gradients=0.0), shape)
+    made = vertical(work, BlockPlacement.fractions(6, activations=0.0, gradients=0.0), shape)
     for (_, kind), size in buffers(made).items():
         assert worst([made, made], kind) == size, kind
 
@@ -130,7 +130,7 @@ def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule,
 
 
 def test_an_evaluation_beside_slow_updates_takes_more_than_one_alone():
-    work, placement = uneven(5), Placement.fractions(5, activations=0.0, gradients=0.0)
+    work, placement = uneven(5), BlockPlacement.fractions(5, activations=0.0, gradients=0.0)
     shape, alone = StepShape(micro_batches=1, clipping="defer"), StepShape(micro_batches=40)
     made, evaluation = vertical(work, placement, shape), forward_only(work, placement, alone)
     slow = Machine(update_elements_per_second=1e3, ssd_write_bytes_per_second=1e7)
@@ -141,7 +141,7 @@ def test_an_evaluation_beside_slow_updates_takes_more_than_one_alone():
 
 
 def test_an_evaluation_of_more_micro_batches_than_a_step_is_predicted_with_what_the_step_leaves():
-    work, placement = uneven(5), Placement.fractions(5, activations=0.0)
+    work, placement = uneven(5), BlockPlacement.fractions(5, activations=0.0)
     alone = predict(work, placement, StepShape(micro_batches=1)).at("host")
     found = predict(work, placement, StepShape(micro_batches=1), evaluation_batches=40).at("host")
     assert found["frames"] == 40 * work.input_bytes and found["inputs"] == 41 * work.input_bytes
@@ -166,7 +166,7 @@ def test_a_class_holds_its_largest_buffers_as_many_as_it_has_slots():
 
 
 def test_what_stays_is_counted_where_it_lies():
-    placement = Placement(
+    placement = BlockPlacement(
         params=(True, False, True),
         optimizer=(False, True, False),
         activations=(True,) * 3,
@@ -188,7 +188,7 @@ def test_what_stays_is_counted_where_it_lies():
 def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
     work, m = uneven(8), 3
     last = work.blocks[-3:]
-    found = predict(work, Placement.fractions(8, activations=0.0), StepShape(micro_batches=m))
+    found = predict(work, BlockPlacement.fractions(8, activations=0.0), StepShape(micro_batches=m))
     assert found.at("device") == {}
     assert found.at("host") == {
         "state": sum(b.state_bytes for b in last),
@@ -212,7 +212,7 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
 def test_more_blocks_take_no_more_memory_when_everything_is_on_the_ssd(schedule, unified):
     def predicted(count):
         work = equal_blocks(count, 1000, tokens=1, unified=unified)
-        placement = Placement.fractions(count, activations=0.0, gradients=0.0)
+        placement = BlockPlacement.fractions(count, activations=0.0, gradients=0.0)
         return predict(work, placement, StepShape(micro_batches=4, clipping="defer"), schedule)
 
     assert predicted(8) == predicted(32)
@@ -221,17 +221,19 @@ def test_more_blocks_take_no_more_memory_when_everything_is_on_the_ssd(schedule,
 def test_what_stays_in_memory_is_bounded_by_what_there_is():
     """Every input and, with clipping, every gradient, once."""
     work, m = uneven(5), 3
-    found = predict(work, Placement.fractions(5), StepShape(micro_batches=m, clipping="defer")).at("host")
+    found = predict(work, BlockPlacement.fractions(5), StepShape(micro_batches=m, clipping="defer")).at(
+        "host"
+    )
     assert found["kept_inputs"] == 5 * m * work.input_bytes
     assert found["kept_grads"] == sum(b.grad_bytes for b in work.blocks)
-    across = predict(work, Placement.fractions(5), StepShape(micro_batches=m), horizontal).at("host")
+    across = predict(work, BlockPlacement.fractions(5), StepShape(micro_batches=m), horizontal).at("host")
     assert across["kept_inputs"] == 4 * work.input_bytes
     assert across["kept_grads"] == found["kept_grads"]
 
 
 def test_an_evaluation_holds_two_blocks_and_one_row_of_inputs():
     work = uneven(5)
-    found = buffers(forward_only(work, Placement.fractions(5), StepShape(micro_batches=8)))
+    found = buffers(forward_only(work, BlockPlacement.fractions(5), StepShape(micro_batches=8)))
     assert found == {
         ("host", "params"): sum(b.param_bytes for b in work.blocks[-2:]),
         ("host", "inputs"): 9 * work.input_bytes,
@@ -245,7 +247,7 @@ def test_delayed_gradients_take_no_memory_where_block_inputs_stay(delayed_fracti
     input is used: one block's gradients more."""
     n, m = 8, 4
     for unified in (False, True):
-        work, placement = equal_blocks(n, 4000, tokens=1, unified=unified), Placement.fractions(n)
+        work, placement = equal_blocks(n, 4000, tokens=1, unified=unified), BlockPlacement.fractions(n)
         without = predict(work, placement, StepShape(micro_batches=m)).at("host")
         shape = StepShape(micro_batches=m, delayed_fraction=delayed_fraction)
         found = predict(work, placement, shape).at("host")
@@ -261,7 +263,7 @@ def test_delayed_gradients_that_are_more_than_the_inputs_take_the_rest():
     n, m = 8, 1
     work = equal_blocks(n, 4000, tokens=1, unified=False)
     shape = StepShape(micro_batches=m, delayed_fraction=1.0)
-    found = predict(work, Placement.fractions(n), shape).at("host")
+    found = predict(work, BlockPlacement.fractions(n), shape).at("host")
     assert found["kept_inputs"] == n * 4 * work.input_bytes
 
 
@@ -269,14 +271,14 @@ def test_delayed_gradients_that_are_more_than_the_inputs_take_the_rest():
 def test_delayed_gradients_have_memory_of_their_own_where_no_input_stays(case):
     n = 4
     work = equal_blocks(n, 40_000, tokens=1, input_bytes=0 if case == "unmeasured" else 4096)
-    placement = Placement.fractions(n, activations=0.0 if case == "inputs on the SSD" else 1.0)
+    placement = BlockPlacement.fractions(n, activations=0.0 if case == "inputs on the SSD" else 1.0)
     found = buffers(vertical(work, placement, StepShape(micro_batches=2, delayed_fraction=0.5)))
     assert found["host", "kept_grads"] == 2 * work.blocks[0].grad_bytes
 
 
 def test_delayed_gradients_wait_on_the_ssd_where_they_may_not_wait_in_memory():
     n = 4
-    work, placement = equal_blocks(n, 4000, tokens=1), Placement.fractions(n, gradients=0.0)
+    work, placement = equal_blocks(n, 4000, tokens=1), BlockPlacement.fractions(n, gradients=0.0)
     made = vertical(work, placement, StepShape(micro_batches=2, delayed_fraction=0.5))
     moved = operations.traffic(made)
     assert (

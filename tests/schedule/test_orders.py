@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from holdfast.schedule import operations
 from holdfast.schedule.operations import GUESS, Key, as_guessed
-from holdfast.schedule.work import Placement, StepShape, Work
+from holdfast.schedule.work import BlockPlacement, StepShape, Work
 from plan_steps import SCHEDULES, Order, grid, keys, steps
 from support.schedules import check_schedule
 
@@ -21,7 +21,7 @@ every_order = pytest.mark.parametrize("order", sorted(SCHEDULES))
 
 
 def expected_traffic(
-    order: str, work: Work, placement: Placement, shape: StepShape, redone: bool = True
+    order: str, work: Work, placement: BlockPlacement, shape: StepShape, redone: bool = True
 ) -> dict:
     """Section 2 of the facts about vertical scheduling, block by block. Vertical: parameters cross twice and
     gradients once, whatever M. Horizontal: parameters 2M times and the growing sum of gradients 2M-1 times.

@@ -1,4 +1,4 @@
-"""Placement by budget: what was asked for is given, and the rest fills the budget in order."""
+"""BlockPlacement by budget: what was asked for is given, and the rest fills the budget in order."""
 
 import re
 
@@ -11,23 +11,23 @@ from holdfast.quantities import ample_budget, parse_bytes
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.planner.placement import choose
-from holdfast.schedule.work import CLIPPING, Placement, StepShape
+from holdfast.schedule.work import CLIPPING, BlockPlacement, StepShape
 from plan_steps import uneven
 
 WORK = uneven(8)
 SHAPE = StepShape(micro_batches=3, clipping="defer")
 
 
-def needs(placement: Placement, shape: StepShape = SHAPE) -> int:
+def needs(placement: BlockPlacement, shape: StepShape = SHAPE) -> int:
     return predict(WORK, placement, shape).host_bytes
 
 
-def on_ssd(**fractions: float) -> Placement:
-    return Placement.fractions(8, **{"activations": 0.0, "gradients": 0.0, **fractions})
+def on_ssd(**fractions: float) -> BlockPlacement:
+    return BlockPlacement.fractions(8, **{"activations": 0.0, "gradients": 0.0, **fractions})
 
 
 def test_without_a_budget_everything_stays():
-    everything = Placement.fractions(8, params=1.0, optimizer=1.0, activations=1.0, gradients=1.0)
+    everything = BlockPlacement.fractions(8, params=1.0, optimizer=1.0, activations=1.0, gradients=1.0)
     assert choose(WORK, SHAPE, None) == everything
 
 
@@ -104,5 +104,5 @@ def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, 
     assert predict(work, chosen, shape).host_bytes <= budget
     for kind, fraction in asked.items():
         if isinstance(fraction, float):
-            alone = Placement.fractions(count, **{kind: fraction})
+            alone = BlockPlacement.fractions(count, **{kind: fraction})
             assert getattr(chosen, kind) == getattr(alone, kind)

@@ -10,7 +10,7 @@ import pytest
 from holdfast.schedule.operations import COMPUTE, EXCHANGE, SSD_READ, SSD_WRITE, Key, Op, traffic
 from holdfast.schedule.orders import kept_blocks
 from holdfast.schedule.vertical import forward_only, vertical
-from holdfast.schedule.work import Placement, StepShape, Work
+from holdfast.schedule.work import BlockPlacement, StepShape, Work
 from plan_steps import grid, uneven
 from support.schedules import check_schedule
 
@@ -51,7 +51,7 @@ def test_every_list_is_one_that_can_be_run_and_moves_shares():
         spilled = [blocks[op.key.block].grad_share_bytes for op in made if op.key.kind == "store_grads"]
         assert moved[SSD_WRITE, "store_grads"] == sum(spilled)
     check_schedule(
-        forward_only(of_ranks(uneven(3)), Placement.fractions(3, params=0.5), StepShape(micro_batches=2))
+        forward_only(of_ranks(uneven(3)), BlockPlacement.fractions(3, params=0.5), StepShape(micro_batches=2))
     )
 
 
@@ -111,7 +111,7 @@ def _run(steps, seed, in_order):
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("host", [0.0, 0.5, 1.0])
 def test_ranks_never_wait_for_each_other_for_ever(clipping, unified, host):
-    placement = Placement.fractions(4, params=host, optimizer=host, gradients=host)
+    placement = BlockPlacement.fractions(4, params=host, optimizer=host, gradients=host)
     shape = StepShape(micro_batches=2, clipping=clipping, delayed_fraction=0.5, order="snake")
     work = of_ranks(uneven(4, unified))
     step = vertical(work, placement, shape)
@@ -120,6 +120,6 @@ def test_ranks_never_wait_for_each_other_for_ever(clipping, unified, host):
 
 
 def test_without_the_order_they_would():
-    placement = Placement.fractions(4, params=0.5, optimizer=0.0)
+    placement = BlockPlacement.fractions(4, params=0.5, optimizer=0.0)
     step = vertical(of_ranks(uneven(4)), placement, StepShape(micro_batches=2))
     assert not all(_run([step, step], seed, in_order=False) for seed in range(20))

@@ -12,7 +12,7 @@ from holdfast.schedule.operations import Hold, Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import Simulation, simulate
 from holdfast.schedule.vertical import commit_only, vertical
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import LISTS, SCHEDULES, equal_blocks, machines, steps, uneven
 
 UNIT = Machine(
@@ -178,7 +178,7 @@ def test_no_lane_works_more_than_there_is_time_and_every_operation_runs_once(ste
 @pytest.mark.slow
 def test_a_hundred_thousand_operations_take_a_few_seconds():
     work = equal_blocks(80, 1_000_000, tokens=8)
-    made = vertical(work, Placement.fractions(80, activations=0.5), StepShape(micro_batches=32))
+    made = vertical(work, BlockPlacement.fractions(80, activations=0.5), StepShape(micro_batches=32))
     began = time.process_time()
     found = simulate([made] * 5, UNIT)
     assert len(found.spans) > 100_000
@@ -212,7 +212,9 @@ def saturated(
         update_elements_per_second=params * n / (0.1 * ssd_seconds * max(compute, 1)),
         shared_ssd=shared,
     )
-    made = SCHEDULES[schedule](work, Placement.fractions(n), StepShape(micro_batches=m, clipping=clipping))
+    made = SCHEDULES[schedule](
+        work, BlockPlacement.fractions(n), StepShape(micro_batches=m, clipping=clipping)
+    )
     return simulate([made] * 8, machine)
 
 
@@ -244,7 +246,7 @@ def test_an_io_bound_horizontal_step_takes_no_more_than_its_busiest_lane(shared)
 
 
 def test_a_save_takes_what_its_writes_take():
-    work, placement = uneven(3), Placement.fractions(3, optimizer=1.0)
+    work, placement = uneven(3), BlockPlacement.fractions(3, optimizer=1.0)
     made = commit_only(work, placement)
     machine = Machine(ssd_write_bytes_per_second=1000.0, commit_seconds=0.5)
     assert simulate([made], machine).seconds_per_step == pytest.approx(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from holdfast.schedule import operations
 from holdfast.schedule.operations import Key
 from holdfast.schedule.vertical import commit_only, forward_only, vertical
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import Order, equal_blocks, grid, keys, steps, uneven
 from support.schedules import check_schedule
 
@@ -18,7 +18,7 @@ def test_equal_blocks_move_the_sums_of_the_papers():
     n, m, p, s = 10, 7, 1000, 4096
     shape = StepShape(micro_batches=m)
     made = vertical(
-        equal_blocks(n, p, tokens=1, input_bytes=s), Placement.fractions(n, activations=0.0), shape
+        equal_blocks(n, p, tokens=1, input_bytes=s), BlockPlacement.fractions(n, activations=0.0), shape
     )
     lanes = operations.lane_bytes(made)
     d, g, state = 2, 4, 12
@@ -118,14 +118,14 @@ def test_what_is_kept_is_there_before_it_is_wanted_again():
 
 @pytest.mark.parametrize("clipping", ["none", "defer", "per_block"])
 def test_the_first_update_is_of_the_block_that_is_wanted_first(clipping):
-    made = vertical(uneven(4), Placement.fractions(4), StepShape(micro_batches=2, clipping=clipping))
+    made = vertical(uneven(4), BlockPlacement.fractions(4), StepShape(micro_batches=2, clipping=clipping))
     updated = [key.block for key in keys(made, "update")]
     assert updated == ([0, 1, 2, 3] if clipping == "defer" else [3, 2, 1, 0])
 
 
 def test_delayed_updates_come_last_and_in_the_order_in_which_their_blocks_are_wanted():
     shape = StepShape(micro_batches=2, delayed_fraction=0.5)
-    made = vertical(uneven(6), Placement.fractions(6), shape)
+    made = vertical(uneven(6), BlockPlacement.fractions(6), shape)
     assert [key.block for key in keys(made, "update")] == [4, 2, 0, 1, 3, 5]
     last = next(index for index, op in reversed(list(enumerate(made))) if op.key.kind == "backward")
     delayed = [index for index, op in enumerate(made) if op.key.kind == "update" and op.key.block % 2]

@@ -8,7 +8,7 @@ from holdfast.schedule.memory_use import buffers, predict
 from holdfast.schedule.mezo_schedule import DISPLACED, MEASURED, catch_up, zeroth
 from holdfast.schedule.operations import SSD_READ, Key, lane_bytes
 from holdfast.schedule.planner.placement import STATE_FIRST, choose
-from holdfast.schedule.work import Placement, StepShape
+from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import Order, equal_blocks, grid, keys, steps, uneven
 from support.schedules import check_schedule
 
@@ -48,7 +48,7 @@ def test_on_the_ssd_a_step_takes_four_bytes_of_each_parameter_each_way():
     work = equal_blocks(n, params, tokens=1)
     blocks = tuple(block.__class__(**{**vars(block), "state_bytes": 4 * params}) for block in work.blocks)
     work = work.__class__(**{**vars(work), "blocks": blocks})
-    lanes = operations.lane_bytes(zeroth(work, Placement.fractions(n), StepShape(micro_batches=7)))
+    lanes = operations.lane_bytes(zeroth(work, BlockPlacement.fractions(n), StepShape(micro_batches=7)))
     assert lanes["ssd_read"] == lanes["ssd_write"] == n * 4 * params
     assert lanes["download"] == lanes["upload"] - n * 2 * 2 * params  # what flows between blocks
 
@@ -136,7 +136,7 @@ def test_what_fits_is_the_state_first_which_alone_a_step_moves():
     """Between the least memory and the most: no other placement of that memory reads less."""
     work, shape = uneven(8), StepShape(micro_batches=2)
     least, most = (
-        predict(work, Placement.fractions(8, params=kept, optimizer=kept), shape, zeroth, 0).host_bytes
+        predict(work, BlockPlacement.fractions(8, params=kept, optimizer=kept), shape, zeroth, 0).host_bytes
         for kept in (0, 1)
     )
     for part in (0.25, 0.5, 0.75):
@@ -146,7 +146,7 @@ def test_what_fits_is_the_state_first_which_alone_a_step_moves():
         assert 0 < sum(found.optimizer) < 8 or all(found.optimizer)
         for params in range(9):
             for optimizer in range(9):
-                other = Placement.fractions(8, params=params / 8, optimizer=optimizer / 8)
+                other = BlockPlacement.fractions(8, params=params / 8, optimizer=optimizer / 8)
                 if predict(work, other, shape, zeroth, 0).host_bytes <= budget:
                     assert read_bytes(work, found, shape) <= read_bytes(work, other, shape)
 

@@ -14,6 +14,7 @@ class SigTerm:
 
     def __init__(self) -> None:
         self.arrived = False
+        self._over = False
         self._process = os.getpid()
 
     @classmethod
@@ -28,7 +29,12 @@ class SigTerm:
         return self
 
     def restore(self) -> None:
-        """Stop watching, unless the script has set another handler meanwhile."""
+        """Stop watching, unless the script has set another handler meanwhile.
+
+        Where the handler stays (on another thread, or set again later by a library that had saved it), a SIGTERM ends
+        the process as it would without it.
+        """
+        self._over = True
         main = threading.current_thread() is threading.main_thread()  # only that thread may set handlers
         if main and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -36,5 +42,5 @@ class SigTerm:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.arrived = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.getpid() != self._process:  # a forked child, which nothing else would end
+        if self._over or os.getpid() != self._process:  # or a forked child, which nothing else would end
             signal.raise_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..checkpoint.recovery.compaction import compact
 from ..checkpoint.recovery.recovery_progress import RecoveryProgress
-from ..monitor.recovery_bar import progress_bar
+from ..monitor.progress_bar import progress_bar
 from ..quantities import counted, format_bytes
 from ..store.commit.pruning import said_spans
 from .output import error_console, print_json

@@ -20,6 +20,7 @@ import typer
 
 from .. import __version__
 from ..errors import ConfigError, HoldfastError
+from .grouped_help import GroupedCommand
 from .machine import launched
 from .plan import plan_commands
 from .plan.plan_commands import AsJson
@@ -84,8 +85,8 @@ def train(
             "--seconds",
             min=1,
             metavar="S",
-            help="End in about this time: the machine is measured, and the model and steps fit. Not beside "
-            "CONFIG.toml, --model or keys of [model] or [train]; without those it is 180.",
+            help="Size a new run without CONFIG.toml, --model and keys of [model] and [train] to end in about this "
+            "time; 180 if not given.",
         ),
     ] = None,
     print_config: Annotated[
@@ -286,7 +287,7 @@ def convert(
 
 
 for verb in (plan_commands.plan, plan_commands.simulate, plan_commands.probe):
-    app.command()(verb)
+    app.command(cls=GroupedCommand)(verb)
 
 
 @app.command()

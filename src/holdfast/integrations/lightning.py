@@ -27,7 +27,7 @@ from torch import nn
 from ..checkpoint.capture.closures import ComputedClosure
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
-from ..monitor.recovery_bar import progress_bar
+from ..monitor.progress_bar import progress_bar
 from ..regular_files import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state

@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..checkpointer import Checkpointer
 from ..errors import RunMismatch
-from ..monitor.recovery_bar import progress_bar
+from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from .shared.changed_attributes import Attributes, datasets_of, modules_of, names_in, set_up_again

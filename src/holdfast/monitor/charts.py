@@ -1,7 +1,8 @@
 """Charts: curves over steps as inline SVG, without a script. The page's classes set colours; titles show numbers.
 
-Units are pixels of a drawing that is ``WIDTH`` wide, which the page scales. With more points than columns, a curve is
-the mean of each column, and behind it the band from least to most.
+A chart is drawn twice, for a large screen and for a phone, and the page shows one of them: text that is scaled with one
+drawing would be unreadable on the other. Units are pixels of a ``Canvas``, which the page scales. With more points than
+columns, a curve is the mean of each column, and behind it the band from least to most.
 """
 
 from __future__ import annotations
@@ -14,10 +15,40 @@ from html import escape
 Point = tuple[float, float]
 Format = Callable[[float], str]
 
-WIDTH, HEIGHT = 1080, 250
-LEFT, RIGHT, TOP, BOTTOM = 84, 16, 12, 34
 COLUMNS = 240
 """The largest number of points of a curve."""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The size of a drawing and of its margins. ``kind`` is its class, by which the page shows or hides it."""
+
+    kind: str
+    width: int = 1080
+    height: int = 250
+    left: int = 100
+    right: int = 16
+    top: int = 12
+    bottom: int = 40
+    columns: int = COLUMNS
+    most_ticks: int = 8
+    """The largest number of distances between labels of the horizontal axis."""
+
+    def anchor(self, x: float, characters: int) -> str:
+        """Return where to hold a label at ``x``, so that it stays in the picture in letters of up to 17 pixels."""
+        reach = characters * 5
+        if x < reach:
+            return "start"
+        return "end" if x > self.width - reach else "middle"
+
+    def svg(self, body: str, label: str) -> str:
+        """Return ``body`` as a picture that is named ``label``."""
+        size = f'viewBox="0 0 {self.width} {self.height}"'
+        return f'<svg class="{self.kind}" {size} role="img" aria-label="{escape(label)}">{body}</svg>'
+
+
+LARGE = Canvas("large")
+SMALL = Canvas("small", width=340, height=210, left=70, right=14, columns=80, most_ticks=3)
 
 
 @dataclass(frozen=True)
@@ -58,9 +89,10 @@ class Scale:
 
 
 class Frame:
-    """The mapping from values to pixels."""
+    """The mapping from values to pixels of ``canvas``."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float], scale: Scale) -> None:
+    def __init__(self, canvas: Canvas, xs: Sequence[float], ys: Sequence[float], scale: Scale) -> None:
+        self.canvas, self.form = canvas, scale.form
         self.x_low, self.x_high = min(xs), max(xs)
         low, high = min(ys), max(ys)
         low = min(low, 0.0) if scale.from_zero else low
@@ -72,28 +104,33 @@ class Frame:
             self.x_low, self.x_high = self.x_low - 0.5, self.x_high + 0.5
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+        on = self.canvas
+        return on.left + (value - self.x_low) / (self.x_high - self.x_low) * (on.width - on.left - on.right)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+        on = self.canvas
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return on.height - on.bottom - share * (on.height - on.top - on.bottom)
 
 
 def chart(curves: Sequence[Curve], scale: Scale, levels: Sequence[Level] = ()) -> str:
     """Draw ``curves`` in one frame, with a legend if it shows several things. At least one curve must have a point."""
-    form = scale.form
+    names = " and ".join(curve.name for curve in curves)
+    drawn = "".join(canvas.svg(_drawn(canvas, curves, scale, levels), names) for canvas in (LARGE, SMALL))
+    entries = [(curve.kind, curve.name) for curve in curves if curve.points]
+    entries += [(level.kind, f"{level.name}: {scale.form(level.value)}") for level in levels]
+    return drawn + (legend(entries) if len(entries) > 1 else "")
+
+
+def _drawn(canvas: Canvas, curves: Sequence[Curve], scale: Scale, levels: Sequence[Level]) -> str:
     points = [point for curve in curves for point in curve.points]
     heights = [y for _, y in points] + [level.value for level in levels]
-    frame = Frame([x for x, _ in points], heights, scale)
-    parts = [*_grid(frame, form), *(_level(frame, level, form) for level in levels)]
+    frame = Frame(canvas, [x for x, _ in points], heights, scale)
+    parts = [*_grid(frame), *(_level(frame, level) for level in levels)]
     for curve in curves:
         if curve.points:
-            parts += _dots(frame, curve, form) if curve.dots else _curve(frame, curve, form)
-    names = " and ".join(curve.name for curve in curves)
-    body = "".join(parts)
-    drawn = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)}">{body}</svg>'
-    entries = [(curve.kind, curve.name) for curve in curves if curve.points]
-    entries += [(level.kind, f"{level.name}: {form(level.value)}") for level in levels]
-    return drawn + (legend(entries) if len(entries) > 1 else "")
+            parts += _dots(frame, curve) if curve.dots else _curve(frame, curve)
+    return "".join(parts)
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -130,36 +167,38 @@ def columns_of(points: Sequence[Point], columns: int = COLUMNS) -> list[tuple[fl
     return found
 
 
-def _grid(frame: Frame, form: Format) -> list[str]:
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+def _grid(frame: Frame) -> list[str]:
+    on = frame.canvas
+    right, bottom = on.width - on.right, on.height - on.bottom
     parts = []
     for value in frame.ticks:
         y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{on.left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
         parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{form(value)}</text>'
+            f'<text class="tick" x="{on.left - 6}" y="{y + 4:.1f}" text-anchor="end">{frame.form(value)}</text>'
         )
-    for value in ticks(frame.x_low, frame.x_high, 8):
+    for value in ticks(frame.x_low, frame.x_high, on.most_ticks):
         if frame.x_low <= value <= frame.x_high and value == int(value):
-            x = frame.x(value)
+            x, label = frame.x(value), f"{value:,.0f}"
+            anchor = on.anchor(x, len(label))
             parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:,.0f}</text>'
+                f'<text class="tick" x="{x:.1f}" y="{bottom + 17}" text-anchor="{anchor}">{label}</text>'
             )
-    parts.append(f'<line class="axis" x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
-    parts.append(f'<text class="tick" x="{right}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
+    parts.append(f'<line class="axis" x1="{on.left}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    parts.append(f'<text class="tick" x="{right}" y="{on.height - 5}" text-anchor="end">step</text>')
     return parts
 
 
-def _level(frame: Frame, level: Level, form: Format) -> str:
-    y = frame.y(level.value)
+def _level(frame: Frame, level: Level) -> str:
+    y, on = frame.y(level.value), frame.canvas
     return (
-        f'<line class="level s-{level.kind}" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}">'
-        f"<title>{escape(level.name)}: {form(level.value)}</title></line>"
+        f'<line class="level s-{level.kind}" x1="{on.left}" y1="{y:.1f}" x2="{on.width - on.right}" y2="{y:.1f}">'
+        f"<title>{escape(level.name)}: {frame.form(level.value)}</title></line>"
     )
 
 
-def _curve(frame: Frame, curve: Curve, form: Format) -> list[str]:
-    groups = columns_of(curve.points)
+def _curve(frame: Frame, curve: Curve) -> list[str]:
+    groups = columns_of(curve.points, frame.canvas.columns)
     line = " ".join(f"{frame.x(x):.1f},{frame.y(mean):.1f}" for x, mean, _, _ in groups)
     parts = []
     if len(groups) < len(curve.points):
@@ -167,16 +206,19 @@ def _curve(frame: Frame, curve: Curve, form: Format) -> list[str]:
         lower = [f"{frame.x(x):.1f},{frame.y(least):.1f}" for x, _, least, _ in reversed(groups)]
         parts.append(f'<polygon class="band f-{curve.kind}" points="{" ".join(upper + lower)}"/>')
     parts.append(f'<polyline class="curve s-{curve.kind}" points="{line}"/>')
-    parts += [_dot(frame, curve, form, x, mean, small=len(groups) > 60) for x, mean, _, _ in groups]
+    small = 4 * len(groups) > frame.canvas.columns
+    parts += [_dot(frame, curve, x, mean, small) for x, mean, _, _ in groups]
     return parts
 
 
-def _dots(frame: Frame, curve: Curve, form: Format) -> list[str]:
-    return [_dot(frame, curve, form, x, y) for x, y in curve.points]
+def _dots(frame: Frame, curve: Curve) -> list[str]:
+    return [_dot(frame, curve, x, y) for x, y in curve.points]
 
 
-def _dot(frame: Frame, curve: Curve, form: Format, x: float, y: float, small: bool = False) -> str:
+def _dot(frame: Frame, curve: Curve, x: float, y: float, small: bool = False) -> str:
     """Draw a point that shows its values on hover; one of many is invisible otherwise."""
     kind = "hit" if small else f"dot f-{curve.kind}"
     at = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{4 if small else 3}"'
-    return f'<circle class="{kind}" {at}><title>{escape(curve.name)}, {x:,.0f}: {form(y)}</title></circle>'
+    return (
+        f'<circle class="{kind}" {at}><title>{escape(curve.name)}, {x:,.0f}: {frame.form(y)}</title></circle>'
+    )

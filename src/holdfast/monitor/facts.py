@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,8 +133,23 @@ def traffic(history: History) -> dict[str, Any] | None:
         "order": schedule.get("order", "plain"),
         "delayed_fraction": schedule.get("delayed_fraction", 0.0),
         "recomputed_fraction": schedule.get("recomputed_fraction", 1.0),
+        "tokens": _mean_tokens(sitting),
+        "scheduled_tokens": _tokens_of_full_samples(history.config),
         "rows": rows,
     }
+
+
+def _mean_tokens(sitting: Sitting) -> float | None:
+    """Return the mean tokens of the steps whose traffic is counted: all but the first."""
+    found = [step.tokens for step in sitting.steps[1:] if step.tokens and step.skipped is None]
+    return sum(found) / len(found) if found else None
+
+
+def _tokens_of_full_samples(config: dict[str, Any]) -> int | None:
+    """Return the tokens of a step whose samples are all as long as the context; None if the log does not tell."""
+    keys = ("train.micro_batches", "train.micro_batch_size", "model.context")
+    counts = [count for key in keys if isinstance(count := config.get(key), int)]
+    return prod(counts) if len(counts) == len(keys) else None
 
 
 def memory(history: History) -> dict[str, Any] | None:

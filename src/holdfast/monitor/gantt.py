@@ -1,18 +1,21 @@
 """Gantt: one step by lane, as inline SVG. A lane has a row for each concurrent operation, at most four.
 
+It is drawn for a large screen, with the names of the lanes at the left, and for a phone, with each name above its lane.
 Operations narrower than a pixel are joined with their neighbours, so ten thousand operations stay a small picture.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from ..quantities import format_bytes
-from .charts import legend, ticks
+from .charts import Canvas, legend, ticks
 from .lanes import NAMES, Operation, Timeline, rows_of
 
-WIDTH, LEFT, RIGHT, ROW, GAP, FOOT = 1080, 168, 96, 14, 10, 30
+ROW, GAP, FOOT, NAME = 14, 10, 32, 18
+LARGE = Canvas("large gantt", left=230, right=96)
+SMALL = Canvas("small gantt", width=340, left=4, right=26, most_ticks=3)
 MOST_ROWS = 4
 NARROW = 0.8
 """The width in pixels below which an operation is joined."""
@@ -29,45 +32,62 @@ class _Bar:
 
 def gantt(timeline: Timeline) -> str:
     """Draw ``timeline``, from its beginning until the whole step was over."""
-    busy, end = timeline.busy, max(timeline.end, 1e-9)
-    scale = (WIDTH - LEFT - RIGHT) / end
-    parts: list[str] = []
-    y = 4.0
-    for lane, operations in timeline.by_lane().items():
-        rows = rows_of([op for op in operations if op.end > 0 and op.start < end])
-        if not rows:
-            continue
-        rows = [*rows[: MOST_ROWS - 1], [op for row in rows[MOST_ROWS - 1 :] for op in row]]
-        rows = [row for row in rows if row]
-        height = len(rows) * ROW
-        share = busy[lane] / timeline.window
-        parts.append(
-            f'<text class="lane" x="{LEFT - 10}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{NAMES[lane]}</text>'
-        )
-        parts.append(
-            f'<rect class="track" x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height}"/>'
-        )
-        parts.append(
-            f'<text class="share" x="{WIDTH - RIGHT + 8}" y="{y + height / 2 + 4:.1f}">{share:.0%} busy</text>'
-        )
-        for number, row in enumerate(rows):
-            parts += [_rect(bar, lane, timeline, y + number * ROW) for bar in _bars(row, scale, end)]
-        y += height + GAP
-    parts += _axis(timeline, scale, end, y)
-    label = f"step {timeline.step} by lane"
-    picture = (
-        f'<svg viewBox="0 0 {WIDTH} {y + FOOT:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    )
-    return picture + legend(
+    drawn = "".join(_drawn(canvas, timeline) for canvas in (LARGE, SMALL))
+    return drawn + legend(
         [("now", f"of step {timeline.step}"), ("other", "of the step before it or after it")]
     )
 
 
-def _bars(row: list[Operation], scale: float, end: float) -> list[_Bar]:
+def _drawn(canvas: Canvas, timeline: Timeline) -> str:
+    busy, end = timeline.busy, max(timeline.end, 1e-9)
+    scale = (canvas.width - canvas.left - canvas.right) / end
+    parts: list[str] = []
+    names: list[str] = []
+    y = 4.0
+    for lane, rows in _rows_by_lane(timeline, end).items():
+        height, share = len(rows) * ROW, busy[lane] / timeline.window
+        y += _names(names, canvas, NAMES[lane], f"{share:.0%} busy", y, height)
+        parts.append(
+            f'<rect class="track" x="{canvas.left}" y="{y:.1f}" width="{canvas.width - canvas.left - canvas.right}"'
+            f' height="{height}"/>'
+        )
+        for number, row in enumerate(rows):
+            bars = _bars(row, canvas.left, scale, end)
+            parts += [_rect(bar, lane, timeline, y + number * ROW) for bar in bars]
+        y += height + GAP
+    parts += [*_axis(canvas, timeline, scale, end, y), *names]
+    return replace(canvas, height=round(y + FOOT)).svg("".join(parts), f"step {timeline.step} by lane")
+
+
+def _rows_by_lane(timeline: Timeline, end: float) -> dict[str, list[list[Operation]]]:
+    """Return the rows of each lane that did something in the step; the last row may hold several at once."""
+    found = {}
+    for lane, operations in timeline.by_lane().items():
+        rows = rows_of([op for op in operations if op.end > 0 and op.start < end])
+        rows = [*rows[: MOST_ROWS - 1], [op for row in rows[MOST_ROWS - 1 :] for op in row]]
+        if rows := [row for row in rows if row]:
+            found[lane] = rows
+    return found
+
+
+def _names(parts: list[str], canvas: Canvas, name: str, share: str, y: float, height: float) -> float:
+    """Write the name of a lane and how busy it was. Return the height that this takes above the lane."""
+    if canvas is SMALL:
+        parts.append(f'<text class="lane" x="{canvas.left}" y="{y + 13:.1f}">{name}, {share}</text>')
+        return NAME
+    middle = y + height / 2 + 4
+    parts.append(
+        f'<text class="lane" x="{canvas.left - 10}" y="{middle:.1f}" text-anchor="end">{name}</text>'
+    )
+    parts.append(f'<text class="share" x="{canvas.width - canvas.right + 8}" y="{middle:.1f}">{share}</text>')
+    return 0
+
+
+def _bars(row: list[Operation], left: float, scale: float, end: float) -> list[_Bar]:
     """Return the bars of a row in the order of their starts; narrow operations that touch become one bar."""
     bars: list[_Bar] = []
     for op in sorted(row, key=lambda op: op.start):
-        x, right = LEFT + max(op.start, 0.0) * scale, LEFT + min(op.end, end) * scale
+        x, right = left + max(op.start, 0.0) * scale, left + min(op.end, end) * scale
         last = bars[-1] if bars else None
         touches = last is not None and x - last.right < NARROW and last.operations[0].step == op.step
         if last is not None and touches and (right - x < NARROW or last.right - last.x < NARROW):
@@ -96,19 +116,21 @@ def _title(operations: list[Operation]) -> str:
     return f"{first.label} of step {first.step}: {took}{moved}"
 
 
-def _axis(timeline: Timeline, scale: float, end: float, y: float) -> list[str]:
+def _axis(canvas: Canvas, timeline: Timeline, scale: float, end: float, y: float) -> list[str]:
     parts = []
-    for value in ticks(0.0, end, 8):
+    for value in ticks(0.0, end, canvas.most_ticks):
         if value <= end:
-            x = LEFT + value * scale
+            x = canvas.left + value * scale
             parts.append(f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y:.1f}"/>')
+            anchor = canvas.anchor(x, 6)
             parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{y + 14:.1f}" text-anchor="middle">{milliseconds(value)}</text>'
+                f'<text class="tick" x="{x:.1f}" y="{y + 14:.1f}" text-anchor="{anchor}">{milliseconds(value)}</text>'
             )
-    x = LEFT + timeline.seconds * scale
+    x = canvas.left + timeline.seconds * scale
     parts.append(f'<line class="returned" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y + 4:.1f}"/>')
+    anchor = canvas.anchor(x, 15)
     parts.append(
-        f'<text class="tick" x="{x:.1f}" y="{y + 27:.1f}" text-anchor="middle">step() returned</text>'
+        f'<text class="tick" x="{x:.1f}" y="{y + 29:.1f}" text-anchor="{anchor}">step() returned</text>'
     )
     return parts
 

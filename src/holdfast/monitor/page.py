@@ -17,11 +17,13 @@ LANE_COLOURS = {
 
 LIGHT = {
     "page": "#f7f7f5", "card": "#fdfdfc", "ink": "#17171a", "soft": "#56565c", "line": "#e2e2de", "track": "#efefec",
-    "a": "#2a78d6", "b": "#eb6834", "limit": "#c22f2e", "predicted": "#4a3aa7", "now": "#56565c", "other": "#c3c3c0",
+    "edge": "#c9c9c4", "a": "#2a78d6", "b": "#eb6834", "limit": "#c22f2e", "predicted": "#4a3aa7", "now": "#56565c",
+    "other": "#c3c3c0",
 }  # fmt: skip
 DARK = {
     "page": "#121213", "card": "#1b1b1d", "ink": "#f3f3f1", "soft": "#b1b1b4", "line": "#313135", "track": "#252528",
-    "a": "#3987e5", "b": "#d95926", "limit": "#e66767", "predicted": "#9085e9", "now": "#b1b1b4", "other": "#505055",
+    "edge": "#4a4a50", "a": "#3987e5", "b": "#d95926", "limit": "#e66767", "predicted": "#9085e9", "now": "#b1b1b4",
+    "other": "#505055",
 }  # fmt: skip
 
 STYLE = """
@@ -35,19 +37,32 @@ section{background:var(--card);border:1px solid var(--line);border-radius:8px;pa
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0;padding:0}
 .tiles div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 14px}
 .tiles dt{color:var(--soft);font-size:13px} .tiles dd{margin:0;font-size:20px;font-weight:600}
-.wide{overflow-x:auto} svg{display:block;width:100%;height:auto} .wide svg{min-width:760px}
+.wide{overflow-x:auto;background:linear-gradient(90deg,var(--card) 12px,transparent 40px) 0 0/40px 100% no-repeat local,
+linear-gradient(270deg,var(--card) 12px,transparent 40px) 100% 0/40px 100% no-repeat local,
+linear-gradient(90deg,var(--edge),transparent) 0 0/12px 100% no-repeat scroll,
+linear-gradient(270deg,var(--edge),transparent) 100% 0/12px 100% no-repeat scroll}
+svg{display:block;width:100%;height:auto} svg.small{display:none}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;min-width:55%;margin:8px 0}
 th{font-weight:500;color:var(--soft);text-align:left}
 td,th{padding:3px 14px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
-td.n,th.n{text-align:right} tr:last-child td{border-bottom:0}
-.grid{stroke:var(--line)} .axis{stroke:var(--soft)} .tick,.share{fill:var(--soft);font-size:12px}
-.lane{fill:var(--ink);font-size:12px} .track{fill:var(--track)} .returned{stroke:var(--ink);stroke-dasharray:3 3}
+td.n,th.n{text-align:right} td.n{white-space:nowrap} tr:last-child td{border-bottom:0}
+.grid{stroke:var(--line)} .axis{stroke:var(--soft)}
+.tick,.share{fill:var(--soft);font-size:12px}
+.lane{fill:var(--ink);font-size:12px;paint-order:stroke;stroke:var(--card);stroke-width:3px}
+.track{fill:var(--track)} .returned{stroke:var(--ink);stroke-dasharray:3 3}
 .curve{fill:none;stroke-width:2;stroke-linejoin:round} .band{opacity:.2} .level{stroke-width:1.5;stroke-dasharray:6 4}
 .hit{fill:transparent} .hit:hover{fill:var(--ink)} .op.light{opacity:.65} .op.other{opacity:.28}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0;padding:0}
 .legend{color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:7px;vertical-align:-1px}
+@media(max-width:900px){.large .tick{font-size:17px} .large.gantt text{font-size:16px}}
+@media(max-width:600px){
+main{padding:16px 12px 40px} section{padding:14px} .tiles{grid-template-columns:repeat(auto-fit,minmax(130px,1fr))}
+svg.large{display:none} svg.small{display:block} table{font-size:13px} td,th{padding-right:8px}
+}
 """
+"""Shadows at the edges of what scrolls (``wide``) say that there is more. The large drawings have larger text below 900
+pixels, and below 600 the small ones stand in their place, so that a label has at least 10 pixels on a phone of 360."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ..quantities import counted, format_bytes, format_seconds
+from ..schedule.operations import SSD_WRITE
 from . import facts
 from .charts import Curve, Level, Scale, chart
 from .gantt import milliseconds
@@ -36,6 +37,15 @@ SYMBOLS = (
     " between two blocks."
 )
 
+SHORTER, OTHER_SIZE = "shorter samples", "inputs of another size"
+UNDER_WAY, OF_BEFORE = "rest under way", "rest of an earlier step"
+"""Causes of a difference that is no fault."""
+
+UNDER_WAY_SAID = (
+    "A step leaves writes to be done beside the next, so the writes of one step may be missing from the mean, or be in"
+    " it once too often."
+)
+
 LAST_EVENTS = 40
 
 BYTES = Scale(format_bytes, binary=True)
@@ -52,27 +62,66 @@ def traffic(history: History) -> str:
     plain = found["order"] == "plain" and not delays and not keeps
     formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
     order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
-    rows = [
-        [NAMES.get(row["lane"], row["lane"]), row["kind"].replace("_", " "), formulas.get(row["kind"], ""),
-         format_bytes(row["expected"]), format_bytes(row["moved"]), _difference(row)]
-        for row in found["rows"]
-    ]  # fmt: skip
-    columns = ["lane", "what", "formula", ">by the schedule", ">measured", ">difference"]
+    reasons = {_reason(row, found) for row in found["rows"]}
     said = (
         f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
         f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
         " beside the next is counted there; the schedule counts block inputs in whole pages."
     )
-    return paragraph(said) + table(columns, rows) + paragraph(SYMBOLS, "soft")
+    notes = [SYMBOLS] if formulas else []
+    notes += [_samples_said(found)] if {SHORTER, OTHER_SIZE} & reasons else []
+    notes += [UNDER_WAY_SAID] if {UNDER_WAY, OF_BEFORE} & reasons else []
+    body = "".join(paragraph(note, "soft") for note in notes)
+    return paragraph(said) + _traffic_table(found, formulas) + body
 
 
-def _difference(row: dict[str, Any]) -> str:
+def _traffic_table(found: dict[str, Any], formulas: dict[str, str]) -> str:
+    """Return the rows by lane, each lane named once. Without formulas there is no column of them."""
+    rows, lane_before = [], None
+    for row in found["rows"]:
+        lane = "" if row["lane"] == lane_before else NAMES.get(row["lane"], row["lane"])
+        lane_before = row["lane"]
+        formula = [formulas.get(row["kind"], "")] if formulas else []
+        sizes = [format_bytes(row["expected"]), format_bytes(row["moved"])]
+        difference = _difference(row, _reason(row, found))
+        rows.append([lane, row["kind"].replace("_", " "), *formula, *sizes, difference])
+    formula = ["formula"] if formulas else []
+    return table(["lane", "what", *formula, ">by the schedule", ">measured", "difference"], rows)
+
+
+def _difference(row: dict[str, Any], reason: str) -> str:
     expected, moved = row["expected"], row["moved"]
     if round(expected) == round(moved):
         return "none"
     if expected:
-        return f"{moved / expected - 1:+.1%}"
+        return f"{moved / expected - 1:+.1%}" + (f", {reason}" if reason else "")
     return "not measured beforehand" if "input" in row["kind"] else "not in the schedule"
+
+
+def _reason(row: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the cause of a difference that is no fault; empty if there is none, or no such cause."""
+    expected, moved = row["expected"], row["moved"]
+    if not expected or round(expected) == round(moved):
+        return ""
+    if "input" in row["kind"]:
+        full, tokens = found["scheduled_tokens"], found["tokens"]
+        if full is None or tokens is None:
+            return OTHER_SIZE if moved else ""
+        return SHORTER if 0 < moved < expected and tokens < full else ""
+    if row["lane"] == SSD_WRITE and abs(moved - expected) * found["steps"] <= expected * 1.001:
+        return UNDER_WAY if moved < expected else OF_BEFORE
+    return ""
+
+
+def _samples_said(found: dict[str, Any]) -> str:
+    full, tokens = found["scheduled_tokens"], found["tokens"]
+    if full is None:
+        said = "Block inputs grow with the tokens of a step. The schedule counts those that were measured beforehand"
+        return said + (f"; these steps had {tokens:,.0f} tokens on the average." if tokens else ".")
+    return (
+        f"Block inputs grow with the tokens of a step. The schedule counts samples as long as the context, {full:,}"
+        f" tokens in a step; these steps had {tokens:,.0f} on the average."
+    )
 
 
 def memory(history: History) -> str:

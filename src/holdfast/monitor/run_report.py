@@ -193,7 +193,7 @@ def _lanes(history: History) -> str:
         + paragraph(
             f"Step {timeline.step:,}. {said} A transfer is counted from when it was asked for.", "soft"
         )
-        + f'<div class="wide">{gantt(timeline)}</div>'
+        + gantt(timeline)
         + table(columns, rows)
     )
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..config import Fraction
 from ..distributed import Ranks
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog, said_lost, tell
 from ..optim.mezo import MeZO
 from ..optim.torch_threads import keep_torch_threads
 from ..regular_files import home_path
-from ..schedule.work import Clipping
 from ..state.prepared_models import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.commit.generations import Generations
@@ -36,7 +34,6 @@ from .data_parallel import DataParallelGroup, refuse_alone_only
 from .engine import Engine
 from .engine_progress import UserState
 from .interrupts import deferred
-from .loss_scaling import LossScale
 from .memory.device import open_device
 from .model.model_parts import ModelParts
 from .model.takeover import (
@@ -48,19 +45,19 @@ from .model.takeover import (
     switch_on_cache,
     take_over,
 )
+from .offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
 from .setup.automatic_placement import Planner, to_standard_error
 from .setup.builder import build, fill, stored_units
 from .setup.checks import (
     check_budget,
     check_choices,
-    check_clipping,
     check_compiled,
-    check_counts,
     check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
     check_stateful,
+    check_together,
     check_zeroth,
     warn_of_resident,
     warn_of_slow_bf16,
@@ -81,126 +78,96 @@ from .steps import Rules
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    ssd: str | Path,
+    run: str | Path,
     *,
-    drives: Sequence[str | Path] = (),
     scheduler: Any = None,
     loader: Any = None,
+    source: Opens | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+    seed: int = 0,
     blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
-    dtype: str = "bf16",
     device: str = "cpu",
+    precision: str | Precision = "bf16",
+    budget: Budget | Literal["auto"] | None = None,
+    placement: Placement = Placement(),  # noqa: B008 - frozen
     schedule: str = "vertical",
     order: str = "plain",
-    delayed_fraction: Fraction | None = None,
-    recomputed_fraction: Fraction | None = None,
-    params_on_host: Fraction | None = None,
-    optimizer_on_host: Fraction | None = None,
-    activations_on_host: Fraction | None = None,
-    budget: Budget | Literal["auto"] | None = None,
-    clip_norm: float | None = None,
-    clipping: Clipping = "defer",
-    loss_scale: LossScale | None = None,
+    clipping: float | Clipping | None = None,
     normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
-    commit_every: int = 1,
-    retain: int = 2,
-    seed: int = 0,
-    init: Callable[[nn.Module], Any] | None = None,
-    source: Opens | None = None,
     sample: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
-    direct: bool = True,
-    io_threads: int = 4,
-    read_limit: int | None = None,
-    write_limit: int | None = None,
-    total_limit: int | None = None,
-    update_workers: int = 2,
+    loss_fn: Callable[..., Any] | None = None,
+    durability: Durability = Durability(),  # noqa: B008
+    io: IO = IO(),  # noqa: B008
     deadline_seconds: float = 300.0,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
     say: Callable[[str], object] | None = None,
     disk: AnyDisk | None = None,
 ) -> Engine:
-    """Train ``model`` with its state in the directory ``ssd``.
+    """Train ``model`` with its state in the directory ``run``.
 
     A fresh directory begins a run. If the directory holds a run of this model, that run is resumed from its newest
     whole commit. Scheduler, loader, random generators and the hyper-parameters in the groups of ``optimizer`` are
     restored, so change a learning rate after this call. All other arguments may change from one resume to the next. A
     warning is given for changes after which the numbers differ from those of an uninterrupted run: of ``seed``,
-    ``dtype``, ``clip_norm``, ``order``, ``normalize``, or to or from ``clipping="per_block"``. A warning is also given
-    for a hyper-parameter that was changed before this call, because the run's own value is kept.
+    ``precision``, the norm of ``clipping``, ``order``, ``normalize``, or to or from clipping per block. A warning is
+    also given for a hyper-parameter that was changed before this call, because the run's own value is kept.
 
     Args:
         model: The model. Its parameters may be on ``meta``.
         optimizer: One of ``torch.optim`` or ``holdfast.optim`` over the model's parameters; it is read, never stepped.
             One thread computes what needs whole matrices (Muon, APOLLO, Grass, Adafactor), so the bits are those of a
             loop with one thread. ``holdfast.optim.MeZO`` has steps of forward passes alone.
-        drives: Directories on further SSDs, each for this run alone (created if absent). The state's files are shared
-            out among them and ``ssd`` in proportion to their rates, which are measured once. The run names them by
-            links. With another list, files are read where they are, and written to their new places as the run
-            continues. All ranks give the same list, of directories that all of them see.
+        run: The directory. With ``io=IO(drives=...)`` the state is on further SSDs too.
         scheduler: Stepped by the engine after each step, unless its ``step`` takes a metric: then the script steps it.
             Its state is part of every commit.
         loader: A data loader whose state is part of every commit.
+        source: State from which a fresh directory begins: ``holdfast.From`` another run (of a ``Checkpointer`` of any
+            parallelism, or of another engine) or a state of another library, read unit by unit. A directory that has a
+            run continues that run.
+        init: Function that initialises what one module itself holds, for parameters on ``meta``. By default
+            ``reset_parameters`` and the model's ``_init_weights`` do.
+        seed: Seed of ``init`` and of random numbers inside blocks.
         blocks: Modules that are streamed, one at a time: a list of modules of the model, in the order in which they
             run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class with
             most bytes of parameters. A warning is given if that leaves more than half in memory and there is another
             list.
-        dtype: Dtype of the compute copy. ``"fp16"`` multiplies losses by ``loss_scale``, and takes the norm of each
-            step to detect an overflow, with ``"defer"`` or ``"speculate"``, whether it clips or not.
+        device: Where blocks are computed: "cpu", "cuda", "cuda:1".
+        precision: Dtype of the compute copy, or a ``Precision`` with the loss scale of fp16.
+        budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``
+            is the memory that is free, and lets the planner choose the fractions of ``placement`` that are not given.
+        placement: Fractions of the state that stay in memory.
+        schedule: "vertical": each block takes all micro-batches before the next block; "horizontal": each micro-batch
+            goes through the whole model.
         order: ``"snake"`` reverses the order of the micro-batches in every other block, so that the tensors between two
             blocks stay on the device at every turn, which saves three transfers. The gradients of these blocks are
             summed in reverse order, so from three micro-batches on they differ from an ordinary loop's in their last
             bits.
-        delayed_fraction: Fraction of the blocks, spread evenly, that are updated beside the next step's forward pass,
-            with the hyper-parameters of their own step, so that the SSD is busy then too. 1 is all, which
-            ``clipping="defer"`` and the horizontal schedule imply. It changes no bit. The gradients wait in host
-            memory, in the place of used block inputs as far as these reach. Code that reads weights waits for the
-            updates, and so does the step's commit.
-        recomputed_fraction: Fraction of the blocks, spread evenly, that are computed again in the backward pass
-            (activation checkpointing); all by default. What the others compute in the forward pass stays in device
-            memory, for every micro-batch, with their parameters. It changes no bit. Under ``torch.autocast`` all are
-            computed again.
-        budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``
-            is the memory that is free, and lets the planner choose the fractions that are not given.
-        clip_norm: Bound of the norm over the gradients of all trained parameters: those in ``optimizer``, while
-            ``clip_grad_norm_(model.parameters())`` counts every parameter that requires grad. ``math.inf`` takes the
-            norm and clips nothing.
-        clipping: ``"defer"`` lets all updates wait for the norm, beside the next forward pass. ``"speculate"`` updates
-            at once, and once more if the norm is above ``clip_norm``, from the state in the commit of the step before
-            (``commit_every=1``). Both give the bits of ``clip_grad_norm_``. ``"per_block"`` is another algorithm: the
-            gradients of each block, and those outside of blocks, are clipped by themselves, to ``clip_norm`` times the
-            square root of their fraction of all trained elements. So the norm over all is at most ``clip_norm``, and
-            nothing waits.
-        loss_scale: The scale for fp16. It moves as that of ``torch.amp.GradScaler`` and is part of every commit.
+        clipping: Bound of the gradient norm, or a ``Clipping`` that also says how.
         normalize: What a micro-batch counts in the step's gradient: all the same; or with ``"tokens"`` its target
             tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number. A
             model that shifts labels does not count the first label of each row; whether it does is found out once, by a
             forward pass of two micro-batches.
-        init: Function that initialises what one module itself holds, for parameters on ``meta``. By default
-            ``reset_parameters`` and the model's ``_init_weights`` do.
-        source: State from which a fresh directory begins: ``holdfast.From`` another run (of a ``Checkpointer`` of any
-            parallelism, or of another engine) or a state of another library, read unit by unit. A directory that has a
-            run continues that run.
         sample: A micro-batch as ``step`` takes it (a tuple needs its ``loss_fn``); its values do not matter. With
             ``micro_batches``, the number per step, it lets memory be predicted before anything runs. ``"auto"``
             fractions and a ``budget`` need both.
+        durability: How often the state is committed, and what is kept.
+        io: Drives, limits of rates, threads.
         deadline_seconds: Longest time that a rank waits for another.
         events: Event log of the run; by default ``events.jsonl`` in its directory, none with ``EventLog(None)``.
         confirm: Called with the preflight before anything is written; it may raise.
         say: Called with the line that tells what was chosen; by default it is printed to standard error.
+        disk: File system of the run in place of that of ``run``, for tests.
 
-    Fractions: with ``budget="auto"``, fractions that are not given are those with which a step takes least time. So is
-    a fraction of "auto" with any other budget. The planner uses the machine's rates, which are measured in a few
-    seconds where they are not known yet, and the times of the model's own block. Given fractions are taken as they are.
-    Without "auto" the others are 0, but 1 for activations and for ``recomputed_fraction``. They change no bit. The
-    choice and the resource that binds are an event ("plan") and a line for ``say``. With MeZO, and with several ranks,
-    nothing is measured: what saves most traffic per byte stays first, as far as it fits, and only the line tells. With
-    several ranks it is what fits on all, each in its part of its machine's memory.
+    The planner uses the machine's rates, which are measured in a few seconds where they are not known yet, and the
+    times of the model's own block. Its choice and the resource that binds are an event ("plan") and a line for ``say``.
+    With MeZO, and with several ranks, nothing is measured: what saves most traffic per byte stays first, as far as it
+    fits, and only the line tells. With several ranks it is what fits on all, each in its part of its machine's memory.
 
     Skipped steps: a step with a loss that is not finite is skipped: nothing is updated, and the scheduler is stepped.
-    So is a step whose norm is not finite, where a norm is taken. ``"per_block"`` leaves out the blocks whose own norm
-    is not finite (``last["left_out"]``).
+    So is a step whose norm is not finite, where a norm is taken. Clipping per block leaves out the blocks whose own
+    norm is not finite (``last["left_out"]``).
 
     Several ranks: where torch.distributed is in use, training is data-parallel. Collective: every rank must call this.
     Each rank has its own micro-batches, as many as the others, and keeps, reads, updates and writes its shard of every
@@ -218,71 +185,38 @@ def offload(
     ``RankFailed`` if another rank fails or does not come. With several ranks, an error after files were created (in
     ``init``, or of a full disk) leaves them behind without a commit: remove the directory.
     """
-    ssd = home_path(ssd) if disk is None else ssd
+    place = home_path(run) if disk is None else run
+    clipping, precision = Clipping.of(clipping), Precision.of(precision)
     fellows = DataParallelGroup.here(deadline_seconds)
-    queue = store = run = engine = None
+    queue = store = runtime = engine = None
     before: set[str] | None = None
     caches: list[Any] = []
     try:
         with fellows.control.agreeing():
-            check_choices(schedule, order, normalize, delayed_fraction, recomputed_fraction)
-            check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
-            check_counts(
-                {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
-                 "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
-                {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
-            )  # fmt: skip
+            schedule = _checked(
+                model, optimizer, schedule, order, normalize, placement, clipping, precision, durability, io
+            )
+            require_whole("micro_batches", micro_batches, 1)
             check_stateful(scheduler, loader)
             check_budget(budget)
-            on_host = {
-                "params": params_on_host,
-                "optimizer": optimizer_on_host,
-                "activations": activations_on_host,
-            }
-            if isinstance(optimizer, MeZO):
-                groups = optimizer.param_groups
-                check_zeroth(
-                    groups, schedule, order, delayed_fraction, recomputed_fraction, clip_norm, clipping, dtype
-                )
-                schedule = ZEROTH
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
-            refuse_prepared(model)
-            check_recorded(model)
-            check_renormalised(model)
             if disk is None:
-                check_place(ssd)
-            elif drives:
+                check_place(place)
+            elif io.drives:
                 raise BadInput(
-                    "drives= are directories of the file system, and disk= is another. Give one of them"
+                    "drives are directories of the file system, and disk= is another. Give one of them"
                 )
-        limits = (read_limit, write_limit, total_limit)
-        placed = Drives.of(ssd, drives, limits, say, fellows.control)
+        placed = Drives.of(place, io.drives, io.limits, say, fellows.control)
         with fellows.control.agreeing():
             refuse_open(model)
-            parts = ModelParts.of(model, optimizer, dtype, blocks, fellows.control)
+            parts = ModelParts.of(model, optimizer, precision.dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
             for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
                 refuse_in_block(name, block)
-            rules = Rules(
-                schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
-                clip_norm=clip_norm, clipping=clipping,
-                loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
-                commit_every=commit_every, normalize=normalize,
-            )  # fmt: skip
+            rules = Rules.of(schedule, order, clipping, precision, durability, normalize)
             refuse_held(parts.captured)
-            settings = {
-                "seed": seed,
-                "dtype": dtype,
-                "clip_norm": clip_norm,
-                "clipping": "per_block" if clipping == "per_block" else "global",
-                "normalize": rules.normalize_name,
-                "order": order,
-            }
-            wanted = Wanted.of(
-                budget == "auto", fellows.alone and schedule != ZEROTH, delayed_fraction, recomputed_fraction,
-                params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
-            )  # fmt: skip
+            settings = _settings(seed, order, clipping, precision, rules)
             given = hyper_parameters(optimizer.param_groups)
             user = UserState(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
@@ -290,30 +224,22 @@ def offload(
             target = open_device(device)
             check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
+                warn_of_slow_bf16(target.torch_device, precision.dtype, stacklevel=3)
                 if blocks is None:
                     warn_of_resident(model, parts.blocks, stacklevel=3)
-            budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
-            shape = rules.shape(micro_batches, commit_every > 0)
+            bound = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
+            shape = rules.shape(micro_batches, durability.commit_every > 0)
             plan = make_plan(
-                parts,
-                target,
-                schedule,
-                shape,
-                budget,
-                sample,
-                loss_fn,
-                wanted,
-                Planner(ssd, commit_every, limits, say, placed.speed_up),
-                update_workers,
-            )
+                parts, target, schedule, shape, bound, sample, loss_fn,
+                Wanted.of(placement, budget == "auto", by_rates=fellows.alone and schedule != ZEROTH),
+                Planner(place, durability.commit_every, io.limits, say, placed.speed_up), io.update_workers,
+            )  # fmt: skip
             rules = replace(
                 rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
             )
         choices = {
-            **settings, "retain": retain, "delayed_fraction": delayed_fraction,
-            "recomputed_fraction": recomputed_fraction, "source": source is not None, **on_host,
-            "drives": sorted(os.path.realpath(drive) for drive in drives),
+            **settings, **asdict(placement), "retain": durability.retain, "source": source is not None,
+            "drives": sorted(os.path.realpath(drive) for drive in io.drives),
         }  # fmt: skip
         agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
         plan = agree_on_placement(plan, schedule, shape, fellows.control)
@@ -323,12 +249,14 @@ def offload(
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
         with deferred():  # no interrupt may come between the threads and the code that ends them
-            queue = placed.queue(ssd, io_threads, limits)
-        spare = 1 if commit_every == 1 else 2
-        store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
+            queue = placed.queue(place, io.threads, io.limits)
+        spare = 1 if durability.commit_every == 1 else 2
+        store = LocalStore(
+            place, retain=durability.retain, spare=spare, disk=disk, queue=queue, direct=io.direct
+        )
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
+            store, parts, user, plan, bound, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
         caches = switch_off_cache(model)
@@ -336,24 +264,24 @@ def offload(
         begin(store, fellows.control, found)
         fellows.control.first_does(lambda: store.take_drives(placed.all))
         with fellows.control.agreeing():
-            run = build(parts, plan, store, stored, target, fellows, seed)
-        fill(run, found, init, beginning)
+            runtime = build(parts, plan, store, stored, target, fellows, seed)
+        fill(runtime, found, init, beginning)
         with fellows.control.agreeing():
             refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
         told = disk is None and fellows.rank == 0
         with deferred():
             engine = Engine(
-                run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-                events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-                update_workers=update_workers, caches=caches,
+                runtime, plan, rules, captured=parts.captured, user=user, preflight=preflight,
+                events=events or EventLog(Path(place) / "events.jsonl" if told else None),
+                update_workers=io.update_workers, caches=caches,
             )  # fmt: skip
         if found is not None and told:
-            engine.said_lost = said_lost(Path(ssd) / "events.jsonl", found.step)
+            engine.said_lost = said_lost(Path(place) / "events.jsonl", found.step)
             if say is None:
-                tell(f"{ssd} continues after step {found.step:,}. {engine.said_lost}")
+                tell(f"{place} continues after step {found.step:,}. {engine.said_lost}")
         engine.begin(found, beginning)
         with fellows.control.agreeing():
-            take_over(run, parts.captured, engine.taken)
+            take_over(runtime, parts.captured, engine.taken)
         engine.guard()
         return engine
     except BaseException as error:
@@ -363,8 +291,8 @@ def offload(
             engine.give_up()
         if queue is not None:
             queue.close()  # nothing is under way any more when the lock is released
-        if run is not None and engine is None:
-            run.residency.let_go()
+        if runtime is not None and engine is None:
+            runtime.residency.let_go()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
             if store is not None and before is not None and engine is None and refusal:
@@ -374,6 +302,46 @@ def offload(
             if store is not None:
                 store.close()
         raise
+
+
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: str,
+    order: str,
+    normalize: Any,
+    placement: Placement,
+    clipping: Clipping,
+    precision: Precision,
+    durability: Durability,
+    io: IO,
+) -> str:
+    """Raise ``BadInput`` for arguments that cannot be meant, and return the schedule, which MeZO replaces."""
+    check_choices(schedule, order, normalize)
+    for options in (placement, clipping, precision, durability, io):
+        options.check()
+    check_together(clipping, precision, schedule, durability)
+    if isinstance(optimizer, MeZO):
+        check_zeroth(optimizer.param_groups, schedule, order, placement, clipping, precision)
+        schedule = ZEROTH
+    refuse_prepared(model)
+    check_recorded(model)
+    check_renormalised(model)
+    return schedule
+
+
+def _settings(
+    seed: int, order: str, clipping: Clipping, precision: Precision, rules: Rules
+) -> dict[str, Any]:
+    """Return the options on which a run's numbers depend, as its commits hold them."""
+    return {
+        "seed": seed,
+        "dtype": precision.dtype,
+        "clip_norm": clipping.norm,
+        "clipping": "per_block" if clipping.mode == "per_block" else "global",
+        "normalize": rules.normalize_name,
+        "order": order,
+    }
 
 
 def _ready(

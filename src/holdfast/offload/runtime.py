@@ -19,7 +19,7 @@ from ..io.buffers import Buffer
 from ..optim.host_optimizer import HostOptimizer, HyperParameters
 from ..optim.mezo import Delta
 from ..schedule.operations import Op
-from ..schedule.work import Placement, StepShape
+from ..schedule.work import BlockPlacement, StepShape
 from ..state.capture import buffer_at
 from ..store.commit.generations import Generations
 from ..store.run_store import LocalStore
@@ -55,7 +55,7 @@ class Runtime:
     seed: int
     blocks: list[BlockState]
     resident: BlockState
-    placement: Placement
+    placement: BlockPlacement
     optimizer: HostOptimizer
     residency: Residency
     store: LocalStore

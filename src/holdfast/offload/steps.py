@@ -11,10 +11,11 @@ from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
 from ..schedule.orders import kept_blocks
 from ..schedule.vertical import commit_only, forward_only
-from ..schedule.work import Clipping, StepShape
+from ..schedule.work import ClippingMode, StepShape
 from .loss_scaling import LossScale
 from .model.microbatches import Coroutine, autocast_state, casts, late_call
 from .model.weights import depends_on_shift, shares, target_tokens
+from .offload_options import Clipping, Durability, Precision
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, Plan
 
@@ -28,11 +29,30 @@ class Rules:
     delayed_fraction: float
     recomputed_fraction: float
     clip_norm: float | None
-    clipping: Clipping
+    clipping: ClippingMode
     loss_scale: LossScale | None
     """Loss scale of a fresh run; None unless it computes in fp16."""
     commit_every: int
     normalize: str | Callable[[Any], float]
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        order: str,
+        clipping: Clipping,
+        precision: Precision,
+        durability: Durability,
+        normalize: str | Callable[[Any], float],
+    ) -> Rules:
+        """Return the rules of a run whose fractions are not planned yet."""
+        fp16 = precision.dtype == "fp16"
+        return cls(
+            schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
+            clip_norm=clipping.norm, clipping=clipping.mode,
+            loss_scale=(precision.loss_scale or LossScale()) if fp16 else None,
+            commit_every=durability.commit_every, normalize=normalize,
+        )  # fmt: skip
 
     @property
     def normalize_name(self) -> str:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from .build import gradient_parts, input_parts, parameter_parts, update_parts
 from .build.parts import Schedule
 from .operations import Key, Op
-from .work import Placement, StepShape, Work
+from .work import BlockPlacement, StepShape, Work
 
 
-def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
+def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of one training step in the horizontal order.
 
     Every update comes after the norm, so that nothing has to be guessed.

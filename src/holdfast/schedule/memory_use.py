@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from .operations import COMPUTE, Key, Op
 from .vertical import forward_only, vertical
-from .work import Placement, StepShape, Work
+from .work import BlockPlacement, StepShape, Work
 
-MakesOps = Callable[[Work, Placement, StepShape], list[Op]]
+MakesOps = Callable[[Work, BlockPlacement, StepShape], list[Op]]
 """Function that returns the operation list of a schedule."""
 Parts = dict[tuple[str, str], int]
 """Bytes by (place, class of buffer)."""
@@ -61,7 +61,7 @@ class Memory:
 
 def predict(
     work: Work,
-    placement: Placement,
+    placement: BlockPlacement,
     shape: StepShape,
     schedule: MakesOps = vertical,
     evaluation_batches: int = 0,
@@ -122,7 +122,7 @@ def buffers(ops: Iterable[Op]) -> Parts:
     }
 
 
-def resident(work: Work, placement: Placement) -> Parts:
+def resident(work: Work, placement: BlockPlacement) -> Parts:
     """Return the bytes that stay for good, by (place, what)."""
     device = "host" if work.unified else "device"
 

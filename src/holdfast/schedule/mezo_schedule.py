@@ -13,7 +13,7 @@ from . import operations
 from .build import input_parts, update_parts
 from .build.parts import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, Schedule
 from .operations import Hold, Key, Op
-from .work import Placement, StepShape, Work
+from .work import BlockPlacement, StepShape, Work
 
 STREAMS = 2
 
@@ -24,7 +24,7 @@ MEASURED = Key("measure_slope")
 """Key of the last computation: the losses tell how far the weights move."""
 
 
-def zeroth(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
+def zeroth(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of one zeroth-order step. Micro-batch ``m`` of the other direction is ``M + m``."""
     count = STREAMS * shape.micro_batches
     s = Schedule(
@@ -47,7 +47,7 @@ def zeroth(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     return s.finish()
 
 
-def catch_up(work: Work, placement: Placement, commit: bool) -> list[Op]:
+def catch_up(work: Work, placement: BlockPlacement, commit: bool) -> list[Op]:
     """Return the operations that bring all weights to the last step, with their compute copies, which no step needs.
 
     Nothing may be under way.

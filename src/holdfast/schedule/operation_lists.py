@@ -23,7 +23,7 @@ from .planner.plan_search import Case, best_at
 from .planner.setting import Setting, bus_of, ssd_of
 from .simulate import Simulation, simulate
 from .vertical import vertical
-from .work import BlockWork, Placement, StepShape, Work
+from .work import BlockPlacement, BlockWork, StepShape, Work
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together, if memory allows."""
@@ -78,14 +78,14 @@ def shape_of(setting: Setting) -> StepShape:
     )
 
 
-def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
+def placement_of(fractions: Mapping[str, float], blocks: int) -> BlockPlacement:
     """Return a placement with fractions rounded down to whole blocks.
 
     The last block's own inputs never leave, so the fraction of inputs is of the blocks before it.
     """
     rows = {name: max(blocks - (name == "activations"), 1) for name in FRACTIONS}
     down = {name: floor(fractions[name] * count + 1e-6) / count for name, count in rows.items()}
-    return Placement.fractions(blocks, **down)
+    return BlockPlacement.fractions(blocks, **down)
 
 
 def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
@@ -143,21 +143,21 @@ class _Cores:
         return cls(False, 1.0, slow)
 
 
-def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vertical) -> int:
+def host_bytes(setting: Setting, placement: BlockPlacement, schedule: MakesOps = vertical) -> int:
     """Return the host memory of a run, from its operation list."""
     memory = predict(work_of(setting), placement, shape_of(setting), schedule, EVALUATION_BATCHES)
     return formulas.PROCESS_BYTES + memory.host_bytes
 
 
 def play(
-    setting: Setting, placement: Placement, schedule: MakesOps = vertical, steps: int = STEPS
+    setting: Setting, placement: BlockPlacement, schedule: MakesOps = vertical, steps: int = STEPS
 ) -> Simulation:
     """Simulate a placement, with every guess right."""
     operations = as_guessed(schedule(work_of(setting), placement, shape_of(setting)))
     return simulate([operations] * steps, machine_of(setting.machine, operations))
 
 
-def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
+def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, BlockPlacement]:
     """Return the best plan whose whole blocks and buffers fit, as the operation list counts them.
 
     The linear program counts a buffer for a kind of which a part stays as that part of a buffer. The shortage is
@@ -194,7 +194,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
     )
 
 
-def _in_whole_blocks(setting: Setting, placement: Placement) -> Solution:
+def _in_whole_blocks(setting: Setting, placement: BlockPlacement) -> Solution:
     """Return ``placement`` as a solution, with as many waiting gradients in dead buffers as possible."""
     shares, waits = placement.shares, formulas.waiting_bytes(setting)
     part = formulas.dead_bytes(setting)(shares) / waits if waits else 0.0

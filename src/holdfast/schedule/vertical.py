@@ -15,10 +15,10 @@ from .build import gradient_parts, input_parts, parameter_parts, update_parts
 from .build.parts import Schedule
 from .operations import Key, Op
 from .orders import grad_stays, input_stays, micro_batches
-from .work import Placement, StepShape, Work
+from .work import BlockPlacement, StepShape, Work
 
 
-def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
+def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of one training step in the vertical order."""
     s = Schedule(
         work=work,
@@ -52,7 +52,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     return s.finish()
 
 
-def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
+def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
     shape = StepShape(micro_batches=shape.micro_batches)
     s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
@@ -63,7 +63,7 @@ def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]
     return s.finish()
 
 
-def commit_only(work: Work, placement: Placement) -> list[Op]:
+def commit_only(work: Work, placement: BlockPlacement) -> list[Op]:
     """Return the operations that commit the present state: what stays in host memory is written."""
     s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1))
     for block in range(s.count):

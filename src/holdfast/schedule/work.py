@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Clipping = Literal["none", "defer", "speculate", "per_block"]
+ClippingMode = Literal["none", "defer", "speculate", "per_block"]
 """The time at which updates know the factor that clips their gradients (``docs/schedule.md``)."""
 
 CLIPPING = ("none", "defer", "speculate", "per_block")
@@ -120,7 +120,7 @@ NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class BlockPlacement:
     """The parts of each block that stay in host memory. The rest lives on the SSD."""
 
     params: tuple[bool, ...]
@@ -152,7 +152,7 @@ class Placement:
         optimizer: float = 0.0,
         activations: float = 1.0,
         gradients: float = 1.0,
-    ) -> Placement:
+    ) -> BlockPlacement:
         """Return a placement of whole blocks, as near to each fraction as ``count`` blocks allow.
 
         The first to stay are those with the least time until they are needed again: block 0, which is updated last and
@@ -171,7 +171,7 @@ class StepShape:
     """The shape of a step. ``micro_batches`` and ``commit`` may differ from step to step."""
 
     micro_batches: int
-    clipping: Clipping = "none"
+    clipping: ClippingMode = "none"
     """The way in which gradients are clipped.
 
     ``defer``: updates wait for the norm of all gradients. ``speculate``: updates do not wait, and are made again where

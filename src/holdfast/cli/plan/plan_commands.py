@@ -11,47 +11,58 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 Quantity = str | None
 """Bytes or seconds, with a unit."""
 
+PLACEMENT = "Placement of a model on a machine"
+CADENCE = "How often a base is made, with --cadence"
+LIMITS = "Limits, with --cadence"
+"""Titles under which ``--help`` lists the options."""
 
-def _measure(flag: str, example: str, meaning: str) -> Any:
-    return typer.Option(flag, metavar=example, help=meaning)
+
+def _placement(flag: str, meaning: str, **other: Any) -> Any:
+    return typer.Option(flag, help=meaning, rich_help_panel=PLACEMENT, **other)
 
 
 def _fraction(flag: str, meaning: str) -> Any:
-    return typer.Option(flag, min=0, max=1, metavar="0..1", help=meaning)
+    return _placement(flag, meaning, min=0, max=1, metavar="0..1")
+
+
+def _measure(flag: str, example: str, meaning: str, panel: str | None = CADENCE) -> Any:
+    return typer.Option(flag, metavar=example, help=meaning, rich_help_panel=panel)
+
+
+def _limit(flag: str, example: str, meaning: str) -> Any:
+    return _measure(flag, example, meaning, LIMITS)
 
 
 Model = Annotated[
     str | None,
-    typer.Option(
+    _placement(
         "--model",
+        "A model that comes with this, a TOML file, or a model folder.",
         metavar="NAME|TOML|FOLDER",
-        help="A model that comes with this, a TOML file, or a model folder.",
     ),
 ]
 Machine = Annotated[
-    str | None,
-    typer.Option("--machine", metavar="NAME|TOML", help="A machine that comes with this, or a file."),
+    str | None, _placement("--machine", "A machine that comes with this, or a file.", metavar="NAME|TOML")
 ]
 MicroBatches = Annotated[
-    int | None,
-    typer.Option("--micro-batches", min=1, metavar="M", help="Of a step; else the fewest that do."),
+    int | None, _placement("--micro-batches", "Of a step; else the fewest that do.", min=1, metavar="M")
 ]
 MicroBatchSize = Annotated[
-    int | None,
-    typer.Option("--micro-batch-size", min=1, help="Sequences of a micro-batch; else the model's."),
+    int | None, _placement("--micro-batch-size", "Sequences of a micro-batch; else the model's.", min=1)
 ]
-Sequence = Annotated[
-    int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence; else the model's.")
-]
+Sequence = Annotated[int | None, _placement("--sequence", "Tokens of a sequence; else the model's.", min=1)]
 Delayed = Annotated[
     float | None,
     _fraction("--delayed", "Part of each update that is done in the next forward pass; else the best."),
 ]
-Clipping = Annotated[str, typer.Option("--clipping", help="none, defer, speculate or per_block.")]
-Order = Annotated[str, typer.Option("--order", help="plain or snake.")]
-CommitEvery = Annotated[int, typer.Option("--commit-every", min=0, metavar="N", help="Steps; 0 is never.")]
-Host = Annotated[Quantity, _measure("--host", "256GB", "Host memory; else the machine's.")]
-Ssds = Annotated[int | None, typer.Option("--ssds", min=1, help="How many SSDs; else the machine's.")]
+Clipping = Annotated[str, _placement("--clipping", "none, defer, speculate or per_block.")]
+Order = Annotated[str, _placement("--order", "plain or snake.")]
+CommitEvery = Annotated[int, _placement("--commit-every", "Steps; 0 is never.", min=0, metavar="N")]
+Host = Annotated[Quantity, _placement("--host", "Host memory; else the machine's.", metavar="256GB")]
+Ssds = Annotated[int | None, _placement("--ssds", "How many SSDs; else the machine's.", min=1)]
+SsdSteps = Annotated[
+    int | None, _placement("--ssd-steps", "Steps that the SSDs must live for.", min=1, metavar="N")
+]
 
 
 def plan(
@@ -67,15 +78,18 @@ def plan(
     commit_every: CommitEvery = 1,
     host: Host = None,
     ssds: Ssds = None,
-    ssd_steps: Annotated[
-        int | None, typer.Option("--ssd-steps", min=1, metavar="N", help="Steps that the SSDs must live for.")
-    ] = None,
+    ssd_steps: SsdSteps = None,
     retain: Annotated[
         int | None,
         typer.Option("--retain", min=1, help="Newest whole steps kept; with --cadence, bases. Else 2."),
     ] = None,
     cadence: Annotated[
-        bool, typer.Option("--cadence", help="How often to make a base, so that failures cost least.")
+        bool,
+        typer.Option(
+            "--cadence",
+            help="How often to make a base, so that failures cost least. Needs --step, --state and --write.",
+            rich_help_panel=CADENCE,
+        ),
     ] = False,
     step_seconds: Annotated[Quantity, _measure("--step", "0.5s", "Time of one optimizer step.")] = None,
     full_bytes: Annotated[
@@ -90,7 +104,10 @@ def plan(
         Quantity, _measure("--base-stall", "0.3s", "Time that training waits for one base.")
     ] = None,
     base_steps: Annotated[
-        int | None, typer.Option("--base-steps", min=1, help="Steps over which a base is copied.")
+        int | None,
+        typer.Option(
+            "--base-steps", min=1, help="Steps over which a base is copied.", rich_help_panel=CADENCE
+        ),
     ] = None,
     write_stall_seconds: Annotated[
         Quantity, _measure("--write-stall", "2ms", "Time that training waits for one write.")
@@ -103,7 +120,12 @@ def plan(
     ] = None,
     write_slowdown: Annotated[
         float | None,
-        typer.Option("--write-slowdown", min=0, help="Seconds that training loses per second of writing."),
+        typer.Option(
+            "--write-slowdown",
+            min=0,
+            help="Seconds that training loses per second of writing.",
+            rich_help_panel=CADENCE,
+        ),
     ] = None,
     replay_seconds: Annotated[Quantity, _measure("--replay", "50ms", "Time to apply one record.")] = None,
     replay_write_seconds: Annotated[
@@ -116,21 +138,28 @@ def plan(
         Quantity, _measure("--mtbf", "12h", "Mean time between failures.")
     ] = None,
     recovery_seconds: Annotated[
-        Quantity, _measure("--max-recovery", "5min", "Limit of load and replay.")
+        Quantity, _limit("--max-recovery", "5min", "Limit of load and replay.")
     ] = None,
     storage_bytes: Annotated[
-        Quantity, _measure("--max-storage", "30GB", "Limit of bases and records; else 20 times the state.")
+        Quantity, _limit("--max-storage", "30GB", "Limit of bases and records; else 20 times the state.")
     ] = None,
-    host_bytes: Annotated[Quantity, _measure("--max-memory", "4GiB", "Limit of copies that wait.")] = None,
+    host_bytes: Annotated[Quantity, _limit("--max-memory", "4GiB", "Limit of copies that wait.")] = None,
     pending_steps: Annotated[
-        int | None, typer.Option("--max-pending", help="Limit of steps that are not durable yet.")
+        int | None,
+        typer.Option(
+            "--max-pending", help="Limit of steps that are not durable yet.", rich_help_panel=LIMITS
+        ),
     ] = None,
     delay_seconds: Annotated[
-        Quantity, _measure("--max-delay", "1s", "Limit of the time that a record waits.")
+        Quantity, _limit("--max-delay", "1s", "Limit of the time that a record waits.")
     ] = None,
     bandwidth_share: Annotated[
         float | None,
-        typer.Option("--max-share", help="Limit of the share of the write bandwidth, such as 0.5."),
+        typer.Option(
+            "--max-share",
+            help="Limit of the share of the write bandwidth, such as 0.5.",
+            rich_help_panel=LIMITS,
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -196,7 +225,7 @@ def probe(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto.")] = "auto",
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="About how long it may measure.")] = 30.0,
-    size: Annotated[str, _measure("--size", "1GiB", "Of the file that is read and written.")] = "1GiB",
+    size: Annotated[str, _measure("--size", "1GiB", "Of the file that is read and written.", None)] = "1GiB",
     json: AsJson = False,
 ) -> None:
     """Measure this machine: device, host, copies, SSD. Prints a profile for `holdfast plan --machine`."""

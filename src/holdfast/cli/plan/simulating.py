@@ -21,7 +21,7 @@ from ...schedule.planner.plan_search import Case, check_device, engine_case, sea
 from ...schedule.planner.setting import Setting
 from ...schedule.simulate import Simulation
 from ...schedule.vertical import vertical
-from ...schedule.work import Placement
+from ...schedule.work import BlockPlacement
 from ..flags import refuse_no_directory
 from ..output import console, plain_table, print_json, print_table
 from .placing import case_of, rate_text
@@ -38,7 +38,7 @@ COLUMNS = 72
 class SimulatedOrder:
     """One order, with its placement."""
 
-    placement: Placement
+    placement: BlockPlacement
     host_bytes: int
     """The memory of the whole process."""
     found: Simulation
@@ -82,7 +82,7 @@ def _count(case: Case, given: Mapping[str, Any]) -> int:
         raise type(error)(f"--micro-batches was not given, and could not be chosen: {error}") from error
 
 
-def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str, Any]) -> Placement:
+def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str, Any]) -> BlockPlacement:
     """Return the placement of an order.
 
     Given fractions count first, then the plan for the vertical order, else a greedy choice of what saves most per byte.
@@ -111,7 +111,7 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
     )
 
 
-def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> SimulatedOrder:
+def _play(setting: Setting, schedule: MakesOps, placement: BlockPlacement, steps: int) -> SimulatedOrder:
     found = play(setting, placement, schedule, steps)
     return SimulatedOrder(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 

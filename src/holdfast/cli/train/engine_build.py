@@ -16,6 +16,7 @@ from ...data.loader import SampleLoader
 from ...events import EventLog
 from ...offload.api import Budget, offload
 from ...offload.engine import Engine
+from ...offload.offload_options import IO, Clipping, Durability, Placement
 from ...offload.setup.preflight import Preflight
 from ..machine import choose_device
 from .chosen_optimizer import make_optimizer
@@ -42,42 +43,47 @@ def make_engine(
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     # train.dtype was chosen by measurement, or set on purpose
-    warnings.filterwarnings("ignore", message='dtype="bf16": this processor')
+    warnings.filterwarnings("ignore", message='precision="bf16": this processor')
     # the run's own hyper-parameters are restored, and replaced below
     warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(
         model,
         optimizer,
         config.offload.ssd or config.run.dir,
-        drives=config.offload.drives,
         scheduler=scheduler,
         loader=loader,
-        dtype=config.train.dtype,
+        source=recipe.source,
+        seed=config.run.seed,
         device=choose_device(config.offload.device),
-        schedule=config.offload.schedule,
-        order=config.offload.order,
-        delayed_fraction=config.offload.delayed_fraction,
-        recomputed_fraction=config.offload.recomputed_fraction,
-        params_on_host=config.offload.params_on_host,
-        optimizer_on_host=config.offload.optimizer_on_host,
-        activations_on_host=config.offload.activations_on_host,
+        precision=config.train.dtype,
         budget=Budget(
             device=config.offload.device_budget_bytes or "auto",
             host=config.offload.host_budget_bytes or "auto",
         ),
-        clip_norm=None if config.train.optimizer == "mezo" else config.train.clip_norm or None,
-        clipping=config.train.clipping,
+        placement=Placement(
+            params_on_host=config.offload.params_on_host,
+            optimizer_on_host=config.offload.optimizer_on_host,
+            activations_on_host=config.offload.activations_on_host,
+            delayed_fraction=config.offload.delayed_fraction,
+            recomputed_fraction=config.offload.recomputed_fraction,
+        ),
+        schedule=config.offload.schedule,
+        order=config.offload.order,
+        clipping=Clipping(
+            None if config.train.optimizer == "mezo" else config.train.clip_norm or None,
+            config.train.clipping,
+        ),
         normalize=recipe.normalize,
-        commit_every=config.durability.every,
-        retain=config.durability.retain,
-        seed=config.run.seed,
-        source=recipe.source,
         sample=recipe.sample,
         micro_batches=micro_batches,
-        direct=config.io.direct,
-        io_threads=config.io.threads,
-        read_limit=config.io.read_limit_bytes_per_second,
-        write_limit=config.io.write_limit_bytes_per_second,
+        durability=Durability(commit_every=config.durability.every, retain=config.durability.retain),
+        io=IO(
+            drives=config.offload.drives,
+            direct=config.io.direct,
+            threads=config.io.threads,
+            read_limit=config.io.read_limit_bytes_per_second,
+            write_limit=config.io.write_limit_bytes_per_second,
+        ),
         events=events,
         confirm=confirm,
         say=say,

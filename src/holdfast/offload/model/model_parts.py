@@ -53,7 +53,7 @@ class ModelParts:
         Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
-            raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+            raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
         _check_modules(model, optimizer)
         _check_names(blocks)

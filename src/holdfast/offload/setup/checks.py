@@ -15,15 +15,12 @@ from ...errors import BadInput, ModelNotSupported
 from ...measure.host_rates import product_seconds
 from ...optim.mezo import epsilon_of
 from ...schedule.orders import ORDERS
-from ...schedule.work import CLIPPING
-from ..loss_scaling import LossScale
 from ..model.blocks import Blocks, candidates, configurations, parameter_bytes
+from ..offload_options import Clipping, Durability, Placement, Precision
 from .step_planning import SCHEDULES, Budget
 
 
-def check_choices(
-    schedule: str, order: str, normalize: Any, delayed_fraction: Any, recomputed_fraction: Any
-) -> None:
+def check_choices(schedule: str, order: str, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
@@ -36,52 +33,27 @@ def check_choices(
             "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
             " by itself. Leave one of the two out."
         )
-    for name, value in (("delayed", delayed_fraction), ("recomputed", recomputed_fraction)):
-        if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):
-            raise BadInput(f'{name}_fraction = {value!r} must lie between 0 and 1, or be "auto"')
 
 
-def check_clipping(
-    clipping: str, clip_norm: Any, schedule: str, commit_every: int, dtype: str, loss_scale: Any
-) -> None:
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
-    if clipping not in CLIPPING[1:]:
-        raise BadInput(f"clipping = {clipping!r} is not one of {', '.join(CLIPPING[1:])}")
-    if clipping == "per_block" and clip_norm is None:
+def check_together(clipping: Clipping, precision: Precision, schedule: str, durability: Durability) -> None:
+    """Raise ``BadInput`` for options that exclude each other."""
+    if clipping.mode == "per_block" and precision.dtype == "fp16":
         raise BadInput(
-            "clipping='per_block' says how to clip, and clip_norm= does not say to what: give it, too"
+            "precision='fp16' skips a step in which anything has overflowed, which the clipping mode 'per_block' knows"
+            " too late. Use the mode 'defer' or 'speculate', or precision='bf16'."
         )
-    if clipping == "per_block" and dtype == "fp16":
-        raise BadInput(
-            "dtype='fp16' skips a step in which anything has overflowed, which clipping='per_block' knows too late. Use"
-            " clipping='defer' or 'speculate', or dtype='bf16'."
-        )
-    if not isinstance(loss_scale, (LossScale, type(None))):
-        raise BadInput(f"loss_scale = {loss_scale!r} is none: write holdfast.LossScale(scale={loss_scale!r})")
-    if loss_scale is not None and dtype != "fp16":
-        raise BadInput(f"loss_scale is of dtype='fp16', and dtype is {dtype!r}: leave it out")
-    if clipping != "speculate":
+    if clipping.mode != "speculate":
         return
     if schedule != "vertical":
         raise BadInput(
-            "clipping='speculate' is of the vertical schedule: in the horizontal one every update comes after the norm"
-            " anyway. Leave it out."
+            "clipping: the mode 'speculate' is of the vertical schedule: in the horizontal one every update comes after"
+            " the norm anyway. Leave it out."
         )
-    if commit_every != 1:
+    if durability.commit_every != 1:
         raise BadInput(
-            f"clipping='speculate' undoes an update from the commit of the step before, so it needs one at every step:"
-            f" commit_every=1 (here {commit_every!r}), or clipping='defer'."
+            "clipping: the mode 'speculate' undoes an update from the commit of the step before, so it needs one at"
+            f" every step: commit_every=1 (here {durability.commit_every!r}), or the mode 'defer'."
         )
-
-
-def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
-    for name, (count, least) in at_least.items():
-        if not isinstance(count, int) or count < least:
-            raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")
-    for name, rate in rates.items():
-        if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
-            raise BadInput(f"{name} = {rate!r} must be positive, in bytes per second; None is no limit")
 
 
 def check_stateful(scheduler: Any, loader: Any) -> None:
@@ -191,35 +163,26 @@ def check_zeroth(
     groups: Sequence[Mapping[str, Any]],
     schedule: str,
     order: str,
-    delayed_fraction: Any,
-    recomputed_fraction: Any,
-    clip_norm: Any,
-    clipping: str,
-    dtype: str,
+    placement: Placement,
+    clipping: Clipping,
+    precision: Precision,
 ) -> None:
     """Raise ``BadInput`` for arguments that do not apply to MeZO, which has no gradients, backward pass or moments."""
+    forward_only = "there is no backward pass for which something could stay"
+    no_norm = "there is no gradient whose norm could be taken"
+    waits = "every update waits for the next step's forward pass"
     for name, given, usual, why in (
         ("schedule", schedule, ("vertical",), "it has a schedule of its own, of forward passes alone"),
         ("order", order, ("plain",), "nothing flows back through the blocks"),
-        (
-            "delayed_fraction",
-            delayed_fraction,
-            (None, "auto"),
-            "every update waits for the next step's forward pass",
-        ),
-        (
-            "recomputed_fraction",
-            recomputed_fraction,
-            (None, "auto", 1, 1.0),
-            "there is no backward pass for which something could stay",
-        ),
-        ("clip_norm", clip_norm, (None,), "there is no gradient whose norm could be taken"),
-        ("clipping", clipping, ("defer",), "there is no gradient whose norm could be taken"),
+        ("delayed_fraction", placement.delayed_fraction, (None, "auto"), waits),
+        ("recomputed_fraction", placement.recomputed_fraction, (None, "auto", 1, 1.0), forward_only),
+        ("clipping: norm", clipping.norm, (None,), no_norm),
+        ("clipping: mode", clipping.mode, ("defer",), no_norm),
     ):
         if given not in usual:
             raise BadInput(f"{name} = {given!r} is not of MeZO: {why}. Leave it out.")
-    if dtype == "fp16":
-        raise BadInput("dtype='fp16' is not of MeZO: losses are not scaled. Use dtype='bf16' or 'fp32'.")
+    if precision.dtype == "fp16":
+        raise BadInput("precision='fp16' is not of MeZO: losses are not scaled. Use 'bf16' or 'fp32'.")
     try:
         epsilon_of(groups)
     except ValueError as error:
@@ -252,13 +215,13 @@ def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None
     """
     if dtype == "bf16" and is_accelerator(device) and emulates_bf16(device):
         warnings.warn(
-            f'dtype="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
-            ' dtype="fp16" or "fp32" trains faster. A run keeps what it began with',
+            f'precision="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
+            ' "fp16" or "fp32" trains faster. A run keeps what it began with',
             stacklevel=1 + stacklevel,
         )
     if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
         warnings.warn(
-            f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'
+            f'precision="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so "fp32" may'
             " train that much faster. A run keeps what it began with",
             stacklevel=1 + stacklevel,
         )

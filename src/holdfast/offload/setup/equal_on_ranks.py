@@ -19,7 +19,7 @@ from ...errors import BadInput
 from ...optim.joined import kind_name
 from ...schedule.memory_use import predict
 from ...schedule.planner.placement import ORDER
-from ...schedule.work import Placement, StepShape
+from ...schedule.work import BlockPlacement, StepShape
 from ..model.model_parts import ModelParts
 from ..steps import Rules
 from .starting_state import Beginning
@@ -65,7 +65,7 @@ def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks
     if all(each == told[0] for each in told):
         return plan
     least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in ORDER}
-    placement, together = Placement(**least), min(count for _, count in told)
+    placement, together = BlockPlacement(**least), min(count for _, count in told)
     order = LISTS[schedule]
     shape = replace(
         shape, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...config import Fraction
@@ -24,9 +24,10 @@ from ...schedule.operations import Op
 from ...schedule.planner.placement import ORDER, STATE_FIRST, choose
 from ...schedule.planner.placement_search import Question
 from ...schedule.vertical import vertical
-from ...schedule.work import Placement, StepShape, Work
+from ...schedule.work import BlockPlacement, StepShape, Work
 from ..memory.device import Device
 from ..model.model_parts import ModelParts
+from ..offload_options import Placement
 from .automatic_placement import Planner, Prediction
 from .block_measurement import Measured, measure
 from .process_settings import process_bytes
@@ -100,7 +101,7 @@ class Plan:
     """A run's step, before anything of it exists. Bytes."""
 
     work: Work
-    placement: Placement
+    placement: BlockPlacement
     operations: list[Op]
     """Operations of one step with the announced number of micro-batches."""
     held_bytes: int
@@ -164,25 +165,15 @@ class Wanted:
     """True if a fraction is "auto" and chosen by the machine's rates."""
 
     @classmethod
-    def of(
-        cls,
-        everything: bool,
-        by_rates: bool,
-        delayed_fraction: Fraction | None,
-        recomputed_fraction: Fraction | None,
-        **on_host: Fraction | None,
-    ) -> Wanted:
+    def of(cls, placement: Placement, everything: bool, by_rates: bool) -> Wanted:
         """Return the fractions, with defaults for those that are None.
 
         With ``everything``, they are chosen ("auto"); otherwise they are as in ``NOT_GIVEN``.
         """
         otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
-        given: dict[str, Fraction] = {
-            kind: otherwise[kind] if value is None else value
-            for kind, value in {
-                **on_host, "delayed": delayed_fraction, "recomputed": recomputed_fraction,
-            }.items()
-        }  # fmt: skip
+        given = dict(otherwise)
+        fractions = asdict(placement).items()
+        given |= {name.partition("_")[0]: value for name, value in fractions if value is not None}
         chosen = everything or "auto" in given.values()
         return cls(
             delayed_fraction=given.pop("delayed"), recomputed_fraction=given.pop("recomputed"), on_host=given,

@@ -14,7 +14,7 @@ from .. import operations
 from ..operations import Hold, Key, Op
 from ..orders import delayed_blocks, kept_blocks
 from ..buffers_in_use import AS_LISTED, with_slots
-from ..work import Placement, StepShape, Work
+from ..work import BlockPlacement, StepShape, Work
 
 PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
@@ -39,7 +39,7 @@ class Schedule:
     """A growing list of operations for one step of ``work``."""
 
     work: Work
-    placement: Placement
+    placement: BlockPlacement
     shape: StepShape
     keeps_grads: bool = False
     """True if gradients of every block wait for the end of the backward pass."""

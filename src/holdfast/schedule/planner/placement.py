@@ -14,7 +14,7 @@ from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
 from ..memory_use import MakesOps, predict
 from ..vertical import vertical
-from ..work import Placement, StepShape, Work
+from ..work import BlockPlacement, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
 
@@ -34,7 +34,7 @@ def choose(
     evaluation_batches: int = 0,
     held_bytes: int = 0,
     order: Sequence[str] = ORDER,
-) -> Placement:
+) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
     The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
@@ -72,8 +72,8 @@ class _Search:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
 
-    def placement(self, fractions: dict[str, float]) -> Placement:
-        return Placement.fractions(len(self.work.blocks), **fractions)
+    def placement(self, fractions: dict[str, float]) -> BlockPlacement:
+        return BlockPlacement.fractions(len(self.work.blocks), **fractions)
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
         placement = self.placement(fractions)

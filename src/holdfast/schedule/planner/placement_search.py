@@ -28,7 +28,7 @@ from ..operation_lists import machine_of
 from ..operations import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
 from ..orders import kept_blocks
 from ..simulate import Simulation, simulate
-from ..work import Placement, StepShape, Work
+from ..work import BlockPlacement, StepShape, Work
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .measured_model import MeasuredModel
@@ -90,7 +90,7 @@ class Question:
         """True if all updates wait for the norm or the last micro-batch, whatever delayed fraction is stated."""
         return self.shape.clipping == "defer" or self.schedule is horizontal
 
-    def operations(self, placement: Placement, shape: StepShape) -> list[Op]:
+    def operations(self, placement: BlockPlacement, shape: StepShape) -> list[Op]:
         """Return the operations of a step in which every guess is right."""
         return as_guessed(self.schedule(self.work, placement, shape))
 
@@ -99,7 +99,7 @@ class Question:
 class Choice:
     """One placement and shape, with the result of playing it."""
 
-    placement: Placement
+    placement: BlockPlacement
     shape: StepShape
     simulation: Simulation
     written_bytes: int
@@ -150,7 +150,7 @@ def answer(question: Question) -> Answer:
     return Answer(search.best, len(search.played), with_program)
 
 
-def play(question: Question, placement: Placement, shape: StepShape) -> Choice:
+def play(question: Question, placement: BlockPlacement, shape: StepShape) -> Choice:
     """Simulate one placement and shape."""
     operations = question.operations(placement, shape)
     moved = lane_bytes(operations)
@@ -163,10 +163,10 @@ class _Search:
 
     def __init__(self, question: Question) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
-        self.played: dict[tuple[Placement, StepShape], Choice] = {}
+        self.played: dict[tuple[BlockPlacement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """The error of the greedy placement (most traffic saved per byte), if that does not fit."""
-        once = STEPS * len(question.operations(Placement.fractions(self.blocks), question.shape))
+        once = STEPS * len(question.operations(BlockPlacement.fractions(self.blocks), question.shape))
         self.most = max(PLAYED // once, 3)
         """Number of choices that may be played."""
 
@@ -206,7 +206,7 @@ class _Search:
         every = max(-(-len(counts) * 3 // self.most), 1)
         return [count / self.blocks for count in counts[::every]]
 
-    def proposals(self, shape: StepShape, with_program: bool) -> Iterator[Placement]:
+    def proposals(self, shape: StepShape, with_program: bool) -> Iterator[BlockPlacement]:
         """Yield placements that fit in host memory."""
         found = self._program(shape) if with_program else None
         if found is not None:
@@ -228,7 +228,7 @@ class _Search:
         except DoesNotFit as error:
             self.refusal = self.refusal or error
 
-    def play(self, placement: Placement, shape: StepShape) -> None:
+    def play(self, placement: BlockPlacement, shape: StepShape) -> None:
         key = (placement, shape)
         if key not in self.played and len(self.played) < self.most:
             self.played[key] = play(self.question, placement, shape)
@@ -265,7 +265,7 @@ class _Search:
                 if self.fits(placement, shape):
                     self.play(placement, shape)
 
-    def _neighbours(self, choice: Choice) -> Iterator[tuple[Placement, StepShape]]:
+    def _neighbours(self, choice: Choice) -> Iterator[tuple[BlockPlacement, StepShape]]:
         counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
         free = [kind for kind in FRACTIONS if kind not in self.question.stated]
         for more in free:
@@ -285,7 +285,7 @@ class _Search:
                 if 0 <= other <= count:
                     yield choice.placement, replace(choice.shape, **{name: other / count})
 
-    def _program(self, shape: StepShape) -> Placement | None:
+    def _program(self, shape: StepShape) -> BlockPlacement | None:
         """Return the linear program's placement in whole blocks that fit; None if it finds none."""
         q = self.question
         budget = NO_LIMIT if q.host_budget is None else q.host_budget
@@ -332,9 +332,9 @@ class _Search:
             delayed_fraction=1.0 if q.all_wait else shape.delayed_fraction,
         )
 
-    def _whole(self, counts: Mapping[str, int]) -> Placement:
+    def _whole(self, counts: Mapping[str, int]) -> BlockPlacement:
         stated = self.question.stated
-        return Placement.fractions(
+        return BlockPlacement.fractions(
             self.blocks, **{kind: stated.get(kind, n / self._rows(kind)) for kind, n in counts.items()}
         )
 
@@ -342,7 +342,7 @@ class _Search:
         """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""
         return max(self.blocks - (kind == "activations"), 1)
 
-    def fits(self, placement: Placement, shape: StepShape) -> bool:
+    def fits(self, placement: BlockPlacement, shape: StepShape) -> bool:
         """Return whether the choice fits in host memory.
 
         On a separate device, also whether the activations that stay fit there.
@@ -353,7 +353,7 @@ class _Search:
         device = None if q.work.unified or shape.recomputed_fraction == 1 else q.device_budget
         return device is None or memory.device_bytes <= device
 
-    def _memory(self, placement: Placement, shape: StepShape) -> Memory:
+    def _memory(self, placement: BlockPlacement, shape: StepShape) -> Memory:
         q = self.question
         return predict(q.work, placement, shape, q.schedule, q.evaluation_batches)
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
-from ..work import CLIPPING, Clipping
+from ..work import CLIPPING, ClippingMode
 from .duplex import Duplex
 
 
@@ -59,7 +59,7 @@ class Model(Protocol):
 class Method:
     """The way of training: clipping, commits, order, and bytes per parameter."""
 
-    clipping: Clipping = "none"
+    clipping: ClippingMode = "none"
     """The way in which gradients are clipped.
 
     ``defer``: every update waits for the norm, in the next forward pass. ``speculate``: updates may be undone, so

@@ -1,0 +1,158 @@
+"""Options of ``offload`` that belong together, as frozen objects. All have defaults. Rates are bytes per second.
+
+Their ``check`` is called by ``offload`` and not at construction, so that with several ranks an error of one is an error
+of all. Each raises ``BadInput``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import Fraction
+from ..errors import BadInput
+from ..schedule.work import CLIPPING, ClippingMode
+from .loss_scaling import LossScale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Fractions of the state that stay in memory, spread evenly over the blocks. They change the speed and no bit.
+
+    None: with a ``budget`` of "auto" the planner chooses it; otherwise it is 0, but 1 for
+    ``activations_on_host`` and ``recomputed_fraction``.
+    "auto": the planner chooses it with any budget, which needs ``sample``.
+    """
+
+    params_on_host: Fraction | None = None
+    """Fraction of the compute copies that stays in host memory."""
+    optimizer_on_host: Fraction | None = None
+    """Fraction of the optimizer state that stays in host memory."""
+    activations_on_host: Fraction | None = None
+    """Fraction of the inputs of blocks that stays in host memory."""
+    delayed_fraction: Fraction | None = None
+    """Fraction of the blocks that is updated beside the next step's forward pass, with the hyper-parameters of its own
+    step, so that the SSD is busy then too. 1 is all, which clipping by "defer" and the horizontal schedule imply.
+    Gradients wait in host memory, in the place of used inputs as far as these reach. Code that reads weights waits for
+    the updates, and so does the step's commit."""
+    recomputed_fraction: Fraction | None = None
+    """Fraction of the blocks that is computed again in the backward pass (activation checkpointing). What the others
+    compute in the forward pass stays in device memory, for every micro-batch, with their parameters. Under
+    ``torch.autocast`` all are computed again."""
+
+    def check(self) -> None:
+        for name in ("delayed_fraction", "recomputed_fraction"):
+            value = getattr(self, name)
+            if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+                raise BadInput(f'{name} = {value!r} must lie between 0 and 1, or be "auto"')
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Clipping of the gradient norm to ``norm``, of the gradients of all parameters in the optimizer.
+
+    ``clip_grad_norm_(model.parameters())`` counts every parameter that requires grad. ``math.inf`` takes the norm and
+    clips nothing. None takes none, except that fp16 takes it to detect an overflow.
+
+    - ``"defer"`` lets all updates wait for the norm, beside the next forward pass.
+    - ``"speculate"`` updates at once, and once more if the norm is above ``norm``, from the state in the commit of the
+      step before, so it needs a commit at every step. Both give the bits of ``clip_grad_norm_``.
+    - ``"per_block"`` is another algorithm: the gradients of each block, and those outside of blocks, are clipped by
+      themselves, to ``norm`` times the square root of their fraction of all trained elements. The norm over all is at
+      most ``norm``, and nothing waits.
+    """
+
+    norm: float | None = None
+    mode: ClippingMode = "defer"
+
+    @classmethod
+    def of(cls, given: float | Clipping | None) -> Clipping:
+        return given if isinstance(given, Clipping) else cls(given)
+
+    def check(self) -> None:
+        if self.norm is not None and not (isinstance(self.norm, (int, float)) and self.norm > 0):
+            raise BadInput(f"clipping: norm = {self.norm!r} must be a positive number; None is no clipping")
+        if self.mode not in CLIPPING[1:]:
+            raise BadInput(f"clipping: mode = {self.mode!r} is not one of {', '.join(CLIPPING[1:])}")
+        if self.mode == "per_block" and self.norm is None:
+            raise BadInput(
+                "clipping: mode = 'per_block' says how to clip, and no norm says to what: give it, too"
+            )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of the compute copy: "bf16", "fp32" or "fp16".
+
+    "fp16" multiplies losses by ``loss_scale``, which moves as that of ``torch.amp.GradScaler`` and is part of every
+    commit, and takes the norm of each step to detect an overflow.
+    """
+
+    dtype: str = "bf16"
+    loss_scale: LossScale | None = None
+
+    @classmethod
+    def of(cls, given: str | Precision) -> Precision:
+        return given if isinstance(given, Precision) else cls(given)
+
+    def check(self) -> None:
+        scale = self.loss_scale
+        if not isinstance(scale, (LossScale, type(None))):
+            raise BadInput(f"loss_scale = {scale!r} is none: write holdfast.LossScale(scale={scale!r})")
+        if scale is not None and self.dtype != "fp16":
+            raise BadInput(f"loss_scale is of fp16, and the precision is {self.dtype!r}: leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durability:
+    """The rhythm of commits, and their retention."""
+
+    commit_every: int = 1
+    """Steps from one commit to the next; with 0 nothing is durable."""
+    retain: int = 2
+    """Number of newest commits that are kept."""
+
+    def check(self) -> None:
+        require_whole("commit_every", self.commit_every, 0)
+        require_whole("retain", self.retain, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IO:
+    """Drives, limits and threads of the transfers between host memory and SSDs. None of it changes a bit."""
+
+    drives: Sequence[str | Path] = ()
+    """Directories on further SSDs, each for this run alone (created if absent). The state's files are shared out among
+    them and the run's directory in proportion to their rates, which are measured once. The run names them by links.
+    With another list, files are read where they are, and written to their new places as the run continues. All ranks
+    give the same list, of directories that all of them see."""
+    direct: bool = True
+    """True for ``O_DIRECT``, past the page cache; buffered with a warning where that is refused."""
+    threads: int = 4
+    """Threads that read and write."""
+    read_limit: int | None = None
+    write_limit: int | None = None
+    total_limit: int | None = None
+    """Limits of reading, of writing and of both together."""
+    update_workers: int = 2
+    """Threads that run optimizer steps."""
+
+    def check(self) -> None:
+        require_whole("threads", self.threads, 1)
+        require_whole("update_workers", self.update_workers, 1)
+        for name in ("read_limit", "write_limit", "total_limit"):
+            rate = getattr(self, name)
+            if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
+                raise BadInput(f"{name} = {rate!r} must be positive, in bytes per second; None is no limit")
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, int | None]:
+        """The limits of reading, writing, and both."""
+        return self.read_limit, self.write_limit, self.total_limit
+
+
+def require_whole(name: str, count: object, least: int) -> None:
+    """Raise ``BadInput`` unless ``count`` is a whole number of at least ``least``."""
+    if not isinstance(count, int) or count < least:
+        raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")

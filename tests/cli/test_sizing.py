@@ -58,6 +58,7 @@ def smallest(monkeypatch):
     small = sizing.Shape(1, 16, 3e-3, SHAPES[0].losses)
     monkeypatch.setattr(sizing, "SHAPES", (small,))
     monkeypatch.setattr(sizing, "TRIED", (small,))
+    monkeypatch.setattr(sizing, "LEAST_STEPS", 3)
     monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 2)
 
 
@@ -68,16 +69,16 @@ def test_default_job_ends_and_talks(tmp_path, text, holdfast, monkeypatch):
     words = ("train", "--set", f"run.dir={run}", "--set", f"data.text={text}", "--seconds", 1)
     done = holdfast(*words)
     assert (done.code, done.err) == (0, "")
-    assert f"Chosen: 1 block of width 16, {LEAST_STEPS} steps of 1,024 bytes" in done.out
+    assert "Chosen: 1 block of width 16, 3 steps of 1,024 bytes" in done.out
     assert re.search(
         r"Expected: the loss \(of Python's own source\) falls from 5\.5 to about \d\.\d", done.out
     )
-    assert f"Finished step {LEAST_STEPS} of {LEAST_STEPS}, which is durable" in done.out
+    assert "Finished step 3 of 3, which is durable" in done.out
     assert {path.name for path in tmp_path.iterdir()} == {"run", "text"}
     kept = load_config(run / "config.toml")
-    assert (kept.model.width, kept.train.steps, kept.offload.params_on_host) == (16, LEAST_STEPS, 0)
+    assert (kept.model.width, kept.train.steps, kept.offload.params_on_host) == (16, 3, 0)
     monkeypatch.setattr(sizing, "_tried", None)
-    assert f"step {LEAST_STEPS} is durable and whole" in holdfast(*words).out
+    assert "step 3 is durable and whole" in holdfast(*words).out
     more = load_config(None, [f"run.dir={run}", "train.steps=99"])
     continued = sizing.sized(more, {"run.dir", "train.steps"}, sizing.Wish(1, 0.0), True, print)
     assert (continued.model, continued.train.steps) == (kept.model, 99)

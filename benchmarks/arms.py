@@ -17,7 +17,7 @@ from trainings import Training
 from holdfast import Checkpointer, TopK
 from holdfast.checkpoint.recording import LogBackend
 from holdfast.schedule.interval.snapshot_interval import Limits
-from holdfast.schedule.interval.waste import Measured
+from holdfast.schedule.interval.waste import MeasuredCosts
 
 
 class Holdfast(Arm):
@@ -44,7 +44,7 @@ class Holdfast(Arm):
         return self._checkpointer.steps_done - self._checkpointer.durable_step
 
     @property
-    def tuned(self) -> tuple[Measured, Limits]:
+    def tuned(self) -> tuple[MeasuredCosts, Limits]:
         """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
         survival = self._checkpointer._survival
         assert isinstance(survival, LogBackend) and survival.pace.tuner is not None

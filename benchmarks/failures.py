@@ -45,7 +45,7 @@ from trainings import TRAININGS
 from holdfast.errors import DoesNotFit
 from holdfast.schedule.interval.snapshot_interval import Limits, optimum
 from holdfast.schedule.interval.tuner import FIRST_STEPS
-from holdfast.schedule.interval.waste import Measured
+from holdfast.schedule.interval.waste import MeasuredCosts
 
 TITLES = {
     "exact": "Checkpointer", "replica": "replica=True", "topk": "TopK(0.01)", "save": "torch.save", "dcp": "async_save",
@@ -90,7 +90,7 @@ def best_interval(step_seconds: float, save_seconds: float, mean: float) -> int:
     return max(1, round(math.sqrt(2 * save_seconds * mean) / step_seconds))
 
 
-def best_bases(measured: Measured, limits: Limits, mean: float) -> int:
+def best_bases(measured: MeasuredCosts, limits: Limits, mean: float) -> int:
     """Steps between two bases for which least is wasted, by the library's model."""
     try:
         return optimum(replace(measured, mean_seconds_between_failures=mean), limits).cadence.steps
@@ -110,7 +110,7 @@ class Contest:
     """Seconds that a save adds, by arm and interval."""
     restarts: dict[str, float] = field(default_factory=dict)
     """Seconds until a job that is begun again trains, as far as it was measured."""
-    tuned: dict[str, tuple[Measured, Limits]] = field(default_factory=dict)
+    tuned: dict[str, tuple[MeasuredCosts, Limits]] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """What a save of each arm costs, and what tuners measure; the bare step right before each."""

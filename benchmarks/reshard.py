@@ -39,14 +39,14 @@ from torch.distributed.fsdp import fully_shard
 from zero import compare
 
 import holdfast
-from holdfast.formats.load import Target, plan, read_all
+from holdfast.formats.load import ReadTarget, plan, read_all
 from holdfast.formats.readers.huggingface import write_huggingface
-from holdfast.formats.readers.run_directory import Commit
-from holdfast.formats.source import Part, Source, Stored
+from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.formats.source import Source, SourceTensor, StoredArray
 from holdfast.opening import source_of
 from holdfast.state.layout.fragments import Fragments, flat
-from holdfast.state.layout.regions import Box
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.layout.regions import Region
+from holdfast.state.tensor_entries import TensorEntry
 
 LAYERS = 16
 
@@ -78,8 +78,8 @@ def write(folder: Path, mib: int) -> None:
 
 def load_run(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     source = source_of(str(folder / "run"))
-    whole = [(key, stored, Box.whole(stored.atom.shape)) for key, stored in source.atoms.items()]
-    read_all(source, [Target(stored, box, arrays[key]) for key, stored, box in whole])
+    whole = [(key, stored, Region.whole(stored.atom.shape)) for key, stored in source.atoms.items()]
+    read_all(source, [ReadTarget(stored, box, arrays[key]) for key, stored, box in whole])
 
 
 def arrays_of(folder: Path) -> dict[str, np.ndarray]:
@@ -124,13 +124,13 @@ def copy(folder: Path, nbytes: int) -> None:
 def amplification(folder: Path) -> float:
     """Bytes verified for half of the rows of every tensor, by those that were wanted."""
     source = source_of(str(folder / "run"))
-    assert isinstance(source, Commit)
+    assert isinstance(source, CommitSource)
     before, targets = source.bytes_read, []
     for stored in source.atoms.values():
         if len(stored.atom.shape) == 2:
             rows, columns = stored.atom.shape
             array = np.empty((rows // 2, columns), f"u{stored.atom.itemsize}")
-            targets.append(Target(stored, Box((0, 0), (rows // 2, columns)), array))
+            targets.append(ReadTarget(stored, Region((0, 0), (rows // 2, columns)), array))
     read_all(source, targets)
     return (source.bytes_read - before) / sum(target.array.nbytes for target in targets)
 
@@ -141,7 +141,7 @@ def plan_millions(fragments: int, atoms: int) -> dict:
     elements, ranks = shape[0] * shape[1], fragments // atoms
     each = -(-elements // ranks)
     contents = Source("planned", "flat")
-    contents.parts = [Part(f"rank{r}", 0, (each * atoms + 1) * 4, "F32") for r in range(ranks)]
+    contents.parts = [StoredArray(f"rank{r}", 0, (each * atoms + 1) * 4, "F32") for r in range(ranks)]
     targets, array = [], np.empty(shape, np.uint32)
     for number in range(atoms):
         pieces = [
@@ -149,8 +149,8 @@ def plan_millions(fragments: int, atoms: int) -> dict:
             for r in range(ranks)
             for p in flat(shape, r * each, min((r + 1) * each, elements), r, number * each)
         ]
-        stored = Stored(Atom(f"p{number}", "param", shape, "F32"), Fragments.of(pieces, 2))
-        targets.append(Target(stored, Box.whole(shape), array))
+        stored = SourceTensor(TensorEntry(f"p{number}", "param", shape, "F32"), Fragments.of(pieces, 2))
+        targets.append(ReadTarget(stored, Region.whole(shape), array))
     before = time.perf_counter()
     runs = plan(contents, targets)
     seconds = time.perf_counter() - before

@@ -20,8 +20,9 @@ with suppress(ImportError):  # the environments of the peers have no hypothesis
     from hypothesis import settings
 
     # Examples are the same in every run; `make campaign` draws new ones.
-    settings.register_profile("fixed", derandomize=True, database=None)
-    settings.load_profile("default" if CAMPAIGN else "fixed")
+    settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+    settings.register_profile("campaign", deadline=None)
+    settings.load_profile("campaign" if CAMPAIGN else "fixed")
 
 os.environ.setdefault(
     "HOLDFAST_MACHINE", "cpu-2-core"

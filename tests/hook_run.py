@@ -73,7 +73,7 @@ def work(folder: Path, rank: int, world_size: int, scaled: bool) -> None:
         given = {n: None if p.grad is None else p.grad.clone() for n, p in model.module.named_parameters()}
         scaler.step(optimizer)
         scaler.update()
-        state.settle()
+        state.restore_skipped()
         seen.append(
             {
                 "own": {n: None if p.grad is None else p.grad.clone() for n, p in plain.named_parameters()},

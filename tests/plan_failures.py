@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
-from holdfast.schedule.interval.waste import HOUR, Cadence, Measured, pace
+from holdfast.schedule.interval.waste import HOUR, Cadence, MeasuredCosts, pace
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Outcome:
     """Load and replay, without the restart."""
 
 
-def simulate(measured: Measured, cadence: Cadence, *, num_failures: int = 2000, seed: int = 0) -> Outcome:
+def simulate(
+    measured: MeasuredCosts, cadence: Cadence, *, num_failures: int = 2000, seed: int = 0
+) -> Outcome:
     """A run of ``cadence`` until it has recovered from ``num_failures``."""
     chance = random.Random(seed)
     rate = 1 / measured.mean_seconds_between_failures
@@ -47,7 +49,7 @@ def simulate(measured: Measured, cadence: Cadence, *, num_failures: int = 2000, 
 class _Run:
     """Where the run is: ``step`` is durable, and ``base`` the newest that is."""
 
-    def __init__(self, measured: Measured, cadence: Cadence) -> None:
+    def __init__(self, measured: MeasuredCosts, cadence: Cadence) -> None:
         self.m, self.cadence = measured, cadence
         self.step = self.base = 0
         *_, contention = pace(measured, cadence)

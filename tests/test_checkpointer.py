@@ -537,7 +537,7 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         checkpointer.resume()
         for i in range(8):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()  # a base is published before the next is due
+            checkpointer._survival.recorder.drain()  # a base is published before the next is due
             states.append(loop.state())
     with LocalStore.read(tmp_path) as reader:
         manifests = [reader.load(ref) for ref in reader.commits()]
@@ -640,7 +640,7 @@ def test_a_run_in_a_bucket_is_refused_at_once():
 
 def test_a_constructor_that_fails_leaves_no_hook_active(tmp_path, monkeypatch):
     let_go = []
-    monkeypatch.setattr(TrainingState, "let_go", lambda self: let_go.append(self))
+    monkeypatch.setattr(TrainingState, "release", lambda self: let_go.append(self))
     with pytest.raises(BadInput):
         start(tmp_path, memory=10)
     assert len(let_go) == 1

@@ -657,7 +657,7 @@ def test_after_a_base_was_interrupted_nothing_more_is_recorded(tmp_path, monkeyp
     loop, checkpointer = start(tmp_path, "")
     checkpointer.resume()
     go_on(loop, checkpointer, 3)
-    checkpointer._survival.recorder.settle()
+    checkpointer._survival.recorder.drain()
     monkeypatch.setattr(
         checkpointer._survival.pace.bases, "write_next", lambda step: signal.raise_signal(signal.SIGINT)
     )

@@ -12,7 +12,7 @@ import holdfast
 from checkpoint.loops import cut_small, manifests
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.errors import BadInput, RunMismatch
-from holdfast.state.layout.overlaps import Memory, overlaps, placed
+from holdfast.state.layout.overlaps import OverlappingMemory, overlaps, placed
 
 STEPS = 40
 
@@ -257,7 +257,7 @@ def test_overlap_is_found_by_bytes():
 
 def test_a_view_is_made_where_it_fits():
     flat = torch.arange(8.0)
-    memory, pair = Memory.around(flat[2:], 8), torch.tensor([10.0, 11.0])
+    memory, pair = OverlappingMemory.around(flat[2:], 8), torch.tensor([10.0, 11.0])
     made = memory.view(16, [1], pair)
     assert made is memory.view(16, [1], pair) and flat.tolist() == [0, 1, 2, 3, 10, 11, 6, 7]
     assert memory.view(0, [0], torch.full((3,), 5.0)).tolist() == [5, 5, 5] and flat[0] == 5

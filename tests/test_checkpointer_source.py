@@ -16,7 +16,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
 from holdfast.formats.readers.huggingface import write_huggingface
-from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
 from holdfast.optim import AdamWBF16
@@ -81,7 +81,7 @@ def test_a_step_that_records_lead_to_can_be_begun_from(tmp_path, other):
 
 def test_weights_alone_begin_a_run_at_step_0_and_say_what_they_lack(tmp_path, other):
     reader = RunReader(other)
-    write_huggingface(Commit(reader, reader.at(0)), tmp_path / "hf")
+    write_huggingface(CommitSource(reader, reader.at(0)), tmp_path / "hf")
     states, _ = reference(0)
     loop = make(ADAMW, "batchnorm", seed=5)
     checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers)
@@ -168,7 +168,7 @@ def test_damage_is_found_before_a_tensor_is_touched(tmp_path, other, slot):
     copy = tmp_path / "copy"
     write_run(source_of(str(other)), copy)
     reader = RunReader(copy)
-    commit = Commit(reader, reader.at(7))
+    commit = CommitSource(reader, reader.at(7))
     part = commit.parts[next(iter(commit.atoms[f"second.weight/{slot}"].pieces)).part]
     data = bytearray((copy / part.path).read_bytes())
     data[part.offset] ^= 1

@@ -171,7 +171,7 @@ class Checkpointer:
         with ranks.closing_on_error(), ExitStack() as undoing:
             ranks.all_do(check)  # an error on one rank is an error on all
             refuse_other_remotes(ranks, remote)
-            undoing.callback(self._loop.let_go)
+            undoing.callback(self._loop.release)
             self._loop.hook_up()
             self._loop.look()
             ranks.all_do(prepare)
@@ -297,12 +297,12 @@ class Checkpointer:
     def _go_on_from(self, found: RecoveryResult | None, start: From | None) -> None:
         """Set the training state to what was found, or else to ``start``, or else to that of the script."""
         if found is not None:
-            self._loop.go_on(found)
+            self._loop.continue_from(found)
         else:
             self._loop.begin_anew()
             if start is not None:
                 begin_from(start, self._loop, self._events.emit)
-        self._loop.attend()
+        self._loop.begin_iteration()
 
     def _check_remote(self) -> None:
         if self._remote is not None:
@@ -357,8 +357,8 @@ class Checkpointer:
             self._survival.lose(updates, self._tap.lost)
         else:
             self._survival.record(updates)
-        self._tap.settle()
-        self._survival.go_on()
+        self._tap.end_step()
+        self._survival.advance_snapshot()
         self._time(started)
 
     def _adapt(self, updates: list[Update]) -> None:
@@ -383,7 +383,7 @@ class Checkpointer:
     def _meet(self, stop: bool) -> None:
         """Do what all ranks do at the same step: end after a SIGTERM to any rank, or make a snapshot."""
         with self._ending_on_error():
-            what = self._survival.meet(stop)
+            what = self._survival.barrier(stop)
             if what == "base":
                 self._survival.whole()
         if what == "stop":
@@ -456,7 +456,7 @@ class Checkpointer:
             return
         self._closed = True
         self._tap.detach()
-        self._loop.let_go()
+        self._loop.release()
         try:
             self._finish(orderly=save and self._failure is None)
         except BaseException as error:
@@ -499,7 +499,7 @@ class Checkpointer:
         """
         self._queue.close()
         self._store.close()
-        self._survival.let_go()
+        self._survival.release()
         self._events.close()
 
     def __enter__(self) -> Checkpointer:

@@ -8,12 +8,12 @@ from pathlib import Path
 from .errors import NoCommit
 from .formats.fragment_reads import looking_at
 from .formats.readers import is_of_others, open_source
-from .formats.readers.run_directory import Commit
+from .formats.readers.run_directory import CommitSource
 from .formats.source import Source
 from .regular_files import home_path
 from .store.log.chain import last_step
 from .store.reader import RunReader
-from .store.remote.push_target import Target, Url, holds_run
+from .store.remote.push_target import NamedCommit, Url, holds_run
 from .store.run_store import LocalStore
 
 
@@ -24,7 +24,7 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     abandoned timeline is found only where ``text`` names the timeline. Raises ``NoCommit`` if a run has no such
     step, ``BadInput`` if nothing known is there, ``Damaged``, and ``DiskFailed``.
     """
-    target = Target.parse(text)
+    target = NamedCommit.parse(text)
     with looking_at(target.run):
         is_run = holds_run(target.run) and not is_of_others(target.run)
     if not is_run:
@@ -37,9 +37,9 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     line = reader.line(target.timeline)
     for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
-            return Commit(reader, manifest)
+            return CommitSource(reader, manifest)
     if all(ref.step > step for ref in line):
-        return Commit(reader, reader.at(step, target.timeline))  # where it is nowhere, this raises
+        return CommitSource(reader, reader.at(step, target.timeline))  # where it is nowhere, this raises
     return _replayed(reader, step, target.timeline)
 
 

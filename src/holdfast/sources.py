@@ -18,20 +18,20 @@ from .distributed import Ranks
 from .errors import BadInput
 from .formats import packs
 from .formats.coverage_check import refuse_unequal
-from .formats.entry_matching import Allowed, Form, Match, match
+from .formats.entry_matching import Allowed, ExpectedTensor, Match, match
 from .formats.hyperparameters import kept_by, set_hyper_parameters
 from .formats.load import check_all
 from .formats.restore import needs_of, read_tensors, restore
 from .formats.rules_source import UnderRules
-from .formats.source import Source, Stored
+from .formats.source import Source, SourceTensor
 from .formats.split_verification import Need, divided
 from .opening import source_of
 from .regular_files import home_path
 from .state.capture import Captured, buffer_at
 from .state.dtypes import TO_NAME
 from .state.encoding import decode
-from .state.layout.regions import Box
-from .store.remote.push_target import Target, Url
+from .state.layout.regions import Region
+from .store.remote.push_target import NamedCommit, Url
 from .store.run_store import LocalStore
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
@@ -69,15 +69,15 @@ class From(Allowed):
     @property
     def place(self) -> Path | None:
         """The path of the source; None if it is on no disk."""
-        path = Target.parse(str(self.path)).run
+        path = NamedCommit.parse(str(self.path)).run
         return None if isinstance(path, Url) else path
 
-    def open(self) -> Beginning:
+    def open(self) -> OpenedSource:
         """Open the source for ``offload``. Raises as ``source``."""
-        return Beginning(self.source(), self, self.place)
+        return OpenedSource(self.source(), self, self.place)
 
 
-class Beginning:
+class OpenedSource:
     """A state from which a fresh run of ``offload`` begins."""
 
     fresh = False
@@ -98,11 +98,14 @@ class Beginning:
         ``RunMismatch`` unless it is their state.
         """
         forms = [
-            Form(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
+            ExpectedTensor(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
             for p in captured.parameters
         ]
         buffers = {name: buffer_at(place) for name, place in captured.buffers.items()}
-        forms += [Form((n,), tuple(b.shape), (TO_NAME[b.dtype],), is_buffer=True) for n, b in buffers.items()]
+        forms += [
+            ExpectedTensor((n,), tuple(b.shape), (TO_NAME[b.dtype],), is_buffer=True)
+            for n, b in buffers.items()
+        ]
         trained = {id(p.parameter): p.name for p in captured.parameters if p.trained}
 
         def keeps(there: Mapping[str, str]) -> Mapping[str, frozenset[str] | None]:
@@ -134,7 +137,7 @@ class Beginning:
         """Return a whole parameter; None if the source has none. Raises ``Damaged``."""
         return self._read(name, {"param"}).get("param")
 
-    def state(self, name: str, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+    def state(self, name: str, boxes: Mapping[str, Region]) -> dict[str, torch.Tensor]:
         """Return the optimizer state of a parameter, by slot; for slots in ``boxes`` only that region."""
         found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"}, boxes)
         values = self._match.values.get(name, {})
@@ -147,10 +150,10 @@ class Beginning:
         return self._read(name, {"buffer"}).get("buffer")
 
     def _read(
-        self, name: str, slots: Collection[str], boxes: Mapping[str, Box] = MappingProxyType({})
+        self, name: str, slots: Collection[str], boxes: Mapping[str, Region] = MappingProxyType({})
     ) -> dict[str, torch.Tensor]:
         there = {slot: each for slot, each in self._match.found.get(name, {}).items() if slot in slots}
-        wanted = [(each, boxes.get(slot, Box.whole(each.atom.shape))) for slot, each in there.items()]
+        wanted = [(each, boxes.get(slot, Region.whole(each.atom.shape))) for slot, each in there.items()]
         return dict(zip(there, read_tensors(self._source, wanted), strict=True))
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
@@ -164,7 +167,7 @@ def begin_from(start: From, loop: TrainingState, emit: Callable[..., None]) -> N
     Collective: every rank must call this. Raises, on all ranks, as ``From.source``, and ``RunMismatch`` if the source
     belongs to another model.
     """
-    ranks, target = loop.ranks, Target.parse(str(start.path))
+    ranks, target = loop.ranks, NamedCommit.parse(str(start.path))
     if start.plain and ranks.first_does(partial(has_records, target.run)):
         _begin_from_run(target, loop)
         return
@@ -200,7 +203,7 @@ def check_between(
     ranks: Ranks,
     source: Source,
     path: Path | None,
-    need: Callable[[], tuple[Iterable[int], Iterable[Stored]]],
+    need: Callable[[], tuple[Iterable[int], Iterable[SourceTensor]]],
 ) -> None:
     """Verify what the ranks will read of ``source``, before any rank is changed.
 
@@ -212,7 +215,7 @@ def check_between(
         path: The path of the source; None if it is on no disk.
         need: Return the parts and the tensors that this rank will read.
     """
-    wanted = list[Stored]()
+    wanted = list[SourceTensor]()
 
     def told() -> Need:
         parts, stored = need()
@@ -225,7 +228,7 @@ def check_between(
     ranks.all_do(partial(refuse_unequal, source, wanted))
 
 
-def _begin_from_run(target: Target, loop: TrainingState) -> None:
+def _begin_from_run(target: NamedCommit, loop: TrainingState) -> None:
     """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
         loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
@@ -233,7 +236,7 @@ def _begin_from_run(target: Target, loop: TrainingState) -> None:
             store, loop.state, loop.script, ranks=loop.ranks, target=target.step, tip=target.timeline,
             exact=target.step is not None, after_update=loop.update_again,
         )  # fmt: skip
-    loop.go_on(found)
+    loop.continue_from(found)
 
 
 def _bring(loop: TrainingState, source: Source, allowed: Allowed) -> tuple[int, list[str]]:

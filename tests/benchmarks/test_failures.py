@@ -22,13 +22,13 @@ from survive import summary as summary_of_steps
 
 from holdfast.schedule.interval.snapshot_interval import Limits
 from holdfast.schedule.interval.tuner import FIRST_STEPS
-from holdfast.schedule.interval.waste import Measured
+from holdfast.schedule.interval.waste import MeasuredCosts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.timeout(300)
 
-MEASURED = Measured(
+MEASURED = MeasuredCosts(
     step_seconds=0.2, full_bytes=70_000_000, record_bytes=23_000_000, write_bytes_per_second=1e9,
     read_bytes_per_second=2e9, base_stall_seconds=0.05, replay_seconds=0.01, restart_seconds=0.4,
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_save_at_every_step_loses_at_most_one_step_at_a_kill(found):
 
 def test_bases_are_as_far_apart_as_the_model_says(found):
     [about] = [about for about in found["minutes"]["1"]["arms"].values() if about["name"] == "exact"]
-    measured = Measured(**found["measured"]["exact"])
+    measured = MeasuredCosts(**found["measured"]["exact"])
     assert measured.base_stall_seconds > 0 and measured.replay_seconds > 0
     assert about["base_every"] >= 1
     limits = Limits(storage_bytes=10**13, recovery_seconds=10_000.0)

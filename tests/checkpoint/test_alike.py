@@ -41,7 +41,7 @@ class Rank:
 
     def step(self, step):
         self.alike.note(self.board)
-        self.alike.go_on(self.state, step)
+        self.alike.advance(self.state, step)
 
 
 @pytest.fixture

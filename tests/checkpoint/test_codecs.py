@@ -43,7 +43,7 @@ def go_on(loop, checkpointer, steps, settled=False):
         loop.iteration(i, checkpointer.step)
         states[checkpointer.steps_done] = whole(loop, checkpointer)
         if settled:
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
     return states
 
 

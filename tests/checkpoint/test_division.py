@@ -7,8 +7,8 @@ from torch import nn
 
 from holdfast.checkpoint.snapshot.snapshot_chunks import divided, owned_by
 from holdfast.state.capture import Captured, CapturedParameter
-from holdfast.state.layout.flat_ranges import Stretch
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.flat_ranges import FlatRange
+from holdfast.state.layout.regions import Region
 from holdfast.state.live_state import LiveState
 
 WHOLE = torch.arange(12.0).reshape(3, 4)
@@ -16,7 +16,7 @@ WHOLE = torch.arange(12.0).reshape(3, 4)
 
 def holding(first: int, stop: int) -> LiveState:
     """The state of a rank that holds the elements ``first`` to ``stop`` of ``WHOLE``, and nothing of its values yet."""
-    stretch = Stretch((3, 4), first, stop)
+    stretch = FlatRange((3, 4), first, stop)
     part = nn.Parameter(torch.full(stretch.shape, -1.0))
     captured = Captured((CapturedParameter(("w",), part, 0, True, stretch),), {}, {})
     return LiveState(nn.Module(), [torch.optim.SGD([part], lr=1.0)], captures=[captured])
@@ -24,18 +24,18 @@ def holding(first: int, stop: int) -> LiveState:
 
 def test_stretch_is_stored_as_boxes():
     state = holding(3, 9)
-    state.load_part("w", "param", WHOLE, Box.whole((3, 4)))
+    state.load_part("w", "param", WHOLE, Region.whole((3, 4)))
     owned = owned_by(state)
     [unit], index = divided(owned, state)
     atom, tensors = index["atoms"]["w/param"], unit.tensors_of(owned)
     assert atom["shape"] == [3, 4]
     assert [fragment["flat"] for fragment in atom["fragments"]] == [[3, 4], [4, 8], [8, 9]]
     for fragment in atom["fragments"]:
-        assert torch.equal(tensors[fragment["key"]], WHOLE[Box.from_json(fragment["global"]).slices])
+        assert torch.equal(tensors[fragment["key"]], WHOLE[Region.from_json(fragment["global"]).slices])
 
 
 def test_stretch_takes_its_part_of_another():
     state = holding(5, 12)
-    state.load_part("w", "param", WHOLE.flatten()[3:9], Stretch((3, 4), 3, 9))
+    state.load_part("w", "param", WHOLE.flatten()[3:9], FlatRange((3, 4), 3, 9))
     assert state.parameter("w").parameter.tolist() == [5, 6, 7, 8, -1, -1, -1]
     assert holding(0, 0).lacks("w") and not state.lacks("w")

@@ -131,17 +131,17 @@ def test_a_gap_ends_with_a_base_and_everything_after_it_comes_back(tmp_path, sma
         checkpointer._queue._throttles[True] = Throttle(100_000)
         go_on(loop, checkpointer, 30)
         checkpointer._queue._throttles[True] = Throttle(None)
-        checkpointer._survival.recorder.settle()
+        checkpointer._survival.recorder.drain()
         for i in range(30, 200):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
             if not checkpointer._survival.pace.gap and i > 40:
                 break
         assert not checkpointer._survival.pace.gap
         end = min(checkpointer.steps_done + 10, 200)
         for i in range(checkpointer.steps_done, end):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
         checkpointer.wait()
         assert checkpointer.durable_step == end
     [newest, *_] = manifests(tmp_path)
@@ -202,7 +202,7 @@ def test_a_step_lost_while_the_base_that_ends_a_gap_is_published_begins_another_
         loop.iteration(i, checkpointer.step)  # lost
         checkpointer._survival.recorder.take_slot = take_slot
         release.set()
-        checkpointer._survival.recorder.settle()
+        checkpointer._survival.recorder.drain()
         assert checkpointer.durable_step <= i and not checkpointer._survival.pace.complete
         go_on(loop, checkpointer, 40)
         checkpointer.wait()
@@ -312,7 +312,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
             optimizer.zero_grad()
             checkpointer.step()
             assert checkpointer._survival.pace.bases.memory_bytes <= share
-        checkpointer._survival.recorder.settle()
+        checkpointer._survival.recorder.drain()
     assert copied and max(copied) <= share < 3 * 4 * 300_000
     assert manifests(tmp_path)[0].step > 3
     other = Wide(1, 300_000)
@@ -418,7 +418,7 @@ def test_a_base_of_one_step_waits_where_the_state_changes_its_form_meanwhile(tmp
     ) as checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 3)
-        checkpointer._survival.recorder.settle()
+        checkpointer._survival.recorder.drain()
         maker = checkpointer._survival.pace.bases
         maker.memory_bytes += 1 << 40  # no room for now
         go_on(loop, checkpointer, 6)
@@ -457,7 +457,7 @@ def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, p
                 loop.iteration(i, checkpointer.step)
                 states[i + 1] = loop.state()
                 if policy != "block":
-                    checkpointer._survival.recorder.settle()  # the disk is not behind, it is full
+                    checkpointer._survival.recorder.drain()  # the disk is not behind, it is full
                 if i % 5 == 0:
                     most = max(most, on_disk(tmp_path))
         checkpointer.wait()
@@ -488,7 +488,7 @@ def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small
         checkpointer.resume()
         for i in range(400):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
             if i % 5 == 0:
                 most = max(most, on_disk(tmp_path))
     steps = sorted(manifest.step for manifest in manifests(tmp_path))
@@ -581,7 +581,7 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(16):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
     assert all(uncounted) and len(uncounted) > 8
 
 

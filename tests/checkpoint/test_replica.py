@@ -312,7 +312,7 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
         checkpointer.resume()
         for i in range(20):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.replica.settle()
+            checkpointer._survival.replica.drain()
     found = events(tmp_path, "drift")
     assert len(found) == 1 and 6 <= found[0]["step"] <= 8 and what in found[0]["what"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
@@ -341,7 +341,7 @@ def test_replica_goes_to_the_host_when_the_device_is_full(tmp_path, monkeypatch)
         checkpointer.resume()
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.replica.settle()
+            checkpointer._survival.replica.drain()
     assert len(events(tmp_path, "drift")) == 1
     assert sorted(path.name for path in tmp_path.glob("rebuilt-*")) == ["rebuilt-0-False", "rebuilt-1-True"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", STEPS), states[STEPS])

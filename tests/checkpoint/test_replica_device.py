@@ -100,7 +100,7 @@ def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_bef
         for i in range(len(pool.slots), 12):
             loop.iteration(i, checkpointer.step)
             assert gate.opened.is_set()
-        checkpointer._survival.settle()
+        checkpointer._survival.drain()
         assert checkpointer.replica_step == 12 and checkpointer.durable_step == 0
     assert device.waiters == {"holdfast-post"} and not events(tmp_path, "drift")
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 12), states[12])

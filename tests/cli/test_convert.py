@@ -25,7 +25,7 @@ from holdfast.formats.readers.training_file import write_torch
 from holdfast.formats.restore import read_tensors
 from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.store.disk import Disk, alone_in
 
 pytestmark = pytest.mark.filterwarnings("default:.*the folder gets no config.json")
@@ -168,7 +168,7 @@ def test_a_second_conversion_into_one_destination_is_refused_while_the_first_wri
     assert errors and holdfast("verify", out).code == 0
     again = source_of(str(out))
     for name, value in model.state_dict().items():
-        [found] = read_tensors(again, [(again.atoms[f"{name}/param"], Box.whole(value.shape))])
+        [found] = read_tensors(again, [(again.atoms[f"{name}/param"], Region.whole(value.shape))])
         assert torch.equal(found, value)
 
 

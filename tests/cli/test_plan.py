@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.checkpoint.log.recorder import BOUND
 from holdfast.schedule.interval.snapshot_interval import Limits, optimum
-from holdfast.schedule.interval.waste import Cadence, Measured, closed_form, waste
+from holdfast.schedule.interval.waste import Cadence, MeasuredCosts, closed_form, waste
 
 GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "1GB/s", "--mtbf", "6h"]
 
@@ -65,7 +65,7 @@ def test_help_lists_each_plan_by_itself(holdfast):
 
 def test_every_quantity_and_limit_can_be_given(cadence):
     found = cadence(*EVERYTHING_ELSE.split())
-    measured = Measured(
+    measured = MeasuredCosts(
         step_seconds=0.5,
         full_bytes=1_500_000_000,
         record_bytes=10_000_000,
@@ -91,7 +91,7 @@ def test_every_quantity_and_limit_can_be_given(cadence):
         pending_steps=6,
         delay_seconds=2,
     )
-    assert Measured(**found["measured"]) == measured
+    assert MeasuredCosts(**found["measured"]) == measured
     assert Limits(**found["limits"]) == limits
     assert found["assumed"] == []
     best = optimum(measured, limits)
@@ -121,7 +121,7 @@ def test_as_many_steps_may_wait_as_with_a_checkpointer():
 
 def test_the_curve_is_of_the_model_and_has_the_best_in_its_valley(cadence):
     found = cadence("--max-storage", "6GB")
-    measured = Measured(**found["measured"])
+    measured = MeasuredCosts(**found["measured"])
     points = {point["steps"]: point for point in found["curve"]}
     for steps, point in points.items():
         wasted = waste(measured, Cadence(steps, found["records_per_write"])).total

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from holdfast.data.corpus import Corpus
-from holdfast.data.documents import Record, chunks, form_of, records
+from holdfast.data.documents import Document, chunks, form_of, records
 from holdfast.errors import BadInput
 
 
@@ -82,7 +82,7 @@ def test_zstd_is_read_where_it_is_installed(tmp_path):
 
 def test_records_know_their_lines(tmp_path):
     (tmp_path / "a.json").write_bytes(ARRAY)
-    assert list(records(tmp_path / "a.json"))[1] == Record("wo", "t", f"{tmp_path / 'a.json'}:4")
+    assert list(records(tmp_path / "a.json"))[1] == Document("wo", "t", f"{tmp_path / 'a.json'}:4")
 
 
 GOOD = ONE.encode() + b"\n"

@@ -93,7 +93,7 @@ def dies(rank: int, say: Callable[..., None], root: str, memory: str) -> None:
     checkpointer.resume()
     step_of(model, optimizer, "plain", 0, None)
     checkpointer.step()
-    checkpointer._survival.replica.settle()
+    checkpointer._survival.replica.drain()
     if rank == 0:
         checkpointer._survival.replica._helper._process.kill()
         while checkpointer._survival.is_alive:

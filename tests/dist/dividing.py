@@ -31,14 +31,14 @@ def main(
     boot.write_text(str(machines[rank]))
     split_verification.BOOT = boot
     looked: list[str] = []
-    real = fragment_reads.Files.check
+    real = fragment_reads.ReadFiles.check
 
-    def check(self: fragment_reads.Files, part: int) -> None:
+    def check(self: fragment_reads.ReadFiles, part: int) -> None:
         if self.parts[part].has_checksum and part not in self.checked:
             looked.append(f"{Path(self.parts[part].path).name} {self.parts[part].offset}")
         real(self, part)
 
-    fragment_reads.Files.check = check
+    fragment_reads.ReadFiles.check = check
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = Mlp(12)

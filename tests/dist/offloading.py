@@ -18,7 +18,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
-from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.offload import api
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.schedule.operations import traffic
@@ -227,17 +227,17 @@ def measured(rank: int, name: str, rates: dict[str, float], say: Callable[..., N
 def counting() -> dict[str, Any]:
     """From now on, which parts of commits are checked, and how many bytes of them are read."""
     looked: dict[str, Any] = {"checked": [], "read": 0}
-    check, read = Commit.check, Commit.read
+    check, read = CommitSource.check, CommitSource.read
 
-    def checking(self: Commit, part: int) -> None:
+    def checking(self: CommitSource, part: int) -> None:
         looked["checked"].append(part)
         check(self, part)
 
-    def reading(self: Commit, part: int, offset: int, into: memoryview) -> None:
+    def reading(self: CommitSource, part: int, offset: int, into: memoryview) -> None:
         looked["read"] += len(into)
         read(self, part, offset, into)
 
-    Commit.check, Commit.read = checking, reading
+    CommitSource.check, CommitSource.read = checking, reading
     return looked
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from combined import one_in, some_of
 from dist.world import ended, flip
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.store.disk import Disk
 from holdfast.store.format.payload_files import regions
 from holdfast.store.log.chain import verify_records
@@ -133,7 +133,7 @@ def test_save_makes_a_base_of_one_step_on_all_ranks(world, tmp_path):
         atoms = reader.atoms(manifest)
         first = atoms["first.weight/param"]
         assert regions(manifest, atoms)["first.weight/param"] == [
-            (0, Box((0, 0), (7, 7))), (1, Box((7, 0), (13, 7))),
+            (0, Region((0, 0), (7, 7))), (1, Region((7, 0), (13, 7))),
         ]  # fmt: skip
         assert len(reader.read_atom(manifest, first)) == 13 * 7 * 4
 

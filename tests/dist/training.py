@@ -479,7 +479,7 @@ def train(
             if step == deaf_from:  # to what the others have
                 time.sleep(0.1)
                 coordinator.BUSY_SECONDS = coordinator.IDLE_SECONDS = 60.0
-                coordinator.RankCoordinator.look_soon = lambda self: None
+                coordinator.RankCoordinator.scan_soon = lambda self: None
                 time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._survival.recorder.take_slot = lambda wait: None
@@ -538,7 +538,7 @@ def train(
             if (killed_after or {}).get(str(rank)) == step:
                 die(step)
             if settle_at is not None and settle_at[0] in (rank, "all") and settle_at[1] == step:
-                checkpointer._survival.replica.settle()
+                checkpointer._survival.replica.drain()
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             if step == wait_at:

@@ -21,19 +21,19 @@ import torch
 from torch import nn
 
 from holdfast.errors import ChunkCorrupt, Damaged
-from holdfast.formats.fragment_reads import Files
-from holdfast.formats.load import Target, read_all
+from holdfast.formats.fragment_reads import ReadFiles
+from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import open_source
 from holdfast.formats.readers.safetensors_files import header_of
-from holdfast.formats.source import Stored
+from holdfast.formats.source import SourceTensor
 from holdfast.formats.torch_archive import pickles
 from holdfast.formats.torch_archive.archives import Archive, piece_of
 from holdfast.formats.torch_archive.pickled_json import Plain
-from holdfast.formats.torch_archive.pickles import Record
+from holdfast.formats.torch_archive.pickles import PickledObject
 from holdfast.state.encoding import decode
-from holdfast.state.layout.fragments import Fragments, Piece
-from holdfast.state.layout.regions import Box
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.layout.fragments import Fragment, Fragments
+from holdfast.state.layout.regions import Region
+from holdfast.state.tensor_entries import TensorEntry
 
 TENSORS = {
     "plain": torch.arange(12.0).reshape(3, 4),
@@ -54,15 +54,15 @@ def archive_of(path, content):
 
 def read_tensors(archive, tensors):
     """What ``tensors`` of the pickle of an archive hold, as NumPy arrays of unsigned integers."""
-    source = Files(str(archive.path), "torch")
+    source = ReadFiles(str(archive.path), "torch")
     targets = {}
     for name, tensor in tensors.items():
         part = source.add_part(archive.part(tensor.storage))
         pieces = Fragments.of([piece_of(tensor, part)], len(tensor.shape))
-        source.add(Stored(Atom(name, "param", tensor.shape, tensor.storage.dtype), pieces))
+        source.add(SourceTensor(TensorEntry(name, "param", tensor.shape, tensor.storage.dtype), pieces))
         size = source.parts[part].itemsize
-        targets[name] = Target(
-            source.atoms[f"{name}/param"], Box.whole(tensor.shape), np.empty(tensor.shape, f"u{size}")
+        targets[name] = ReadTarget(
+            source.atoms[f"{name}/param"], Region.whole(tensor.shape), np.empty(tensor.shape, f"u{size}")
         )
     read_all(source, list(targets.values()))
     return {name: target.array for name, target in targets.items()}
@@ -94,7 +94,7 @@ def test_what_is_around_tensors_is_there_too(tmp_path):
     assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     assert found["optimizer"]["state"][0]["exp_avg"].shape == (3, 2)
     assert (found["step"], found["dtype"], found["size"], found["device"]) == (3, "BF16", (1, 2), "cpu")
-    assert found["args"] == Record("argparse.Namespace", (), {"tp": 2})
+    assert found["args"] == PickledObject("argparse.Namespace", (), {"tp": 2})
 
 
 class Runs:
@@ -145,7 +145,7 @@ def test_a_pickle_that_would_run_something_is_refused_by_name(tmp_path, function
 def test_an_allowed_name_is_not_imported_and_not_called(tmp_path):
     data = b"cbuiltins\ngetattr\n(cargparse\nNamespace\nX\x05\x00\x00\x00__doctR."
     found = pickles.load(data, "somewhere")
-    assert isinstance(found, Record) and found.name == "builtins.getattr"
+    assert isinstance(found, PickledObject) and found.name == "builtins.getattr"
 
 
 @pytest.mark.parametrize(
@@ -215,11 +215,13 @@ def test_a_storage_that_is_smaller_than_its_tensor_is_refused(tmp_path):
     tensor = archive.content["a"]
     with pytest.raises(Damaged, match="no entry data/0 of 5 elements"):
         archive.part(pickles.Storage("0", "F32", 5))
-    source = Files("x", "torch")
+    source = ReadFiles("x", "torch")
     part = source.add_part(archive.part(tensor.storage))
     wide = pickles.Tensor(tensor.storage, 0, (4, 2), (1, 1))
     with pytest.raises(Damaged, match="lies outside"):
-        source.add(Stored(Atom("a", "param", (4, 2), "F32"), Fragments.of([piece_of(wide, part)], 2)))
+        source.add(
+            SourceTensor(TensorEntry("a", "param", (4, 2), "F32"), Fragments.of([piece_of(wide, part)], 2))
+        )
 
 
 def test_a_tensor_that_was_expanded_very_far_says_how_it_is_saved(tmp_path):
@@ -324,21 +326,23 @@ def test_a_tensor_gets_no_attributes_after_it_was_checked(tmp_path):
 @pytest.mark.parametrize("strides", [(7000, -7000), (1 << 61, 1 << 61), (-1, 3)])
 def test_a_source_has_nothing_at_places_before_its_start_or_beyond_all_numbers(tmp_path, strides):
     archive = archive_of(tmp_path / "x.pt", {"a": torch.arange(4.0)})
-    source = Files("x", "torch")
+    source = ReadFiles("x", "torch")
     part = source.add_part(archive.part(archive.content["a"].storage))
     shape = (5, 5) if strides[0] == 1 << 61 else (2, 2)  # 8 * 2**61 is 0 in 64 bits
-    piece = Piece(Box.whole(shape), part, 1, strides)
+    piece = Fragment(Region.whole(shape), part, 1, strides)
     with pytest.raises(Damaged, match="lies outside of it"):
-        source.add(Stored(Atom("a", "param", shape, "F32"), Fragments.of([piece], 2)))
+        source.add(SourceTensor(TensorEntry("a", "param", shape, "F32"), Fragments.of([piece], 2)))
 
 
 def test_a_source_has_no_tensor_of_many_more_elements_than_are_stored(tmp_path):
     archive = archive_of(tmp_path / "x.pt", {"a": torch.ones(1)})
-    source = Files("x", "torch")
+    source = ReadFiles("x", "torch")
     part = source.add_part(archive.part(archive.content["a"].storage))
-    piece = Piece(Box.whole((1 << 11, 1 << 10)), part, 0, (0, 0))
+    piece = Fragment(Region.whole((1 << 11, 1 << 10)), part, 0, (0, 0))
     with pytest.raises(Damaged, match=r"a/param \[2048, 1024\] has many more elements.*\.contiguous"):
-        source.add(Stored(Atom("a", "param", (1 << 11, 1 << 10), "F32"), Fragments.of([piece], 2)))
+        source.add(
+            SourceTensor(TensorEntry("a", "param", (1 << 11, 1 << 10), "F32"), Fragments.of([piece], 2))
+        )
 
 
 def test_a_dictionary_that_hides_what_it_holds_is_refused():

@@ -13,9 +13,9 @@ from checkpoint.loops import cut_small
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
 from holdfast.formats.deepspeed import write_deepspeed
-from holdfast.formats.load import Target, read_all
-from holdfast.formats.readers.run_directory import Commit
-from holdfast.state.layout.regions import Box
+from holdfast.formats.load import ReadTarget, read_all
+from holdfast.formats.readers.run_directory import CommitSource
+from holdfast.state.layout.regions import Region
 from holdfast.store.format.file_names import CHECKSUM_BLOCK
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, start
@@ -41,18 +41,18 @@ def run(tmp_path_factory):
 @pytest.fixture
 def commit(run):
     reader = RunReader(run)
-    return Commit(reader, reader.at(2))
+    return CommitSource(reader, reader.at(2))
 
 
 def array_of(stored, box):
     size = {"F32": np.uint32, "I64": np.uint64}[stored.atom.dtype]
-    return Target(stored, box, np.empty(box.shape, size))
+    return ReadTarget(stored, box, np.empty(box.shape, size))
 
 
 def test_every_atom_is_what_the_store_reads(run, commit):
     reader = RunReader(run)
     manifest = reader.at(2)
-    targets = {key: array_of(stored, Box.whole(stored.atom.shape)) for key, stored in commit.atoms.items()}
+    targets = {key: array_of(stored, Region.whole(stored.atom.shape)) for key, stored in commit.atoms.items()}
     read_all(commit, list(targets.values()))
     atoms = reader.atoms(manifest)
     assert targets.keys() == atoms.keys() and len(atoms) == 6 * 3 + 6 + 3
@@ -63,7 +63,7 @@ def test_every_atom_is_what_the_store_reads(run, commit):
 
 def test_a_part_of_a_tensor_needs_the_blocks_that_it_lies_in_and_no_others(commit):
     before = commit.bytes_read
-    rows = array_of(commit.atoms["0.weight/exp_avg"], Box((500, 0), (1500, 1200)))
+    rows = array_of(commit.atoms["0.weight/exp_avg"], Region((500, 0), (1500, 1200)))
     read_all(commit, [rows])
     assert commit.bytes_read - before <= rows.array.nbytes + 2 * CHECKSUM_BLOCK
 
@@ -83,12 +83,12 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_not_elsewhere(run, tmp_path
     data[place] ^= 1
     (copy / part.path).write_bytes(data)
     reader = RunReader(copy)
-    damaged = Commit(reader, reader.at(2))
+    damaged = CommitSource(reader, reader.at(2))
     stored = damaged.atoms["0.weight/param"]
     row = (place - part.offset) // (1200 * 4)
     other = 0 if row > 1000 else 1999
-    read_all(damaged, [array_of(stored, Box((other, 0), (other + 1, 1200)))])
-    rows = Box((0, 0), (2000, 1200)) if in_whole_block else Box((row, 0), (row + 1, 1200))
+    read_all(damaged, [array_of(stored, Region((other, 0), (other + 1, 1200)))])
+    rows = Region((0, 0), (2000, 1200)) if in_whole_block else Region((row, 0), (row + 1, 1200))
     with pytest.raises(ChunkCorrupt, match=r"0\.weight/"):
         read_all(damaged, [array_of(stored, rows)])
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_gone_is_named(run, tmp_path, commit):
     (copy / commit.parts[0].path).unlink()
     reader = RunReader(copy)
     with pytest.raises(FileMissing, match=commit.parts[0].path):
-        Commit(reader, reader.at(2))
+        CommitSource(reader, reader.at(2))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_file_that_goes_while_the_commit_is_read_is_named_as_missing(run, tmp_
     """And not as one that cannot be written, by who writes what is read."""
     shutil.copytree(run, copy := tmp_path / "copy")
     reader = RunReader(copy)
-    commit = Commit(reader, reader.at(2))
+    commit = CommitSource(reader, reader.at(2))
     for path in {part.path for part in commit.parts}:
         (copy / path).unlink()
     for write in (lambda: write_deepspeed(commit, tmp_path / "out", 1), lambda: commit.check(0)):
@@ -125,4 +125,4 @@ def test_a_base_whose_parts_are_of_several_steps_is_no_source(tmp_path, monkeypa
     reader = RunReader(tmp_path)
     mixed = reader.load(reader.line()[0])
     with pytest.raises(BadInput, match=f"of steps {mixed.oldest_step} to {mixed.step}"):
-        Commit(reader, mixed)
+        CommitSource(reader, mixed)

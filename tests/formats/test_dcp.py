@@ -30,9 +30,9 @@ from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.formats import small_tensors
 from holdfast.formats.dcp import dcp_entries as module
 from holdfast.formats.dcp import dcp_writer
-from holdfast.formats.dcp.dcp_folder import DCP, is_dcp
+from holdfast.formats.dcp.dcp_folder import DcpFolder, is_dcp
 from holdfast.formats.dcp.dcp_writer import boxes_of, write_dcp
-from holdfast.formats.load import Target, read_all
+from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers.huggingface import write_single
 from holdfast.formats.run_writer import write_run
@@ -40,7 +40,7 @@ from holdfast.formats.torch_archive import pickles
 from holdfast.integrations.dcp import StorageWriter
 from holdfast.opening import source_of
 from holdfast.state.encoding import decode, encode
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -75,11 +75,11 @@ def saved(world, tmp_path_factory):
 
 def read(source, boxes=None):
     """All of a source, or of some of its atoms a box, by key, as bytes."""
-    boxes = boxes or {key: Box.whole(stored.atom.shape) for key, stored in source.atoms.items()}
+    boxes = boxes or {key: Region.whole(stored.atom.shape) for key, stored in source.atoms.items()}
     targets = {}
     for key, box in boxes.items():
         stored = source.atoms[key]
-        targets[key] = Target(stored, box, np.empty(box.shape, f"u{stored.atom.itemsize}"))
+        targets[key] = ReadTarget(stored, box, np.empty(box.shape, f"u{stored.atom.itemsize}"))
     read_all(source, list(targets.values()))
     return {key: target.array.tobytes() for key, target in targets.items()}
 
@@ -109,7 +109,7 @@ def expected(loaded):
 @pytest.mark.parametrize(("kind", "size"), WORLDS)
 def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, kind, size):
     folder, _ = saved(kind, size)
-    source, loaded = DCP(folder), as_torch_loads(folder, tmp_path)
+    source, loaded = DcpFolder(folder), as_torch_loads(folder, tmp_path)
     assert read(source) == expected(loaded)
     assert len(source.atoms) == 10 + 3 + 3 * 9 + 1 - 1
     groups = loaded["optim"]["param_groups"]
@@ -126,7 +126,7 @@ def test_every_tensor_of_every_parallelism_is_what_torch_loads(saved, tmp_path, 
 
 @pytest.mark.slow
 def test_hyper_parameters_by_parameter_are_the_same_groups(saved):
-    nested, flat = DCP(saved("fsdp2", 2)[0]), DCP(saved("fsdp2", 2, flat=True)[0])
+    nested, flat = DcpFolder(saved("fsdp2", 2)[0]), DcpFolder(saved("fsdp2", 2, flat=True)[0])
     assert read(nested) == read(flat)
     for name in ("groups", "group_parameters", "scheduler", "step"):
         assert nested.progress[name] == flat.progress[name], name
@@ -138,14 +138,14 @@ def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(save
     opened = []
     real = module.Archive
     monkeypatch.setattr(module, "Archive", lambda *where: opened.append(where) or real(*where))
-    source = DCP(folder)
+    source = DcpFolder(folder)
     of_values = len(opened)
     assert of_values < 40  # as the same hyper-parameters come again
     whole = np.frombuffer(
-        read(source, {"first.weight/exp_avg": Box((0, 0), (8, 6))})["first.weight/exp_avg"], "f4"
+        read(source, {"first.weight/exp_avg": Region((0, 0), (8, 6))})["first.weight/exp_avg"], "f4"
     )
     assert len(opened) == of_values + 4
-    box = Box((1, 2), (5, 5))
+    box = Region((1, 2), (5, 5))
     part = read(source, {"first.weight/exp_avg": box})["first.weight/exp_avg"]
     assert part == whole.reshape(8, 6)[box.slices].tobytes()
     assert len(opened) == of_values + 4
@@ -154,8 +154,8 @@ def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(save
 def test_a_thousand_entries_are_not_compared_with_each_other(tmp_path, monkeypatch):
     dcp.save({f"w.{i}": torch.zeros(1) for i in range(1000)}, checkpoint_id=tmp_path / "x", no_dist=True)
     compared = []
-    monkeypatch.setattr(pickles.Record, "__eq__", lambda a, b: compared.append(a) or a is b)
-    DCP(tmp_path / "x")
+    monkeypatch.setattr(pickles.PickledObject, "__eq__", lambda a, b: compared.append(a) or a is b)
+    DcpFolder(tmp_path / "x")
     assert len(compared) < 100
 
 
@@ -179,7 +179,7 @@ def trained():
 
 def save(state, folder):
     dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return DCP(folder)
+    return DcpFolder(folder)
 
 
 FORMS = {
@@ -316,7 +316,7 @@ def test_tensors_of_any_layout_and_dtype_are_what_they_were(tmp_path):
     assert {key.rpartition("/")[0]: data for key, data in read(source).items()} == {
         k: bits(v) for k, v in tensors.items()
     }
-    [piece] = read(source, {"transposed/param": Box((2, 1), (5, 3))}).values()
+    [piece] = read(source, {"transposed/param": Region((2, 1), (5, 3))}).values()
     assert piece == bits(tensors["transposed"][2:5, 1:3])
 
 
@@ -330,7 +330,7 @@ def test_values_that_are_no_tensors_are_read_as_data(tmp_path):
         checkpoint_id=tmp_path / "x",
         no_dist=True,
     )
-    extra = DCP(tmp_path / "x").progress["extra"]
+    extra = DcpFolder(tmp_path / "x").progress["extra"]
     assert decode(extra["extra.tuple"]) == (1, (2.5, None)) and decode(extra["extra.bytes"]) == b"\xff\0"
     assert (
         extra["extra.dict.a.b"] == [1, 2]
@@ -368,9 +368,9 @@ def test_a_flipped_bit_of_a_tensor_is_found_before_a_byte_of_it_is_used(folder, 
     start, stop = place_of(folder, "optim.state.a.weight.exp_avg")
     file = folder / "__0_0.distcp"
     flip(file, file.read_bytes().index(b"archive/data/0", start, stop) + 100)
-    source = DCP(folder)
-    read(source, {"a.weight/param": Box.whole((4, 3))})
-    box = Box.whole((4, 3)) if whole else Box((3, 0), (4, 3))
+    source = DcpFolder(folder)
+    read(source, {"a.weight/param": Region.whole((4, 3))})
+    box = Region.whole((4, 3)) if whole else Region((3, 0), (4, 3))
     with pytest.raises(
         ChunkCorrupt, match=rf"optim\.state\.a\.weight\.exp_avg, in .*__0_0\.distcp from {start} on.*CRC-32"
     ):
@@ -382,7 +382,7 @@ def test_a_flipped_bit_of_a_header_is_found(folder):
     file = folder / "__0_0.distcp"
     flip(file, file.read_bytes().index(b"_rebuild_tensor_v2", start, stop) + 3)
     with pytest.raises(Damaged, match=r"model\.a\.weight, in .*__0_0\.distcp.*CRC-32"):
-        read(DCP(folder), {"a.weight/param": Box.whole((4, 3))})
+        read(DcpFolder(folder), {"a.weight/param": Region.whole((4, 3))})
 
 
 def test_a_flipped_bit_of_a_hyper_parameter_is_found(folder):
@@ -390,7 +390,7 @@ def test_a_flipped_bit_of_a_hyper_parameter_is_found(folder):
     file = folder / "__0_0.distcp"
     flip(file, file.read_bytes().index(b"\x80\x02G", start, stop) + 5)
     with pytest.raises(Damaged, match=r"optim\.param_groups\.0\.lr, in .*__0_0\.distcp"):
-        DCP(folder)
+        DcpFolder(folder)
 
 
 def test_a_file_cut_short_or_gone_is_named_with_what_it_has(saved, tmp_path):
@@ -403,23 +403,23 @@ def test_a_file_cut_short_or_gone_is_named_with_what_it_has(saved, tmp_path):
         with pytest.raises(
             Damaged, match=rf"\.metadata says that \S+ is at .* of __{number}_0\.distcp, which has"
         ):
-            DCP(copy)
+            DcpFolder(copy)
         path.unlink()
         with pytest.raises(FileMissing, match=rf"__{number}_0\.distcp is missing, which has \S+"):
-            DCP(copy)
+            DcpFolder(copy)
 
 
 def test_a_save_that_was_not_finished_is_no_checkpoint(folder):
     (folder / ".metadata").unlink()
     assert is_dcp(folder)
     with pytest.raises(FileMissing, match=r"\.metadata is missing: the save was not finished"):
-        DCP(folder)
+        DcpFolder(folder)
 
 
 def test_saves_of_each_rank_for_itself_are_refused_with_the_way_out(folder):
     (folder / ".metadata").rename(folder / "__0.metadata")
     with pytest.raises(BadInput, match="use_collectives=False"):
-        DCP(folder)
+        DcpFolder(folder)
 
 
 def changed(folder, change):
@@ -493,7 +493,7 @@ def test_metadata_that_claims_what_is_not_there_is_refused_without_memory_for_it
     changed(folder, change)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((Damaged, BadInput), match=text):
-        read(DCP(folder), {"a.weight/param": Box.whole((4, 3))})
+        read(DcpFolder(folder), {"a.weight/param": Region.whole((4, 3))})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
@@ -508,7 +508,7 @@ def test_two_tensors_in_each_others_place_are_found(folder):
     with pytest.raises(
         Damaged, match=r"model\.a\.weight.*a tensor \[4\] of F32, not \[4, 3\].*of another save"
     ):
-        read(DCP(changed(folder, swap)), {"a.weight/param": Box.whole((4, 3))})
+        read(DcpFolder(changed(folder, swap)), {"a.weight/param": Region.whole((4, 3))})
 
 
 class Runs:
@@ -522,7 +522,7 @@ class Runs:
 def test_metadata_that_would_run_something_is_refused_by_name(folder, tmp_path):
     changed(folder, lambda m: setattr(m, "planner_data", Runs(tmp_path / "ran")))
     with pytest.raises(Damaged, match=r"\.metadata names (posix|nt)\.system.* Nothing was executed"):
-        DCP(folder)
+        DcpFolder(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -530,7 +530,7 @@ def test_a_value_that_would_run_something_is_refused_by_name(tmp_path):
     state = {"model": {"w": torch.ones(2)}, "odd": Runs(tmp_path / "ran")}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(Damaged, match=r"odd, in .*__0_0\.distcp.*system.* Nothing was executed"):
-        DCP(tmp_path / "x")
+        DcpFolder(tmp_path / "x")
     assert not (tmp_path / "ran").exists()
 
 
@@ -625,7 +625,7 @@ def other():
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_what_is_written_torch_loads_in_either_form(folder, tmp_path, flat):
-    write_dcp(DCP(folder), tmp_path / "out")
+    write_dcp(DcpFolder(folder), tmp_path / "out")
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     wanted = dict(zip(("model", "optim"), get_state_dict(*trained(), options=options), strict=True))
     state = dict(zip(("model", "optim"), get_state_dict(*other(), options=options), strict=True))
@@ -692,11 +692,11 @@ def test_a_run_that_was_moved_twice_is_still_a_run(tmp_path, way):
     """Its hyper-parameters stay by optimizer, as what makes its optimizers again has them."""
     wanted = get_state_dict(*run_of(tmp_path / "run", *trained(), torch.randn(4, 3), save=True))
     source = source_of(str(tmp_path / "run"))
-    again = DCP(write_dcp(source, tmp_path / "one"))
+    again = DcpFolder(write_dcp(source, tmp_path / "one"))
     kept = ("groups", "optimizers", "replay", "given")
     assert {name: again.progress[name] for name in kept} == {name: source.progress[name] for name in kept}
     if way == "dcp":
-        again = DCP(write_dcp(again, tmp_path / "two"))
+        again = DcpFolder(write_dcp(again, tmp_path / "two"))
     else:
         again = source_of(str(write_single(again, tmp_path / "two.safetensors")))
     write_run(again, tmp_path / "moved")
@@ -709,10 +709,10 @@ def test_a_run_that_was_moved_twice_is_still_a_run(tmp_path, way):
 
 def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(dcp_writer, "CHUNK", 40)
-    source = DCP(saved("fsdp2_tp", 4)[0])
+    source = DcpFolder(saved("fsdp2_tp", 4)[0])
     counted = []
     write_dcp(source, tmp_path / "out", told=counted.append)
-    again = DCP(tmp_path / "out")
+    again = DcpFolder(tmp_path / "out")
     assert read(again) == read(source) and again.progress == source.progress
     assert again.writer == "holdfast"
     assert sum(counted) == sum(stored.atom.nbytes for stored in source.atoms.values())
@@ -727,14 +727,14 @@ def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, mo
 @pytest.mark.slow
 def test_a_written_folder_loads_at_another_world_size(world, saved, tmp_path):
     folder, said = saved("fsdp2_tp", 4)
-    write_dcp(DCP(folder), tmp_path / "out")
+    write_dcp(DcpFolder(folder), tmp_path / "out")
     for kind, size in (("fsdp2", 2), ("ddp", 2)):
         for ranks in world.run(size, job="load", kind=kind, theirs=tmp_path / "out"):
             assert ranks.get("theirs") == said["digest"], ranks
 
 
 def test_a_model_without_a_name_before_it_is_written_as_torchtitan_reads_it(folder, tmp_path):
-    write_dcp(DCP(folder), tmp_path / "out", model="", optimizer="optimizer")
+    write_dcp(DcpFolder(folder), tmp_path / "out", model="", optimizer="optimizer")
     of_model, of_optimizer = get_state_dict(*trained())
     there, state = get_state_dict(*other())
     loaded = loaded_by_torch(tmp_path / "out", {**there, "optimizer": flat_of(state)})
@@ -761,7 +761,7 @@ def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(fold
             super().rename(src, dst)
 
     monkeypatch.setattr(dcp_writer, "Disk", Recording)
-    write_dcp(DCP(folder), tmp_path / "out")
+    write_dcp(DcpFolder(folder), tmp_path / "out")
     mark, payload, metadata = MARK, "__0_0.distcp", ".metadata"
     assert calls == [
         call
@@ -776,14 +776,14 @@ def test_a_conversion_that_fails_leaves_no_checkpoint(folder, tmp_path):
     file = folder / "__0_0.distcp"
     flip(file, file.read_bytes().index(b"archive/data/0", start, stop) + 100)
     with pytest.raises(ChunkCorrupt, match=r"model\.a\.weight"):
-        write_dcp(DCP(folder), tmp_path / "out")
+        write_dcp(DcpFolder(folder), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "__0_0.distcp.tmp"}
 
 
 def test_a_folder_that_has_a_checkpoint_is_not_written_over(folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(BadInput, match="has a checkpoint already"):
-        write_dcp(DCP(folder), folder)
+        write_dcp(DcpFolder(folder), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

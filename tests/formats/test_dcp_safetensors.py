@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from dist.world import World
 from formats.test_dcp import bits, read
 from holdfast.errors import Damaged, FileMissing
-from holdfast.formats.dcp.dcp_folder import DCP
+from holdfast.formats.dcp.dcp_folder import DcpFolder
 from holdfast.formats.dcp.dcp_safetensors import ShardedSafetensors
 from holdfast.formats.readers import open_source
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 def test_shards_of_all_ranks_are_the_model(folders, kind):
     source = open_source(folders[kind]["shards"])
     assert isinstance(source, ShardedSafetensors)
-    whole = read(DCP(folders[kind]["theirs"]))
+    whole = read(DcpFolder(folders[kind]["theirs"]))
     assert read(source) == {key: whole[key] for key in whole if key.endswith(("/param", "/buffer"))}
 
 

@@ -18,7 +18,7 @@ from holdfast.formats.readers import open_source
 from holdfast.formats.rules_source import UnderRules
 from holdfast.formats.source import places_of
 from holdfast.state.rules.rule_language import Rules
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 
 SHAPES = [{"a": (4, 4), "b": (5,), "c": (2, 3)}]
 
@@ -169,8 +169,12 @@ def test_other_rules_inside_of_equal_names_make_another(tmp_path):
 @pytest.mark.parametrize("slot", ["../../elsewhere", "a/b", "..", "fp32"])
 def test_a_slot_that_no_file_can_be_called_is_refused_before_anything_is_written(tmp_path, slot):
     tensors = {key: torch.zeros(2, 3) for key in ("w/param", f"w/{slot}")}
-    source = InMemory("x", "holdfast", [(Atom(*key.split("/", 1), (2, 3), "F32"), t) for key, t in tensors.items()],
-                      {"groups": [{"lr": 0.1}], "group_parameters": [["w"]]})  # fmt: skip
+    source = InMemory(
+        "x",
+        "holdfast",
+        [(TensorEntry(*key.split("/", 1), (2, 3), "F32"), t) for key, t in tensors.items()],
+        {"groups": [{"lr": 0.1}], "group_parameters": [["w"]]},
+    )
     with pytest.raises(BadInput, match=f"w/{re.escape(slot)}: .* cannot be the name of a file"):
         write_deepspeed(source, tmp_path / "out", 1)
     assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ from holdfast.formats.torch_archive import archive_writer
 from holdfast.formats.torch_archive.archives import Archive
 from holdfast.formats.torch_archive.pickled_json import Plain
 from holdfast.state.encoding import decode, encode
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 from holdfast.store.disk import Disk
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -151,7 +151,8 @@ def test_what_is_no_number_of_python_is_refused(tmp_path, value):
 
 def test_what_a_script_put_beside_an_engine_comes_through(tmp_path):
     atoms = [
-        (Atom("w", slot, (), "F32"), torch.ones(())) for slot in ("param", "exp_avg", "exp_avg_sq", "step")
+        (TensorEntry("w", slot, (), "F32"), torch.ones(()))
+        for slot in ("param", "exp_avg", "exp_avg_sq", "step")
     ]
     best = {"loss": np.float64(0.25), "raw": b"\xff\0", "count": np.int64(3)}
     progress = {"step": 1, "groups": [{"lr": encode(np.float32(0.1))}], "group_parameters": [["w"]]}
@@ -167,7 +168,7 @@ def test_parameters_of_16_bits_are_written_as_the_fp32_that_they_are(tmp_path):
     source = InMemory(
         "here",
         "memory",
-        [(Atom("w", "param", (3, 2), "BF16"), tensor)],
+        [(TensorEntry("w", "param", (3, 2), "BF16"), tensor)],
         {"groups": [{}], "group_parameters": [["w"]]},
     )
     write_deepspeed(source, tmp_path, 1)
@@ -214,7 +215,7 @@ def test_what_deepspeed_would_not_read_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "out").exists()
 
 
-W, ROW = Atom("w", "param", (3, 2), "F32"), Atom("w", "exp_avg_sq_row", (3,), "F32")
+W, ROW = TensorEntry("w", "param", (3, 2), "F32"), TensorEntry("w", "exp_avg_sq_row", (3,), "F32")
 GROUPS = {"groups": [{"lr": 1.0}], "group_parameters": [["w"]]}
 
 
@@ -224,8 +225,8 @@ GROUPS = {"groups": [{"lr": 1.0}], "group_parameters": [["w"]]}
         ([W], {}, "does not say which parameters are in which group"),
         ([W, ROW], GROUPS, r"w/exp_avg_sq_row is \[3\] and the parameter \[3, 2\]"),
         ([], GROUPS, "has no parameter w"),
-        ([Atom("w", "param", (3, 2), "F64")], GROUPS, "master parameters are fp32"),
-        ([W, Atom("v", "exp_avg", (3,), "F32")], GROUPS, "v/exp_avg is of a parameter that no group"),
+        ([TensorEntry("w", "param", (3, 2), "F64")], GROUPS, "master parameters are fp32"),
+        ([W, TensorEntry("v", "exp_avg", (3,), "F32")], GROUPS, "v/exp_avg is of a parameter that no group"),
         ([W], {**GROUPS, "values": {"w": {"eta": 1.0}}}, r"\['eta'\] of w are no tensors"),
     ],
 )

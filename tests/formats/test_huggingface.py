@@ -23,8 +23,8 @@ from holdfast.cli.inspect import is_foreign
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed
 from holdfast.formats import restore
-from holdfast.formats.fragment_reads import Files
-from holdfast.formats.load import Target, read_all
+from holdfast.formats.fragment_reads import ReadFiles
+from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.readers.safetensors_files import INDEX, SafetensorsFiles, digest_of, header_of
@@ -32,7 +32,7 @@ from holdfast.formats.restore import read_tensors
 from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
 from holdfast.state.dtypes import FROM_NAME
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.tensor_entries import DTYPE_BYTES
 
 
@@ -51,8 +51,8 @@ def tensors():
 def read(source):
     """All of a source, by key, as bytes."""
     targets = {
-        key: Target(
-            stored, Box.whole(stored.atom.shape), np.empty(stored.atom.shape, f"u{stored.atom.itemsize}")
+        key: ReadTarget(
+            stored, Region.whole(stored.atom.shape), np.empty(stored.atom.shape, f"u{stored.atom.itemsize}")
         )
         for key, stored in source.atoms.items()
     }
@@ -418,7 +418,7 @@ def test_tensors_of_every_type_that_torch_knows_too_are_what_they_were(tmp_path)
     assert {key.removesuffix("/param"): each.atom.dtype for key, each in source.atoms.items()} == {
         name: name for name in DTYPE_BYTES
     }
-    wanted = [(each, Box.whole(each.atom.shape)) for each in source.atoms.values()]
+    wanted = [(each, Region.whole(each.atom.shape)) for each in source.atoms.values()]
     for stored, tensor in zip(source.atoms.values(), read_tensors(source, wanted), strict=True):
         assert bits(tensor) == bits(there[stored.atom.name]) and tensor.dtype == there[stored.atom.name].dtype
 
@@ -457,9 +457,9 @@ def test_damage_of_what_is_written_names_the_tensor_and_the_place(source, tmp_pa
     path.write_bytes(data)
     again = SafetensorsFiles(path)
     stored = again.atoms["embed.weight/param"]
-    rest = [(each, Box.whole(each.atom.shape)) for each in again.atoms.values() if each is not stored]
+    rest = [(each, Region.whole(each.atom.shape)) for each in again.atoms.values() if each is not stored]
     read_tensors(again, rest)
-    box = Box.whole((37, 16)) if whole else Box((30, 0), (37, 16))
+    box = Region.whole((37, 16)) if whole else Region((30, 0), (37, 16))
     text = (
         rf"embed\.weight fails its checksum: .* at .*model\.safetensors offset {part.offset + 192}, 192 bytes"
     )
@@ -527,7 +527,7 @@ def test_what_a_file_system_says_of_a_source_is_told_by_its_path(source, tmp_pat
     (tmp_path / "folder").mkdir()
     for name, ask in {
         "stat": source.refuse_rewritten,
-        "scan": lambda: Files(str(tmp_path / "folder"), ""),
+        "scan": lambda: ReadFiles(str(tmp_path / "folder"), ""),
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(os, "stat", stale) if name == "stat" else patch.setattr(Path, "iterdir", stale)

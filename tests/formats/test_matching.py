@@ -7,16 +7,18 @@ import torch
 
 from holdfast.errors import Damaged, RunMismatch
 from holdfast.formats.coverage_check import refuse_unequal
-from holdfast.formats.entry_matching import Allowed, Form, match
+from holdfast.formats.entry_matching import Allowed, ExpectedTensor, match
 from holdfast.formats.memory_source import InMemory
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 
 
 def test_a_stage_of_a_pipeline_leaves_what_others_hold_under_any_of_its_names():
-    atoms = [(Atom(name, "param", (2,), "F32"), torch.zeros(2)) for name in ("embed.weight", "block.weight")]
+    atoms = [
+        (TensorEntry(name, "param", (2,), "F32"), torch.zeros(2)) for name in ("embed.weight", "block.weight")
+    ]
     source = InMemory("there", "test", atoms, {})
     source.aliases["head.weight"] = "embed.weight"
-    forms = [Form(("block.weight",), (2,), ("F32",))]
+    forms = [ExpectedTensor(("block.weight",), (2,), ("F32",))]
     found = match(forms, source, Allowed(), elsewhere={"embed.weight"})
     assert found.found.keys() == {"block.weight"} and not found.unused
     with pytest.raises(RunMismatch, match=r"nothing here wants its (embed|head)\.weight"):
@@ -24,10 +26,10 @@ def test_a_stage_of_a_pipeline_leaves_what_others_hold_under_any_of_its_names():
 
 
 def test_a_rank_without_tensors_of_its_own_takes_names_as_the_others_do():
-    atoms = [(Atom(f"module.{name}", "param", (2,), "F32"), torch.zeros(2)) for name in ("a", "b")]
+    atoms = [(TensorEntry(f"module.{name}", "param", (2,), "F32"), torch.zeros(2)) for name in ("a", "b")]
     source = InMemory("there", "test", atoms, {})
     assert not match([], source, Allowed(), elsewhere={"a", "b"}).unused
-    assert match([Form(("a",), (2,), ("F32",))], source, Allowed(), elsewhere={"b"}).names == {
+    assert match([ExpectedTensor(("a",), (2,), ("F32",))], source, Allowed(), elsewhere={"b"}).names == {
         "a": "module.a"
     }
 
@@ -35,13 +37,13 @@ def test_a_rank_without_tensors_of_its_own_takes_names_as_the_others_do():
 def tied_in(source_dtype, two):
     one = torch.ones(2)
     atoms = [
-        (Atom("there.one", "param", (2,), "F32"), one),
-        (Atom("there.two", "param", (2,), source_dtype), two),
+        (TensorEntry("there.one", "param", (2,), "F32"), one),
+        (TensorEntry("there.two", "param", (2,), source_dtype), two),
     ]
     return InMemory("there", "test", atoms, {})
 
 
-TIED, RENAMED = [Form(("one", "two"), (2,), ("F32",))], {"(.*)": r"there.\1"}
+TIED, RENAMED = [ExpectedTensor(("one", "two"), (2,), ("F32",))], {"(.*)": r"there.\1"}
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -7,12 +7,13 @@ import torch
 
 from holdfast.errors import Damaged
 from holdfast.formats.memory_source import InMemory
-from holdfast.formats.readers.pending_updates import Pending
-from holdfast.state.tensor_entries import Atom
+from holdfast.formats.readers.pending_updates import PendingUpdates
+from holdfast.state.tensor_entries import TensorEntry
 
 SLOTS = {"param": torch.zeros(3), "step": torch.tensor(0.0), "seed": torch.tensor(1)}
 ATOMS = [
-    (Atom("w", slot, tuple(t.shape), "I64" if slot == "seed" else "F32"), t) for slot, t in SLOTS.items()
+    (TensorEntry("w", slot, tuple(t.shape), "I64" if slot == "seed" else "F32"), t)
+    for slot, t in SLOTS.items()
 ]
 GROUPS = [{"lr": 0.1, "weight_decay": 0.0}]
 SAID = {"mezo": {"slope": 0.5, "groups": GROUPS}, "group_parameters": [["w"]]}
@@ -21,7 +22,7 @@ SAID = {"mezo": {"slope": 0.5, "groups": GROUPS}, "group_parameters": [["w"]]}
 def pending(**changes):
     source = InMemory("x", "holdfast", ATOMS, {})
     progress = {name: value for name, value in (SAID | changes).items() if value is not None}
-    return Pending(progress, source.atoms, source.read, "run/commits/7"), progress
+    return PendingUpdates(progress, source.atoms, source.read, "run/commits/7"), progress
 
 
 @pytest.mark.parametrize("slope", [0.5, None, float("inf")])

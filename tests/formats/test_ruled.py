@@ -17,9 +17,9 @@ from holdfast.formats.readers import format_of, open_source
 from holdfast.formats.restore import read_tensors
 from holdfast.formats.rules_source import UnderRules
 from holdfast.opening import source_of
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.rules.rule_language import Rules
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 
 TEXT = r"""
 version = 1
@@ -56,7 +56,7 @@ match = 'norm'
 
 def tensors_of(source):
     """All of a source, by the key."""
-    wanted = [(stored, Box.whole(stored.atom.shape)) for stored in source.atoms.values()]
+    wanted = [(stored, Region.whole(stored.atom.shape)) for stored in source.atoms.values()]
     return dict(zip(source.atoms, read_tensors(source, wanted)))
 
 
@@ -218,7 +218,7 @@ def test_copies_that_ranks_have_are_compared_under_other_rules_as_well(tmp_path,
     ],
 )  # fmt: skip
 def test_other_names_of_a_tensor_are_those_that_rules_give_them(text, aliases):
-    source = InMemory("there", "test", [(Atom("e", "param", (2, 2), "F32"), torch.zeros(2, 2))], {})
+    source = InMemory("there", "test", [(TensorEntry("e", "param", (2, 2), "F32"), torch.zeros(2, 2))], {})
     source.aliases["h"] = "e"
     assert under(source, text).aliases == aliases
 

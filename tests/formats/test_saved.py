@@ -28,7 +28,7 @@ from holdfast.formats.restore import read_tensors
 from holdfast.opening import source_of
 from holdfast.sources import From
 from holdfast.state.encoding import decode, encode
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.progress import adopt
 
 pytestmark = pytest.mark.filterwarnings(
@@ -102,7 +102,7 @@ def state_of(parts):
 
 def tensors_of(source):
     """All of a source, by the key."""
-    wanted = [(stored, Box.whole(stored.atom.shape)) for stored in source.atoms.values()]
+    wanted = [(stored, Region.whole(stored.atom.shape)) for stored in source.atoms.values()]
     return dict(zip(source.atoms, read_tensors(source, wanted), strict=True))
 
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from holdfast.formats.dcp import dcp_writer
 from holdfast.formats.dcp.dcp_writer import write_dcp
 from holdfast.formats.deepspeed import write_deepspeed
-from holdfast.formats.load import Target, read_all
+from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.readers import huggingface
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
 from holdfast.formats.run_writer import write_run
-from holdfast.formats.source import Part, Source, Stored
+from holdfast.formats.source import Source, SourceTensor, StoredArray
 from holdfast.opening import source_of
 from holdfast.state.layout.fragments import Fragments, flat
-from holdfast.state.layout.regions import Box
-from holdfast.state.tensor_entries import DTYPE_BYTES, FLOATS, Atom
+from holdfast.state.layout.regions import Region
+from holdfast.state.tensor_entries import DTYPE_BYTES, FLOATS, TensorEntry
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -43,10 +43,12 @@ class Ranks(Source):
             ends = sorted(data.draw(st.integers(0, array.size)) for _ in range(world - 1))
             pieces = []
             for start, stop in zip([0, *ends], [*ends, array.size], strict=True):
-                part = self.add_part(Part("memory", 0, (stop - start) * array.itemsize, dtype))
+                part = self.add_part(StoredArray("memory", 0, (stop - start) * array.itemsize, dtype))
                 self._bytes.append(array.reshape(-1)[start:stop].tobytes())
                 pieces += flat(array.shape, start, stop, part)
-            self.add(Stored(Atom(name, slot, array.shape, dtype), Fragments.of(pieces, array.ndim)))
+            self.add(
+                SourceTensor(TensorEntry(name, slot, array.shape, dtype), Fragments.of(pieces, array.ndim))
+            )
         trained = [name for name, slot in tensors if slot == "exp_avg"]
         groups = {"groups": [{"lr": 0.5}], "group_parameters": [trained]} if trained else {}
         self.progress = {"step": 7, **groups}
@@ -79,14 +81,14 @@ def read(source, boxes):
     targets = {}
     for key, box in boxes.items():
         stored = source.atoms["/".join(key)]
-        targets[key] = Target(stored, box, np.empty(box.shape, f"V{stored.atom.itemsize}"))
+        targets[key] = ReadTarget(stored, box, np.empty(box.shape, f"V{stored.atom.itemsize}"))
     read_all(source, list(targets.values()))
     return {key: target.array.tobytes() for key, target in targets.items()}
 
 
 def box_in(shape, data):
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
-    return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    return Region(tuple(a for a, _ in ends), tuple(b for _, b in ends))
 
 
 def weights_of(tensors):
@@ -125,7 +127,7 @@ def test_load_after_save_is_the_identity(writer, data):
             atom = again.atoms["/".join(of_model[key])].atom
             assert (atom.shape, atom.dtype) == (array.shape, dtype)
         boxes = {key: box_in(array.shape, data) for key, (array, _) in expected.items()}
-        wholes = {key: Box.whole(array.shape) for key, (array, _) in expected.items()}
+        wholes = {key: Region.whole(array.shape) for key, (array, _) in expected.items()}
         for wanted in (wholes, boxes):
             found = read(again, {of_model[key]: box for key, box in wanted.items()})
             for key, (array, _) in expected.items():

@@ -13,7 +13,7 @@ from holdfast.errors import RuleError
 from holdfast.formats.readers.huggingface import write_single
 from holdfast.formats.rules_source import infer
 from holdfast.opening import source_of
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.format.payload_files import regions
 from holdfast.store.log.chain import verify_records
@@ -36,8 +36,11 @@ def test_stretches_verify_and_read_whole(run):
             expected = prod(atom["shape"]) * DTYPE_BYTES[atom["dtype"]]
             assert len(reader.read_atom(manifest, atom)) == expected, key
         assert regions(manifest, atoms)["first.weight/exp_avg"] == [
-            (0, Box((0, 0), (7, 7))), (0, Box((7, 0), (8, 4))), (1, Box((7, 4), (8, 7))), (1, Box((8, 0), (13, 7))),
-        ]  # fmt: skip
+            (0, Region((0, 0), (7, 7))),
+            (0, Region((7, 0), (8, 4))),
+            (1, Region((7, 4), (8, 7))),
+            (1, Region((8, 0), (13, 7))),
+        ]
         with pytest.raises(RuleError, match="stretches of the flattened"):
             infer(reader, manifest)
 

@@ -26,11 +26,11 @@ from formats.test_dcp import read
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
-from holdfast.formats.dcp.dcp_folder import DCP
+from holdfast.formats.dcp.dcp_folder import DcpFolder
 from holdfast.formats.dcp.dcp_writer import write_dcp
-from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.integrations.dcp import PlanOfCommit, StorageReader, StorageWriter
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
 from holdfast.store.reader import RunReader
@@ -115,7 +115,7 @@ def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source
 def test_a_run_and_a_folder_of_torch_are_the_same_source(saved, source):
     theirs, ours, _ = saved(*source)
     reader = RunReader(ours)
-    commit, folder = Commit(reader, reader.head()), DCP(theirs)
+    commit, folder = CommitSource(reader, reader.head()), DcpFolder(theirs)
     assert read(commit) == read(folder)
     assert commit.progress == folder.progress
 
@@ -128,7 +128,7 @@ def test_each_rank_writes_its_own_file_and_nothing_twice(saved):
         f for atom in RunReader(saved("fsdp2", 4)[1]).atoms(manifest).values() for f in atom["fragments"]
     ]
     assert all(
-        Box.from_json(fragment["global"]).elements for fragment in stored
+        Region.from_json(fragment["global"]).elements for fragment in stored
     )  # where a rank has nothing of some
     reader = RunReader(saved("ddp", 2)[1])
     assert all(len(atom["fragments"]) == 1 for atom in reader.atoms(reader.head()).values())
@@ -254,7 +254,7 @@ def test_what_a_checkpointer_wrote_is_loaded_once_it_is_converted(tmp_path):
         checkpointer.step()
         checkpointer.save()
     reader = RunReader(tmp_path / "run")
-    write_dcp(Commit(reader, reader.head()), tmp_path / "out")
+    write_dcp(CommitSource(reader, reader.head()), tmp_path / "out")
     names = dict(model.named_parameters())
     target = {
         "model": {name: torch.zeros_like(p.detach()) for name, p in names.items()},

@@ -33,7 +33,7 @@ def test_a_batch_is_made_again_with_its_own_numbers_and_the_next_with_others():
     expected = [torch.rand(2)[1].item(), *expected]
 
     torch.manual_seed(3)
-    batches.go_on(1, [before, after])
+    batches.replay_generators(1, [before, after])
     assert [number for _, number in drawn_with_each(batches)][1:] == expected
     torch.manual_seed(3)
     unset = drawn_with_each(batches)  # of the epoch after
@@ -46,6 +46,6 @@ def test_the_generators_are_set_behind_the_last_batch_too():
     torch.manual_seed(5)
     after = random_state()
     expected = torch.rand(())
-    batches.go_on(1, [random_state(), after])
+    batches.replay_generators(1, [random_state(), after])
     list(batches)
     assert torch.equal(torch.rand(()), expected)

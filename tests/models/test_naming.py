@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.source import places_of
 from holdfast.models.naming import Converted, Group
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 
 
 class Stacks:
@@ -29,7 +29,7 @@ class Stacks:
 
 
 def converted(dim, names="ab"):
-    source = InMemory("x", "hf", [(Atom(n, "param", (2, 2), "F32"), torch.eye(2)) for n in "ab"], {})
+    source = InMemory("x", "hf", [(TensorEntry(n, "param", (2, 2), "F32"), torch.eye(2)) for n in "ab"], {})
     group = Group("whole", Stacks(dim), [(".", name) for name in names])
     return Converted(source, [group], SimpleNamespace(config=None))
 

@@ -18,7 +18,7 @@ from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.executor import Span
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.reporting.block_times import Times, time_model
+from holdfast.offload.reporting.block_times import BlockTimer, time_model
 from holdfast.offload.setup import calibration, step_planning
 from holdfast.offload.setup.automatic_placement import with_times, within
 from holdfast.offload.setup.calibration import correct, covered, ratios
@@ -232,7 +232,7 @@ def test_times_become_operations_at_the_machines_rate():
         resident_elements=1, unified=True,
     )  # fmt: skip
     machine = load_machine("cpu-2-core")
-    timed = with_times(work, Times(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine)
+    timed = with_times(work, BlockTimer(forward_seconds=1.0, backward_seconds=5.0, head_seconds=2.0), machine)
     rate = machine.device_flop_per_second
     assert [b.forward_flop for b in timed.blocks] == [rate, rate]
     assert timed.blocks[1].backward_work == 5 * rate and timed.head_flop == 2 * rate

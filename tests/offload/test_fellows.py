@@ -11,7 +11,7 @@ from holdfast.errors import BadInput, RankFailed
 from holdfast.offload.ops.commit_ops import publish
 from holdfast.offload.runtime import Runtime
 from holdfast.offload.setup.equal_on_ranks import agree_on_placement, refuse_unlike
-from holdfast.offload.setup.step_planning import Plan
+from holdfast.offload.setup.step_planning import RunPlan
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.vertical import vertical
 from holdfast.schedule.work import BlockPlacement, StepShape
@@ -60,7 +60,7 @@ def test_what_stays_is_what_all_ranks_have_room_for():
         BlockPlacement.fractions(4, params=1.0, optimizer=0.25),
         BlockPlacement.fractions(4, optimizer=0.5),
     )
-    plan = Plan(
+    plan = RunPlan(
         work=work, placement=here, operations=vertical(work, here, shape), held_bytes=0, evaluation_batches=8,
         memory=predict(work, here, shape, vertical, 8),
     )  # fmt: skip

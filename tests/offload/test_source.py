@@ -10,11 +10,11 @@ from holdfast.distributed import Ranks
 from holdfast.errors import ChunkCorrupt, RunMismatch
 from holdfast.formats.memory_source import InMemory
 from holdfast.formats.readers.huggingface import write_huggingface, write_single
-from holdfast.formats.readers.run_directory import Commit
+from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
 from holdfast.state.capture import capture
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 from holdfast.store.reader import RunReader
 from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
@@ -128,7 +128,7 @@ def test_weights_alone_begin_at_step_0(tmp_path, recorded_run):
     begun, trained = stored(tmp_path / "run"), source_of(str(recorded_run))
     assert not begun["head.weight/exp_avg"].any()
     reader = RunReader(tmp_path / "run")
-    here = Commit(reader, reader.head())
+    here = CommitSource(reader, reader.head())
     assert here.atoms.keys() == trained.atoms.keys()
 
 
@@ -215,7 +215,7 @@ def test_damage_is_found_before_anything_is_written(tmp_path, recorded_run):
 @pytest.mark.parametrize("damaged", ["more", "weight"])
 def test_of_a_source_only_what_is_wanted_is_checked(tmp_path, damaged):
     tensors = {"weight": torch.full((40, 3), 3.0), "more": torch.full((50,), 7.0)}
-    atoms = [(Atom(name, "param", tuple(t.shape), "F32"), t) for name, t in tensors.items()]
+    atoms = [(TensorEntry(name, "param", tuple(t.shape), "F32"), t) for name, t in tensors.items()]
     file = write_single(InMemory("x", "test", atoms, {}), tmp_path / "a.safetensors")
     of_it = tensors[damaged].numpy().tobytes()
     file.write_bytes(file.read_bytes().replace(of_it, bytes(len(of_it))))

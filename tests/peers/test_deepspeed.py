@@ -17,7 +17,7 @@ from holdfast.formats.deepspeed.deepspeed_writer import write_deepspeed
 from holdfast.formats.load import read_flat
 from holdfast.formats.readers import open_source
 from holdfast.formats.torch_archive.archives import Archive
-from holdfast.formats.torch_archive.pickles import Record, Tensor
+from holdfast.formats.torch_archive.pickles import PickledObject, Tensor
 from holdfast.state.encoding import decode
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of, loss_of, tokens_of
@@ -250,6 +250,6 @@ def form_of(value):
         return [form_of(item) for item in value]
     if isinstance(value, Tensor):
         return value.shape, value.storage.dtype
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return value.name, value.fields if "fragment" in value.name else sorted(value.fields), value.args
     return type(value).__name__

@@ -253,7 +253,7 @@ def ordered_run(root, monkeypatch, mutate=None, base_every=1):
         script.step(i)
         checkpointer.step()
         if i > 1:
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
     checkpointer.close()
     PLAYED.listener = Silent()
     return order.problems
@@ -280,7 +280,7 @@ def mark_of_another_stream(patch):
 
 
 def slots_that_nobody_waits_for(patch):
-    patch.setattr(staging_buffers.StagingBuffer, "settle", lambda slot: slot._marks.clear())
+    patch.setattr(staging_buffers.StagingBuffer, "wait_for_copies", lambda slot: slot._marks.clear())
 
 
 def buffers_that_nobody_waits_for(patch):
@@ -367,7 +367,7 @@ def visits(monkeypatch, mutate=None, rounds=3):
             optimizer.state[p].setdefault("m", torch.zeros_like(p.data)).add_(p.data)
             p.data.mul_(0.5)
             assert visit.end() == {"step"}
-        homes.settle()
+        homes.wait_for_copies()
         for p in held:
             order.reads(p.data, "the host")
             order.reads(optimizer.state[p]["m"], "the host")
@@ -389,7 +389,7 @@ def test_a_visit_is_pinned_once_and_waited_for(monkeypatch):
 
 
 def homes_that_nobody_waits_for(patch):
-    patch.setattr(device_staging.PinnedHomes, "settle", lambda homes: None)
+    patch.setattr(device_staging.PinnedHomes, "wait_for_copies", lambda homes: None)
 
 
 def updates_that_do_not_wait_for_their_data(patch):

@@ -11,7 +11,7 @@ from holdfast.schedule.interval.estimates import Estimates
 from holdfast.schedule.interval.snapshot_interval import MOST_STEPS, Limits, bounds, optimum, storage_cap
 from holdfast.schedule.interval.waste import (
     Cadence,
-    Measured,
+    MeasuredCosts,
     closed_form,
     host_bytes,
     recovery_seconds,
@@ -33,7 +33,7 @@ FREE = Limits(
 
 def some_run(seed):
     chance = random.Random(seed)
-    return Measured(
+    return MeasuredCosts(
         step_seconds=chance.uniform(0.1, 2),
         full_bytes=chance.randrange(10**8, 10**10),
         record_bytes=chance.randrange(10**5, 10**7),

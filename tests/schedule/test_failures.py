@@ -5,11 +5,11 @@ from math import inf
 
 import pytest
 
-from holdfast.schedule.interval.waste import HOUR, Cadence, Measured, waste
+from holdfast.schedule.interval.waste import HOUR, Cadence, MeasuredCosts, waste
 from plan_failures import _Run, simulate
 from schedule.test_waste import RUN
 
-BY_HAND = Measured(
+BY_HAND = MeasuredCosts(
     step_seconds=1.0,
     full_bytes=5,
     record_bytes=0,

@@ -8,7 +8,7 @@ import pytest
 from holdfast.schedule.interval.waste import (
     HOUR,
     Cadence,
-    Measured,
+    MeasuredCosts,
     closed_form,
     host_bytes,
     recovery_seconds,
@@ -16,7 +16,7 @@ from holdfast.schedule.interval.waste import (
     waste,
 )
 
-RUN = Measured(
+RUN = MeasuredCosts(
     step_seconds=0.5,
     full_bytes=1_500_000_000,
     record_bytes=10_000_000,
@@ -33,7 +33,7 @@ RUN = Measured(
     mean_seconds_between_failures=7200,
 )
 
-LOWDIFF = Measured(
+LOWDIFF = MeasuredCosts(
     step_seconds=0.001,
     full_bytes=1,
     record_bytes=0,

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.rules.assembly import assemble
 from holdfast.state.rules.inference import HeldRegion, inferred
 from holdfast.state.rules.rule_language import Rules
 from holdfast.state.rules.rule_matching import StoredTensor
-from holdfast.state.tensor_entries import Atom
+from holdfast.state.tensor_entries import TensorEntry
 
 NAMES = ("layers.0.w", "layers.1.w", "layers.10.b", "it's.3", "a+b.w", "norm")
 
@@ -23,15 +23,15 @@ def cut(draw, world):
     ranks = draw(st.permutations(range(world)))
     kind = draw(st.sampled_from(["whole", "spans", "grid"])) if shape else "whole"
     if kind == "whole":
-        return shape, [HeldRegion(ranks[0], Box.whole(shape))]
+        return shape, [HeldRegion(ranks[0], Region.whole(shape))]
     dims = [0] if kind == "spans" else list(range(len(shape)))
-    boxes = [Box.whole(shape)]
+    boxes = [Region.whole(shape)]
     for dim in dims:
         at = draw(st.integers(0, shape[dim]))
         boxes = [half for box in boxes for half in halves(box, dim, at)]
     boxes = boxes[:1] if len(boxes) > world else boxes
     if len(boxes) == 1:
-        return shape, [HeldRegion(ranks[0], Box.whole(shape))]
+        return shape, [HeldRegion(ranks[0], Region.whole(shape))]
     order = sorted(ranks[: len(boxes)]) if draw(st.booleans()) else ranks
     return shape, [HeldRegion(rank, box) for rank, box in zip(order, boxes)]
 
@@ -39,7 +39,7 @@ def cut(draw, world):
 def halves(box, dim, at):
     low, high = list(box.stop), list(box.start)
     low[dim] = high[dim] = at
-    return Box(box.start, tuple(low)), Box(tuple(high), box.stop)
+    return Region(box.start, tuple(low)), Region(tuple(high), box.stop)
 
 
 @st.composite
@@ -51,7 +51,7 @@ def state(draw):
     atoms = []
     for name, slot in keys:
         shape, held = draw(cut(world))
-        atoms.append((Atom(name, slot, shape, "F32"), held))
+        atoms.append((TensorEntry(name, slot, shape, "F32"), held))
     return world, atoms
 
 
@@ -84,10 +84,10 @@ def test_rules_inferred_of_a_cut_make_it_again(case):
 def test_layers_that_are_cut_alike_share_a_rule_and_their_steps_need_none():
     atoms = []
     for n in range(3):
-        halves = [HeldRegion(rank, Box((2 * rank, 0), (2 * rank + 2, 3))) for rank in range(2)]
+        halves = [HeldRegion(rank, Region((2 * rank, 0), (2 * rank + 2, 3))) for rank in range(2)]
         for slot in ("param", "exp_avg"):
-            atoms.append((Atom(f"h.{n}.w", slot, (4, 3), "F32"), halves))
-        atoms.append((Atom(f"h.{n}.w", "step", (), "F32"), [HeldRegion(n % 2, Box((), ()))]))
+            atoms.append((TensorEntry(f"h.{n}.w", slot, (4, 3), "F32"), halves))
+        atoms.append((TensorEntry(f"h.{n}.w", "step", (), "F32"), [HeldRegion(n % 2, Region((), ()))]))
     text = inferred(atoms, 2)
     assert text.count("[[rule]]") == 1
     assert "# 3 tensors: h.0.w [4, 3], to h.2.w\n" in text

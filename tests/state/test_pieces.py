@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.layout.fragments import Fragments, Piece, dense, flat, flat_boxes, joined, row_major
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.fragments import Fragment, Fragments, dense, flat, flat_boxes, joined, row_major
+from holdfast.state.layout.regions import Region
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
 
@@ -34,7 +34,7 @@ def numbered(shape):
 def shape_and_box(draw):
     shape = draw(SHAPES)
     ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    return shape, Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    return shape, Region(tuple(a for a, _ in ends), tuple(b for _, b in ends))
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_what_lies_in_a_box_is_found_there(case, chance):
 @given(SHAPES, st.randoms())
 def test_axes_can_be_permuted_lifted_and_sliced(shape, chance):
     tensor = numbered(shape)
-    pieces = Fragments.of([dense(Box.whole(shape), 0)], len(shape))
+    pieces = Fragments.of([dense(Region.whole(shape), 0)], len(shape))
     axes = list(range(len(shape)))
     chance.shuffle(axes)
     parts = [tensor.reshape(-1)]
@@ -102,7 +102,7 @@ def test_flat_partitions_of_local_tensors_are_pieces_of_the_whole(shape, chance)
     for rank in range(2):
         cut, rows, local_row = [], [], 0
         for start, stop in list(pairwise(ends))[rank::2]:
-            whole = Box((start, *[0] * (len(shape) - 1)), (stop, *shape[1:]))
+            whole = Region((start, *[0] * (len(shape) - 1)), (stop, *shape[1:]))
             local = whole.moved((local_row - start, *[0] * (len(shape) - 1)))
             cut.append((whole, local))
             rows.append(tensor[start:stop])
@@ -125,14 +125,14 @@ def test_boxes_that_meet_are_found_and_only_those(chance, rank):
     boxes = []
     for _ in range(chance.randint(0, 12)):
         start = [chance.randint(0, 6) for _ in range(rank)]
-        boxes.append(Box(tuple(start), tuple(a + chance.randint(0, 3) for a in start)))
+        boxes.append(Region(tuple(start), tuple(a + chance.randint(0, 3) for a in start)))
     meeting = {
         (a, b)
         for i, a in enumerate(boxes)
         for b in boxes[i + 1 :]
         if a.elements and b.elements and a.intersect(b)
     }
-    found = Fragments.of([Piece(box, 0, 0, row_major(box.shape)) for box in boxes], rank).overlap()
+    found = Fragments.of([Fragment(box, 0, 0, row_major(box.shape)) for box in boxes], rank).overlap()
     assert (found is None) == (not meeting)
     if found is not None:
         assert found in meeting or (found[1], found[0]) in meeting
@@ -140,13 +140,13 @@ def test_boxes_that_meet_are_found_and_only_those(chance, rank):
 
 def test_a_pinwheel_which_no_cut_goes_through_has_no_overlap():
     boxes = [((0, 0), (2, 1)), ((0, 1), (1, 3)), ((1, 2), (3, 3)), ((2, 0), (3, 2)), ((1, 1), (2, 2))]
-    pieces = [dense(Box(*box), 0) for box in boxes]
+    pieces = [dense(Region(*box), 0) for box in boxes]
     assert Fragments.of(pieces, 2).overlap() is None
-    assert Fragments.of([*pieces, dense(Box((1, 1), (2, 3)), 0)], 2).overlap() is not None
+    assert Fragments.of([*pieces, dense(Region((1, 1), (2, 3)), 0)], 2).overlap() is not None
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_no_pieces_are_pieces_too(rank):
     none = Fragments.of([], rank)
     assert list(none) == [] and none.overlap() is None and len(joined([], rank)) == 0
-    assert len(none.within(Box((0,) * rank, (1,) * rank))) == 0
+    assert len(none.within(Region((0,) * rank, (1,) * rank))) == 0

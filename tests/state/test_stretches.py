@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelNotSupported
-from holdfast.state.layout.flat_ranges import Stretch, copy_common, is_nothing, refuse_gaps
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.flat_ranges import FlatRange, copy_common, is_nothing, refuse_gaps
+from holdfast.state.layout.regions import Region
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -21,7 +21,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 def stretches(draw, shape=None):
     shape = draw(SHAPES) if shape is None else shape
     first, stop = sorted(draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
-    return Stretch(shape, first, stop)
+    return FlatRange(shape, first, stop)
 
 
 @given(stretches())
@@ -43,7 +43,7 @@ def test_the_boxes_of_a_stretch_are_its_elements_in_order(stretch):
 @given(st.data())
 def test_what_two_regions_have_in_common_is_copied_and_no_more(data):
     here = data.draw(stretches())
-    there = data.draw(st.sampled_from([data.draw(stretches(here.whole)), Box.whole(here.whole)]))
+    there = data.draw(st.sampled_from([data.draw(stretches(here.whole)), Region.whole(here.whole)]))
     whole = torch.arange(1, prod(here.whole) + 1)
     common = torch.zeros_like(whole)
     low, high = max(_span(here)[0], _span(there)[0]), min(_span(here)[1], _span(there)[1])
@@ -59,7 +59,7 @@ def _part(whole, region):
 
 
 def _span(region):
-    return (region.first, region.stop) if isinstance(region, Stretch) else (0, region.elements)
+    return (region.first, region.stop) if isinstance(region, FlatRange) else (0, region.elements)
 
 
 @given(stretches(), st.data())
@@ -68,12 +68,12 @@ def test_ranges_in_any_order_are_one_stretch_again(stretch, data):
     ends = [0, *cuts, stretch.elements]
     rows = [stretch.rows(range(a, b)) for a, b in pairwise(ends)]
     ranges = data.draw(st.permutations([row.to_json() for row in rows]))
-    assert Stretch.joined(stretch.whole, ranges) == stretch
+    assert FlatRange.joined(stretch.whole, ranges) == stretch
 
 
 def test_ranges_with_a_gap_are_no_stretch():
     with pytest.raises(ValueError, match="do not follow each other"):
-        Stretch.joined((3, 4), [(0, 3), (4, 6)])
+        FlatRange.joined((3, 4), [(0, 3), (4, 6)])
 
 
 GAPS = {
@@ -87,18 +87,18 @@ GAPS = {
 
 @pytest.mark.parametrize("held", GAPS.values(), ids=GAPS)
 def test_stretches_of_all_ranks_that_are_not_the_whole_are_refused(held):
-    ranks = [{"w": Stretch((3, 4), *each)} for each in held]
+    ranks = [{"w": FlatRange((3, 4), *each)} for each in held]
     with pytest.raises(ModelNotSupported, match=r"of w, \[3, 4\] here, and together that is not each"):
-        refuse_gaps(ranks, {"w": Stretch((3, 4), 0, 0)})
+        refuse_gaps(ranks, {"w": FlatRange((3, 4), 0, 0)})
 
 
 def test_stretches_of_other_shapes_or_beside_whole_ones_are_refused():
-    here = Stretch((3, 4), 0, 6)
-    for other in (Stretch((4, 3), 6, 12), Box.whole((3, 4))):
+    here = FlatRange((3, 4), 0, 6)
+    for other in (FlatRange((4, 3), 6, 12), Region.whole((3, 4))):
         with pytest.raises(ModelNotSupported):
             refuse_gaps([{"w": here}, {"w": other}], {"w": here})
 
 
 def test_copies_of_stretches_and_ranks_of_nothing_are_taken():
-    ranks = [{"w": Stretch((3, 4), *each)} for each in [(0, 6), (6, 12)] * 2]
-    refuse_gaps([*ranks, {}], {"w": Stretch((3, 4), 0, 0), "other": Box.whole((2,))})
+    ranks = [{"w": FlatRange((3, 4), *each)} for each in [(0, 6), (6, 12)] * 2]
+    refuse_gaps([*ranks, {}], {"w": FlatRange((3, 4), 0, 0), "other": Region.whole((2,))})

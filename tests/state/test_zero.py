@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.errors import ModelNotSupported
 from holdfast.state.layout import zero
-from holdfast.state.layout.flat_ranges import Stretch, refuse_gaps
+from holdfast.state.layout.flat_ranges import FlatRange, refuse_gaps
 
 SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -183,7 +183,7 @@ def test_dealt_parameters_are_where_they_are_and_not_where_they_are_told_to_be(m
     [partition] = seen(monkeypatch, 1, 2, optimizer, parameters)
     first, last, big = partition.members
     assert (first.stretch.elements, last.stretch.elements) == (0, 0)
-    assert (big.offset, big.stretch) == (0, Stretch((5, 2), 3, 10))
+    assert (big.offset, big.stretch) == (0, FlatRange((5, 2), 3, 10))
     assert partition.master[:7].tolist() == list(range(7, 14))
 
 

@@ -19,7 +19,7 @@ from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
 from holdfast.store.remote import copying, object_store
 from holdfast.store.remote.object_store import ObjectDisk
-from holdfast.store.remote.push_target import Target, Url
+from holdfast.store.remote.push_target import NamedCommit, Url
 from holdfast.store.remote.pushing import Pusher, object_path
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content
@@ -136,7 +136,7 @@ def long_run(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(20):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.settle()
+            checkpointer._survival.recorder.drain()
             if i == 9:
                 shutil.copytree(root, tmp_path / "earlier", ignore=shutil.ignore_patterns("lock"))
     return root
@@ -547,5 +547,5 @@ def test_a_place_with_no_run_in_it_is_named(bucket):
 
 def test_an_address_survives_what_path_does_to_it():
     for text in ("s3://bucket/runs/a@7", "s3:/bucket/runs/a@7"):
-        assert Target.parse(text) == Target(Url("s3://bucket/runs/a"), 7)
-    assert str(Target.parse("s3://bucket/runs/a").run) == "s3://bucket/runs/a"
+        assert NamedCommit.parse(text) == NamedCommit(Url("s3://bucket/runs/a"), 7)
+    assert str(NamedCommit.parse("s3://bucket/runs/a").run) == "s3://bucket/runs/a"

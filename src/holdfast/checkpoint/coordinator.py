@@ -145,7 +145,7 @@ class RankCoordinator:
             self._say[name] = value
             self._lock.notify_all()
 
-    def look_soon(self) -> None:
+    def scan_soon(self) -> None:
         """Wake the thread, because this rank has made progress."""
         with self._lock:
             self._lock.notify_all()
@@ -177,7 +177,7 @@ class RankCoordinator:
         """
         self.tell(f"share/{self._ranks.rank}", json.dumps([number, step, ref]))
 
-    def beat(self, sign: str) -> None:
+    def heartbeat(self, sign: str) -> None:
         """Send a heartbeat: this rank is still writing its share of the current snapshot."""
         self.tell(f"beat/{self._ranks.rank}", sign)
 
@@ -215,7 +215,7 @@ class RankCoordinator:
             self.standing.called = max(self.standing.called, self._met + 1)
             self.tell("called", str(self.standing.called))
 
-    def meet(self) -> str:
+    def barrier(self) -> str:
         """Return what all ranks do now, "stop" or "base"; empty if the barrier is at a later step.
 
         Call it at the end of each step once ``called`` is true. Raises ``RankFailed`` if the place of the barrier does
@@ -361,31 +361,31 @@ class RankCoordinator:
         def of_all(name: str) -> list[Any]:
             return [json.loads(found[f"{name}/{r}"] or "null") for r in range(self._ranks.world_size)]
 
-        def settle(name: str, value: str) -> None:
+        def decide(name: str, value: str) -> None:
             if found[name] != value:
                 self._board.set(name, value)
                 found[name] = value
 
         steps, shares, places = of_all("own"), of_all("share"), of_all("at")
-        settle("durable", f"{min(steps)} {steps.index(min(steps))}")
+        decide("durable", f"{min(steps)} {steps.index(min(steps))}")
         wanted = int(found["base"])
         ended = max(int(found["published"]), int(found["given_up"]))
         missing = [
             rank for rank, share in enumerate(shares) if wanted > ended and (share or [0])[0] != wanted
         ]
-        settle("missing", json.dumps([[rank, found[f"beat/{rank}"]] for rank in missing]))
+        decide("missing", json.dumps([[rank, found[f"beat/{rank}"]] for rank in missing]))
         there = wanted > ended and not missing
         if wanted > ended and any(share and share[0] == wanted and share[2] is None for share in shares):
-            settle("given_up", str(wanted))
+            decide("given_up", str(wanted))
         elif there and min(steps) >= max(share[1] for share in shares):
             with self._leading:
                 if wanted == self._newest_base:
                     self._publish([share[2] for share in shares])
-                    settle("published", str(wanted))
+                    decide("published", str(wanted))
         called = int(found["called"])
         if called > json.loads(found["settled"])[0] and all(at and at[0] == called for at in places):
             step = max(step if waits else step + 1 for _, step, waits in places)
-            settle("settled", json.dumps([called, step, "stop" if found["stop"] else "base"]))
+            decide("settled", json.dumps([called, step, "stop" if found["stop"] else "base"]))
         self._all_closed = all(found[f"closed/{r}"] for r in range(self._ranks.world_size))
 
     def _lost(self) -> list[int]:

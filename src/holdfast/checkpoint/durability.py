@@ -41,8 +41,8 @@ class DurabilityBackend(ABC):
     """The interface of a survival backend, for the steps of a training state.
 
     1. ``enter`` and ``begin``.
-    2. For each step ``take_slot``, ``record`` and ``go_on``.
-    3. At the end ``finish``, ``close`` and ``let_go``.
+    2. For each step ``take_slot``, ``record`` and ``advance_snapshot``.
+    3. At the end ``finish``, ``close`` and ``release``.
 
     Collective except for ``take_slot``: every rank must call each.
     """
@@ -137,7 +137,7 @@ class DurabilityBackend(ABC):
         self.record(updates)  # the fingerprint finds a replica that differs
 
     @abstractmethod
-    def go_on(self) -> None:
+    def advance_snapshot(self) -> None:
         """Do the due work of the next snapshot. Called at the end of each step."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class DurabilityBackend(ABC):
         """Return when ``step`` is durable on all ranks. It has a record, or a snapshot under way."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when nothing is under way any more."""
 
     def finish(self) -> None:
@@ -176,7 +176,7 @@ class DurabilityBackend(ABC):
         begun = self._loop.has_begun_another
         residuals = {} if begun else self._loop.state.residuals
         if residuals:
-            self.settle()  # a snapshot under way may be of this very step
+            self.drain()  # a snapshot under way may be of this very step
         moved = not begun and self._loop.schedule_moved
         needed = not self.complete or moved or bool(residuals and self.base_step < self._loop.steps_done)
         asked = self._loop.ranks.everyone((needed, moved))  # ranks may know different snapshots
@@ -207,7 +207,7 @@ class DurabilityBackend(ABC):
         """Begin nothing more, and end the work beside training. Raises the error of that work."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all memory. Called when nothing is at work any more."""
 
     # With other ranks
@@ -222,7 +222,7 @@ class DurabilityBackend(ABC):
         if self.agreement is not None:
             self.agreement.fail(error)
 
-    def meet(self, stop: bool) -> str:
+    def barrier(self, stop: bool) -> str:
         """Return what all ranks do together after this step: "stop", "base" or nothing.
 
         ``stop`` says whether this rank wants to stop; any rank may.
@@ -231,7 +231,7 @@ class DurabilityBackend(ABC):
             return "stop" if stop else ""
         if stop:
             self.agreement.call(stop=True)
-        return self.agreement.meet() if self.agreement.called else ""
+        return self.agreement.barrier() if self.agreement.called else ""
 
     def wait_for_all(self, step: int) -> None:
         """Return when every rank has ``step``."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..distributed import Ranks
 from ..errors import ModelNotSupported
-from ..state.layout.flat_ranges import Region, refuse_gaps
+from ..state.layout.flat_ranges import AnyRegion, refuse_gaps
 from ..state.layout.ownership import copies, owners
 from ..state.live_state import BUFFERS, LiveState
 
@@ -45,7 +45,7 @@ def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
     """
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Region, int]], set[str], list[list[str]]]:
+    def held() -> tuple[dict[str, tuple[AnyRegion, int]], set[str], list[list[str]]]:
         made.append(state := make())
         bundles = state.bundles()
         if not ranks.alone:
@@ -93,7 +93,7 @@ def _refuse_shared_buffers(bundles: Sequence[Sequence[str]]) -> None:
 
 
 def _store_together(
-    held_by: Sequence[Mapping[str, tuple[Region, int]]],
+    held_by: Sequence[Mapping[str, tuple[AnyRegion, int]]],
     stored: list[set[str]],
     bundles: Sequence[Sequence[str]],
 ) -> None:

@@ -48,7 +48,7 @@ class ComparisonResult(NamedTuple):
 class RankConsistency:
     """The comparison of replicated state, as one rank takes part in it.
 
-    ``tell`` writes to the board, ``emit`` writes an event. The training thread calls ``go_on`` and ``compare``; the
+    ``tell`` writes to the board, ``emit`` writes an event. The training thread calls ``advance`` and ``compare``; the
     thread of the agreement calls ``lead`` and ``note``.
     """
 
@@ -78,7 +78,7 @@ class RankConsistency:
             lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
             self.tell("compare", json.dumps([self._number + 1, step + lead]))
 
-    def go_on(self, state: LiveState, step: int) -> None:
+    def advance(self, state: LiveState, step: int) -> None:
         """Digest the next batch of the current comparison. Called at the end of ``step``."""
         now = time.monotonic()
         self._seconds, self._stepped_at = now - self._stepped_at, now

@@ -212,14 +212,14 @@ class LogBackend(DurabilityBackend):
         self.give_back(updates)
         self.pace.lose(self._loop.steps_done, why)
 
-    def go_on(self) -> None:
-        self.pace.go_on(self._loop.steps_done)
+    def advance_snapshot(self) -> None:
+        self.pace.advance(self._loop.steps_done)
 
     def stepped(self, seconds: float, stall_seconds: float) -> None:
         self.pace.stepped(self._loop.steps_done, seconds, stall_seconds)
 
     def adapt(self) -> None:
-        self.recorder.settle()
+        self.recorder.drain()
         self.pace.close()
         self.pool.close()
         self._num_slots = self._slots_that_fit()
@@ -237,8 +237,8 @@ class LogBackend(DurabilityBackend):
         self.recorder.wait(step)
         self.wait_for_all(step)
 
-    def settle(self) -> None:
-        self.recorder.settle()
+    def drain(self) -> None:
+        self.recorder.drain()
 
     @property
     def is_alive(self) -> bool:
@@ -251,8 +251,8 @@ class LogBackend(DurabilityBackend):
         if self._recorder is not None:
             self._recorder.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self._pool is not None:
             self._pool.close()
         if self._pace is not None:
-            self._pace.bases.let_go()
+            self._pace.bases.release()

@@ -113,9 +113,9 @@ class ReplicaBackend(DurabilityBackend):
     def record(self, updates: Sequence[Update]) -> None:
         self.replica.put(self._seal(updates))
 
-    def go_on(self) -> None:
+    def advance_snapshot(self) -> None:
         loop = self._loop
-        self.replica.go_on(loop.steps_done, loop.progress, self._options.bytes_per_step)
+        self.replica.advance(loop.steps_done, loop.progress, self._options.bytes_per_step)
 
     def adapt(self) -> None:
         loop, num_slots = self._loop, self._slots_that_fit()
@@ -137,8 +137,8 @@ class ReplicaBackend(DurabilityBackend):
         self.replica.wait(step)
         self.wait_for_all(step)
 
-    def settle(self) -> None:
-        self.replica.settle()
+    def drain(self) -> None:
+        self.replica.drain()
 
     @property
     def is_alive(self) -> bool:
@@ -147,6 +147,6 @@ class ReplicaBackend(DurabilityBackend):
     def close(self) -> None:
         self.replica.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.replica.pool is not None:
             self.replica.pool.close()

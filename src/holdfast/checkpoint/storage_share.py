@@ -34,7 +34,7 @@ BESIDE_STATE = 64 * 1024
 """The bytes that a rank stores whatever it holds: headers, filler, the index."""
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """The storage of one rank, in bytes."""
 
     used: int
@@ -92,7 +92,7 @@ class StorageShare:
         while True:
             used, holds = self._recorder.do(store.measure), self._holds() + BESIDE_STATE
             self.default(max(self._full_bytes, store.newest_bytes, holds))
-            parts = self._ranks.everyone(Part(used, holds, self._ahead, store.cap_bytes or 0))
+            parts = self._ranks.everyone(StoragePart(used, holds, self._ahead, store.cap_bytes or 0))
             if self._told is not None:
                 room, all_hold = self._told - sum(part.used for part in parts), sum(p.holds for p in parts)
                 parts = [part._replace(cap=part.used + room * part.holds // all_hold) for part in parts]

@@ -64,8 +64,8 @@ class TrainingState:
     Call order:
 
     1. ``hook_up`` and ``look``.
-    2. ``go_on`` or ``begin_anew``.
-    3. ``attend``.
+    2. ``continue_from`` or ``begin_anew``.
+    3. ``begin_iteration``.
     4. ``ends_step`` and ``stepped`` in every iteration.
     """
 
@@ -204,7 +204,7 @@ class TrainingState:
         self.ranks.all_do(self.script.refuse_large)
         self.state.forget_residuals()  # of steps before the run
 
-    def go_on(self, found: RecoveryResult) -> None:
+    def continue_from(self, found: RecoveryResult) -> None:
         """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
         self._passing.restore(self.state, found.progress)
@@ -221,13 +221,13 @@ class TrainingState:
                 stacklevel=4,
             )
 
-    def attend(self) -> None:
+    def begin_iteration(self) -> None:
         """Start the iteration after ``steps_done``, and note the state as it is now."""
         self._scale = self._scale_now()
         self._is_first = True
         for own in self._own:
-            own.settle()
-        self._passing.settle(self.state)
+            own.accept()
+        self._passing.accept(self.state)
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         self.note()
 
@@ -251,7 +251,7 @@ class TrainingState:
         """
         before, self._scale = self._scale, self._scale_now()
         if self._hook is not None:
-            self._hook.settle()
+            self._hook.restore_skipped()
         ends = updated or self._scale < before
         self._accumulates = not ends
         if not ends:
@@ -366,7 +366,7 @@ class TrainingState:
             **({"aliases": aliases} if aliases else {}),
         }
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Deactivate the hook: from here on gradients are exchanged as without it."""
         if self._hook is not None:
             self._hook.active = False

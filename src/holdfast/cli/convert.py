@@ -31,7 +31,7 @@ from ..models.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep
 from ..opening import source_of
 from ..quantities import counted, format_bytes, parse_bytes
 from ..store.disk import Disk, write_durably
-from ..store.remote.push_target import Target, Url
+from ..store.remote.push_target import NamedCommit, Url
 from .flags import parsed
 from .foreign_states import passed_over
 from .output import print_json, transfer_progress
@@ -127,7 +127,7 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
     Raises ``BadInput`` if nothing tells its model, ``RunMismatch`` if it belongs to another model, ``Damaged`` if
     copies that should be equal differ.
     """
-    run, own = Target.parse(text).run, Path(text)
+    run, own = NamedCommit.parse(text).run, Path(text)
     if how.model is not None and (how.model / ADAPTER_CONFIG).is_file():
         return _export_of_adapter(opened, how.model)
     if how.model is None and how.rules is None and _is_folder_of_others(own, opened):

@@ -15,10 +15,10 @@ import numpy as np
 from rich.markup import escape
 
 from ..formats.load import read_flat
-from ..formats.source import Source, Stored
+from ..formats.source import Source, SourceTensor
 from ..quantities import format_bytes
 from ..state.numbers import values_of
-from ..state.tensor_entries import DTYPE_BYTES, Atom
+from ..state.tensor_entries import DTYPE_BYTES, TensorEntry
 from .foreign_states import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 
@@ -79,21 +79,21 @@ def compare(a: Source, b: Source) -> dict[str, Any]:
     }
 
 
-def _pairs(a: Source, b: Source) -> list[tuple[str, Stored, Stored]]:
+def _pairs(a: Source, b: Source) -> list[tuple[str, SourceTensor, SourceTensor]]:
     """Return the pairs of tensors that both have, by a key of ``a``.
 
     Tied tensors appear once, under any of their names.
     """
     in_a = _under_all_names(a)
     in_b = _as_in(in_a, _under_all_names(b))
-    found: dict[tuple[int, int], tuple[str, Stored, Stored]] = {}
+    found: dict[tuple[int, int], tuple[str, SourceTensor, SourceTensor]] = {}
     for key, left in in_a.items():
         if (right := in_b.get(key)) is not None:
             found.setdefault((id(left), id(right)), (key, left, right))
     return [*found.values()]
 
 
-def _under_all_names(source: Source) -> dict[str, Stored]:
+def _under_all_names(source: Source) -> dict[str, SourceTensor]:
     """Return the tensor entries by key, and also by the keys under other names of tied weights."""
     found, names = dict(source.atoms), {}
     for alias, name in source.aliases.items():
@@ -104,7 +104,7 @@ def _under_all_names(source: Source) -> dict[str, Stored]:
     return found
 
 
-def _as_in(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Stored]:
+def _as_in(a: Mapping[str, SourceTensor], b: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
     """Return ``b`` under the keys of ``a``, as formats without buffers call them parameters."""
     found = {}
     for key, stored in b.items():
@@ -115,7 +115,7 @@ def _as_in(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Stored
     return found
 
 
-def _compare_atoms(a: Source, left: Stored, b: Source, right: Stored) -> dict[str, Any]:
+def _compare_atoms(a: Source, left: SourceTensor, b: Source, right: SourceTensor) -> dict[str, Any]:
     """Compare two tensors as ``compare_bytes`` does, one chunk at a time."""
     count, largest, atom = 0, 0.0, left.atom
     known = True
@@ -153,7 +153,7 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     return there.astype(np.complex128 if there.dtype.kind == "c" else np.float64)
 
 
-def _kind_of(atom: Atom) -> dict[str, Any]:
+def _kind_of(atom: TensorEntry) -> dict[str, Any]:
     return {"shape": list(atom.shape), "dtype": atom.dtype}
 
 

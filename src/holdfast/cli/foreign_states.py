@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
 from ..formats.coverage_check import unequal_copies
-from ..formats.readers.run_directory import Commit
+from ..formats.readers.run_directory import CommitSource
 from ..formats.readers.safetensors_files import BITS
-from ..formats.source import Source, Stored
+from ..formats.source import Source, SourceTensor
 from ..opening import source_of
 from ..quantities import counted, format_bytes
 from .output import atom_table, console, print_facts, print_json, print_table, progress
@@ -28,14 +28,14 @@ def with_sources(texts: Sequence[str], read: Callable[..., T]) -> T:
 
 def named(source: Source) -> str:
     """Return the name of a source for the next command, with its format if it is no run."""
-    if isinstance(source, Commit):
+    if isinstance(source, CommitSource):
         return label(source.reader, source.manifest)
     return source.path if source.format == "holdfast" else f"{source.path} ({source.format})"
 
 
 def about(source: Source) -> dict[str, Any]:
     """Return the JSON description of a state."""
-    if isinstance(source, Commit):
+    if isinstance(source, CommitSource):
         return summary(source.manifest)
     nbytes = sum(stored.atom.nbytes for stored in source.atoms.values())
     return {
@@ -79,13 +79,13 @@ def show(source: Source, *, as_json: bool) -> None:
     print_table(out, atom_table(rows))
 
 
-def _row(stored: Stored) -> dict[str, Any]:
+def _row(stored: SourceTensor) -> dict[str, Any]:
     """Describe a tensor: ``parts`` counts the stored arrays that hold it, ``copies`` how often it is stored."""
     counts = {"parts": len(np.unique(stored.pieces.part)), "copies": 1 + len(stored.copies)}
     return stored.atom.to_json() | counts
 
 
-def _cuts_of(stored: Stored) -> list[list[list[int]]]:
+def _cuts_of(stored: SourceTensor) -> list[list[list[int]]]:
     """Return the stored regions of a tensor by start and stop. There may be millions."""
     pieces = stored.pieces
     return [list(box) for box in zip(pieces.start.tolist(), pieces.stop.tolist(), strict=True)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ..errors import BadInput, NoCommit
 from ..store.format.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
-from ..store.remote.push_target import Target, Url, place_of
+from ..store.remote.push_target import NamedCommit, Url, place_of
 from ..store.run_store import LocalStore
 from .train.kept_config import NAME, read_record, state_directory
 
@@ -30,13 +30,13 @@ def while_training(texts: Sequence[str], attempt: Callable[[], T]) -> T:
 
     A run that is training may retire its newest commit meanwhile; then ``attempt`` is repeated with the new newest one.
     """
-    named = all(Target.parse(text).step is not None for text in texts)
+    named = all(NamedCommit.parse(text).step is not None for text in texts)
     return attempt() if named else again_if_retired(attempt)
 
 
 def open_commit(text: str) -> tuple[RunReader, Manifest]:
     """Return the reader and the manifest of the commit that ``text`` names. Raises ``NoCommit``."""
-    target = Target.parse(text)
+    target = NamedCommit.parse(text)
     reader = open_run(target.run)
     if target.step is not None:
         return reader, reader.at(target.step, target.timeline)
@@ -69,7 +69,7 @@ def _not_a_directory(run: Path) -> str:
     start, _, step = str(run).rpartition("@")
     if not Path(start).is_dir() or not start:
         return f"{run} is not a directory; name the directory of a run, such as runs/default"
-    if Target.parse(str(run)).step is None:
+    if NamedCommit.parse(str(run)).step is None:
         return f"{step!r} in {run} is not a step, which is a number; `holdfast ls {start}` lists them"
     return f"{run} names a step, and all of a run is asked for: {start}. `holdfast show {run}` shows one step"
 

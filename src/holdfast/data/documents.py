@@ -36,7 +36,7 @@ The longer ones come first, since they begin with the shorter ones.
 KEYS = ("text", "prompt", "completion")
 
 
-class Record(NamedTuple):
+class Document(NamedTuple):
     """A document; of a pair, ``prompt`` comes before ``text``. ``where`` is its file and line."""
 
     text: str
@@ -56,7 +56,7 @@ def is_packed(path: Path) -> bool:
     return path.name.lower().endswith(PACKED)
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Document]:
     """Yield the records of a file of JSON."""
     if form_of(path) == LINES:
         for number, line in _lines(path):
@@ -253,7 +253,7 @@ def _refuse_json(path: Path, line: int, why: str, column: int | None = None) -> 
     raise BadInput(f"{path}:{line} is no JSON: {why}{at}")
 
 
-def _record(value: Any, where: str) -> Record:
+def _record(value: Any, where: str) -> Document:
     pairs = value if isinstance(value, _Object) else []
     told = dict(pairs)
     for key in KEYS:
@@ -261,9 +261,9 @@ def _record(value: Any, where: str) -> Record:
             raise BadInput(f'{where} has "{key}" twice. Leave one of them out.')
         _refuse_halves(key, told.get(key), where)
     if isinstance(told.get("text"), str):
-        return Record(told["text"], None, where)
+        return Document(told["text"], None, where)
     if isinstance(told.get("prompt"), str) and isinstance(told.get("completion"), str):
-        return Record(told["completion"], told["prompt"], where)
+        return Document(told["completion"], told["prompt"], where)
     raise BadInput(
         f'{where} has neither "text" nor "prompt" and "completion", as text in quotes; it has'
         f" {', '.join(told) or 'no keys'}"

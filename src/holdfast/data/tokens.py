@@ -72,7 +72,7 @@ class Encoder(Protocol):
         ...
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text to be encoded, a document or a part of one.
 
     ``opens`` and ``closes`` mark the ends of a document. The ``prompt`` of a pair comes before ``text``; ``before``
@@ -266,7 +266,7 @@ class _Texts:
         self._place = self._done = 0
         """The characters of the document in the pieces before, and those up to the end of the last token."""
 
-    def ids_of(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
+    def ids_of(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[TextPiece, int, list[int]]]:
         """Yield each piece with the number of its ids that are prompt, and its ids."""
         texts = [(piece.prompt or piece.before) + piece.text + piece.after for piece in pieces]
         found = self._encoder.encode_with_ends(texts)
@@ -283,7 +283,7 @@ class _Texts:
             begin = self._encoder.begin if piece.opens else []
             yield piece, len(begin) + prompt, begin + own + (self._encoder.end if piece.closes else [])
 
-    def _continued(self, piece: Piece, ids: list[int], ends: list[int]) -> list[int]:
+    def _continued(self, piece: TextPiece, ids: list[int], ends: list[int]) -> list[int]:
         """Return the ids of a piece that continue those of the piece before.
 
         Where the two disagree on the tokens at their joint, tokens of the piece before are used up to a place where
@@ -308,7 +308,7 @@ class _Texts:
         self._done = found[-1][1] if found else self._done
         return [token for token, _ in found]
 
-    def _by_themselves(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, list[int]]]:
+    def _by_themselves(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[TextPiece, int, list[int]]]:
         """Yield the same, each text encoded by itself, because the encoder cannot say where tokens end."""
         prompts = self._encoder.encode([piece.prompt or "" for piece in pieces])
         texts = self._encoder.encode([piece.text for piece in pieces])
@@ -318,15 +318,15 @@ class _Texts:
             yield piece, len(before), before + text + (self._encoder.end if piece.closes else [])
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
+def _pieces(path: Path) -> Iterator[TextPiece]:
     if form_of(path) != PLAIN:
         for record in records(path):
-            yield Piece(record.text, True, True, record.prompt)
+            yield TextPiece(record.text, True, True, record.prompt)
         return
     before, opens = "", True
     ahead = chunks(path, PIECE_CHARACTERS)
     text = next(ahead, "")
     while text:
         following = next(ahead, "")
-        yield Piece(text, opens, not following, before=before, after=following[:AROUND])
+        yield TextPiece(text, opens, not following, before=before, after=following[:AROUND])
         before, opens, text = (before + text)[-AROUND:], False, following

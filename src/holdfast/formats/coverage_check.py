@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import Damaged
 from .load import read_flat
-from .source import Source, Stored
+from .source import Source, SourceTensor
 
 CHUNK = 1 << 22
 """The number of elements that are compared at once."""
 
 
-def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
+def refuse_unequal(source: Source, wanted: Iterable[SourceTensor]) -> None:
     """Raise ``Damaged`` if a tensor of ``wanted`` has copies that should be equal and differ.
 
     Tensors that an earlier call found equal are not compared again.
@@ -23,13 +23,13 @@ def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
     source.compared.update(stored.atom.key for stored in left)
 
 
-def unequal_copies(source: Source, among: Iterable[Stored]) -> Iterator[Damaged]:
+def unequal_copies(source: Source, among: Iterable[SourceTensor]) -> Iterator[Damaged]:
     """Yield an error for each tensor entry whose copies should be equal and differ."""
     for stored in among:
         key = stored.atom.key
-        first = Stored(stored.atom, stored.pieces)
+        first = SourceTensor(stored.atom, stored.pieces)
         for copy in () if stored.average else stored.copies:
-            if not _equal(source, first, Stored(stored.atom, copy)):
+            if not _equal(source, first, SourceTensor(stored.atom, copy)):
                 paths = sorted(
                     {source.parts[n].path for pieces in (stored.pieces, copy) for n in pieces.part.tolist()}
                 )
@@ -39,7 +39,7 @@ def unequal_copies(source: Source, among: Iterable[Stored]) -> Iterator[Damaged]
                 break
 
 
-def _equal(source: Source, one: Stored, other: Stored) -> bool:
+def _equal(source: Source, one: SourceTensor, other: SourceTensor) -> bool:
     elements = one.atom.elements
     return all(
         read_flat(source, one, start, min(start + CHUNK, elements)).tobytes()

@@ -41,7 +41,7 @@ Path = tuple[Any, ...]
 """The names on the path to an entry; numbers are positions in lists."""
 
 
-class Kind(NamedTuple):
+class ShapeAndType(NamedTuple):
     """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Named:
+class TensorRoles:
     """The role of each tensor of a state dict.
 
     ``tensors`` holds the name and slot of each tensor; ``optimizers`` and ``model`` hold the prefixes of their keys.
@@ -99,8 +99,11 @@ def unwrapped(name: str) -> str:
 
 
 def name_all(
-    tensors: Mapping[str, Kind], paths: Mapping[str, Path], values: Mapping[str, Any], where: str = "this"
-) -> Named:
+    tensors: Mapping[str, ShapeAndType],
+    paths: Mapping[str, Path],
+    values: Mapping[str, Any],
+    where: str = "this",
+) -> TensorRoles:
     """Assign every tensor to the model, an optimizer, or neither.
 
     Raises ``BadInput`` if several models are possible.
@@ -128,7 +131,7 @@ def name_all(
     model = _model_root(_likely(rest, tensors), paths, forms, where)
     below = [key for key in rest if key.startswith(model)]
     in_model = [key for key in below if _is_direct(key, paths[key], model)] or below
-    named = Named({}, model, optimizers)
+    named = TensorRoles({}, model, optimizers)
     named.is_wrapped = all(unwrapped(key.removeprefix(model)).startswith("module.") for key in in_model)
     plain = {key: named.name_in_model(key) for key in in_model}
     named.of_model = set(plain.values())
@@ -150,7 +153,7 @@ def name_all(
     return named
 
 
-def _likely(keys: list[str], tensors: Mapping[str, Kind]) -> list[str]:
+def _likely(keys: list[str], tensors: Mapping[str, ShapeAndType]) -> list[str]:
     """Return those of ``keys`` that show where the model is.
 
     Single numbers and generator states (one axis of bytes) do not count, unless the model has nothing else.
@@ -161,7 +164,7 @@ def _likely(keys: list[str], tensors: Mapping[str, Kind]) -> list[str]:
     return weights or numbers or shaped or keys
 
 
-def _set_seconds_apart(named: Named) -> None:
+def _set_seconds_apart(named: TensorRoles) -> None:
     """Move the second of two tensors with one name to ``EXTRA``; an optimizer that has such a tensor is none."""
     taken: set[tuple[str, str]] = set()
     seconds = {key for key, name in named.tensors.items() if name in taken or taken.add(name)}
@@ -272,7 +275,7 @@ def _is_direct(key: str, path: Path, root: str) -> bool:
     return len(path) == 1 or not key.removeprefix(root).removesuffix(str(path[-1]))
 
 
-def slot_of(name: str, kind: Kind) -> str:
+def slot_of(name: str, kind: ShapeAndType) -> str:
     """Return whether a tensor that no optimizer knows is a parameter or a buffer, judged by its dtype and name."""
     number = TORCH_NAMES[kind.dtype].startswith(("float", "bfloat", "complex"))
     return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
@@ -287,8 +290,8 @@ def _groups_in(paths: Mapping[str, Path], values: Mapping[str, Any]) -> list[lis
 
 def _numbered(
     states: Mapping[str, tuple[str, str]],
-    model: list[tuple[str, Kind]],
-    tensors: Mapping[str, Kind],
+    model: list[tuple[str, ShapeAndType]],
+    tensors: Mapping[str, ShapeAndType],
     groups: Sequence[Sequence[Any]],
 ) -> dict[str, str]:
     """Return the names of parameters that optimizers know by number, or nothing where they are ambiguous.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import RunMismatch
 from ..quantities import shown
 from ..state.tensor_entries import CARRIED, FLOATS, SEED, STEP
-from .source import Source, Stored
+from .source import Source, SourceTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Allowed:
     cast: bool = False
 
 
-class Form(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """A tensor of the model: all its names, its global shape, and the dtypes that a source may store unconverted."""
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Match:
     converted, ``without_state`` the trained parameters whose optimizer state begins anew.
     """
 
-    found: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    found: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -99,7 +99,7 @@ Keeps = Callable[[Mapping[str, str]], Mapping[str, frozenset[str] | None]]
 
 
 def match(
-    forms: Iterable[Form],
+    forms: Iterable[ExpectedTensor],
     source: Source,
     allowed: Allowed,
     elsewhere: Collection[str] = (),
@@ -157,7 +157,7 @@ class _Held:
     """
 
     def __init__(self, source: Source) -> None:
-        self.by_name: dict[str, dict[str, Stored]] = {}
+        self.by_name: dict[str, dict[str, SourceTensor]] = {}
         for stored in source.atoms.values():
             if stored.atom.slot not in CARRIED:
                 self.by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
@@ -171,19 +171,19 @@ class _Held:
         self._grouped = {name for _, names in groups_of(source.progress) for name in names}
         self._is_fresh = self.weights_only and bool(source.progress.get("groups"))
 
-    def use(self, name: str) -> dict[str, Stored]:
+    def use(self, name: str) -> dict[str, SourceTensor]:
         """Return the tensors of ``name`` by slot and mark all names of these tensors as used."""
         slots = self.by_name[name]
         self.used |= self._same[id(slots)]
         return dict(slots)
 
-    def take(self, name: str, is_buffer: bool) -> tuple[Stored, dict[str, Stored]]:
+    def take(self, name: str, is_buffer: bool) -> tuple[SourceTensor, dict[str, SourceTensor]]:
         """Return the parameter or buffer ``name`` and its other tensors by slot, and mark them as used."""
         slots = self.use(name)
         kinds = ("buffer", "param") if is_buffer else ("param", "buffer")  # some formats go by dtype
         return slots.pop(next(kind for kind in kinds if kind in slots)), slots
 
-    def with_copies(self, main: Stored, names: set[str]) -> Stored:
+    def with_copies(self, main: SourceTensor, names: set[str]) -> SourceTensor:
         """Return ``main`` with copies stored under others of its ``names``, as some formats store a tied tensor."""
         for name in names & self.by_name.keys() - self.used:
             copy = self.by_name[name].get("param")
@@ -201,12 +201,12 @@ class _Held:
 
 def _state(
     name: str,
-    slots: dict[str, Stored],
+    slots: dict[str, SourceTensor],
     values: Mapping[str, Any],
     kept: frozenset[str] | None,
     lacking: list[str] | None,
     result: Match,
-) -> dict[str, Stored]:
+) -> dict[str, SourceTensor]:
     """Return the tensors of a parameter that its optimizer keeps, and note the rest in ``result``.
 
     Args:
@@ -267,7 +267,7 @@ def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[st
     return list(zip(groups, names or [], strict=False))
 
 
-def _alike(one: Stored, other: Stored) -> bool:
+def _alike(one: SourceTensor, other: SourceTensor) -> bool:
     return (one.atom.shape, one.atom.dtype) == (other.atom.shape, other.atom.dtype)
 
 
@@ -300,7 +300,7 @@ def _renamed(name: str, allowed: Allowed) -> str:
     return name
 
 
-def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> None:
+def _compare(form: ExpectedTensor, stored: SourceTensor, allowed: Allowed, result: Match) -> None:
     """Raise ``RunMismatch`` if ``stored`` has another shape or dtype; note a conversion in ``result``."""
     name, atom = form.names[0], stored.atom
     if atom.shape != form.shape:

@@ -20,7 +20,7 @@ import xxhash
 from ..errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing
 from ..io.threads import File, open_file
 from ..quantities import MiB, shown
-from .source import Part, Source, Sums
+from .source import Checksums, Source, StoredArray
 
 PIECE = 4 * MiB
 """The number of bytes that are read at once during verification."""
@@ -29,7 +29,7 @@ NUM_LOCKS = 16
 
 
 @dataclass
-class Files(Source):
+class ReadFiles(Source):
     """A source whose parts are ranges of files.
 
     No byte of a part with a checksum is returned before the whole part was verified, and no byte of a file that was
@@ -50,7 +50,7 @@ class Files(Source):
             with suppress(OSError):
                 self._stamps[str(each)] = _stamp_of(os.stat(each))
 
-    def add_part(self, part: Part) -> int:
+    def add_part(self, part: StoredArray) -> int:
         if part.path and part.path not in self._stamps:
             with suppress(OSError):  # the error is raised when the part is read
                 self._stamps[part.path] = _stamp_of(os.stat(part.path))
@@ -61,7 +61,7 @@ class Files(Source):
             with looking_at(path), suppress(FileNotFoundError):  # bytes read before the removal still hold
                 self._compare(path, os.stat(path))
 
-    def _opened(self, part: Part) -> File:
+    def _opened(self, part: StoredArray) -> File:
         try:
             with looking_at(part.path):
                 file = open_file(Path(part.path), write=False, create=False, direct=False)
@@ -119,14 +119,14 @@ class Files(Source):
 
 
 @dataclass
-class WithNumbers(Files):
+class WithNumbers(ReadFiles):
     """A source with parts that are in no file: numbers that other writers keep beside their tensors."""
 
     _numbers: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def add_number(self, value: bool | int | float) -> int:
         """Add a part of one F32 element, as torch's optimizers count steps, and return its number."""
-        part = self.add_part(Part("", 0, 4, "F32"))
+        part = self.add_part(StoredArray("", 0, 4, "F32"))
         self._numbers[part] = struct.pack("<f", value)
         return part
 
@@ -153,7 +153,9 @@ def _stamp_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns  # no inode number: not every file system keeps one
 
 
-def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:
+def _check_all(
+    part: StoredArray, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]
+) -> None:
     """Verify the checksums of ``part``. Raises ``ChunkCorrupt``.
 
     Args:
@@ -171,7 +173,9 @@ def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in:
             _check_stretch(part, part.sums, number, bytes_at)
 
 
-def _check_stretch(part: Part, sums: Sums, number: int, bytes_at: Callable[[int, int], memoryview]) -> None:
+def _check_stretch(
+    part: StoredArray, sums: Checksums, number: int, bytes_at: Callable[[int, int], memoryview]
+) -> None:
     begin, end = (min(place * sums.stretch, part.nbytes) for place in (number, number + 1))
     digest = xxhash.xxh3_64()
     for start in range(begin, end, PIECE):
@@ -185,7 +189,7 @@ def _check_stretch(part: Part, sums: Sums, number: int, bytes_at: Callable[[int,
         )  # fmt: skip
 
 
-def check_sum(part: Part, found: int, lying_in: Iterable[str] = ()) -> None:
+def check_sum(part: StoredArray, found: int, lying_in: Iterable[str] = ()) -> None:
     """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``.
 
     ``lying_in``, the keys of tensor entries with a fragment in the part, is iterated only then.

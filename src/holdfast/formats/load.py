@@ -18,9 +18,9 @@ import numpy as np
 
 from ..errors import Damaged
 from ..quantities import KiB, MiB
-from ..state.layout.fragments import Fragments, Piece, flat_boxes, joined, row_major
-from ..state.layout.regions import Box
-from .source import Source, Stored
+from ..state.layout.fragments import Fragment, Fragments, flat_boxes, joined, row_major
+from ..state.layout.regions import Region
+from .source import Source, SourceTensor
 
 if TYPE_CHECKING:
     import torch
@@ -31,18 +31,18 @@ WINDOW, GAP = 32 * MiB, 64 * KiB
 THREADS = 4
 
 
-class Target(NamedTuple):
+class ReadTarget(NamedTuple):
     """The region ``box`` of ``stored`` and the ``array`` to fill with it.
 
     The array has the region's shape and opaque elements of the entry's item size.
     """
 
-    stored: Stored
-    box: Box
+    stored: SourceTensor
+    box: Region
     array: np.ndarray
 
 
-class Run(NamedTuple):
+class ReadRange(NamedTuple):
     """A range of elements of one part, some of which fill the region ``box`` of a target's array.
 
     The range is ``start`` to ``start + count``; the elements used lie at ``strides`` from the first one.
@@ -52,11 +52,11 @@ class Run(NamedTuple):
     start: int
     count: int
     target: int
-    box: Box
+    box: Region
     strides: tuple[int, ...]
 
 
-def read_all(source: Source, targets: list[Target]) -> None:
+def read_all(source: Source, targets: list[ReadTarget]) -> None:
     """Fill the arrays of ``targets``, with several threads.
 
     Raises ``Damaged`` if the source is damaged or does not cover a target. Some arrays may be partly filled then.
@@ -84,13 +84,13 @@ def checks(source: Source, parts: Iterable[int]) -> Iterator[Callable[[], int]]:
     return (partial(check, part) for part in parts if part not in source.checked)
 
 
-def read(source: Source, targets: list[Target]) -> None:
+def read(source: Source, targets: list[ReadTarget]) -> None:
     """Fill the arrays of ``targets`` in the calling thread; otherwise as ``read_all``."""
     for run in plan(source, targets):
         _read(source, run, targets[run.target].array)
 
 
-def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+def read_flat(source: Source, stored: SourceTensor, start: int, stop: int) -> np.ndarray:
     """Return elements ``start`` to ``stop`` of a tensor entry in C order, as opaque elements of its item size.
 
     Where copies are to be averaged, the elements are their mean.
@@ -100,14 +100,14 @@ def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarr
     result = np.empty(stop - start, dtype=f"V{stored.atom.itemsize}")
     targets, at = [], 0
     for box in flat_boxes(stored.atom.shape, start, stop):
-        targets.append(Target(stored, box, result[at : at + box.elements].reshape(box.shape)))
+        targets.append(ReadTarget(stored, box, result[at : at + box.elements].reshape(box.shape)))
         at += box.elements
     read(source, targets)
     return result
 
 
-def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
-    each = [Stored(stored.atom, pieces) for pieces in stored.every]
+def _mean_of(source: Source, stored: SourceTensor, start: int, stop: int) -> np.ndarray:
+    each = [SourceTensor(stored.atom, pieces) for pieces in stored.every]
     return array_of(mean([tensor_of(read_flat(source, one, start, stop), stored.atom.dtype) for one in each]))
 
 
@@ -121,7 +121,7 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements of a host ``tensor`` in C order as opaque ones, as in a ``Target``. Shares its memory."""
+    """Return the elements of a host ``tensor`` in C order as opaque ones, as in a ``ReadTarget``. Shares its memory."""
     from ..state.plain_tensors import flat_bytes
 
     flat = flat_bytes(tensor).numpy().view(f"V{tensor.element_size()}")
@@ -165,7 +165,7 @@ def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = la
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ReadPlan:
     """The runs that fill some targets, in the order in which they lie in the files.
 
     Entry ``i`` is fragment ``index[i]`` of target ``target[i]``. There may be millions of runs, so each is built when
@@ -179,13 +179,13 @@ class Plan:
     def __len__(self) -> int:
         return len(self.target)
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[ReadRange]:
         for target, index in zip(self.target.tolist(), self.index.tolist(), strict=True):
             piece = self.pieces[target].piece(index)
-            yield Run(piece.part, piece.offset, _span(piece), target, piece.box, piece.strides)
+            yield ReadRange(piece.part, piece.offset, _span(piece), target, piece.box, piece.strides)
 
 
-def plan(source: Source, targets: Iterable[Target]) -> Plan:
+def plan(source: Source, targets: Iterable[ReadTarget]) -> ReadPlan:
     """Plan the runs that fill ``targets``. Raises ``Damaged`` if the source does not cover a target."""
     found: list[Fragments] = []
     itemsizes: list[int] = []
@@ -203,7 +203,7 @@ def plan(source: Source, targets: Iterable[Target]) -> Plan:
     target = np.repeat(np.arange(len(found)), counts)
     index = np.concatenate([np.arange(count) for count in counts]) if counts else target
     if not len(target):
-        return Plan(found, target, index)
+        return ReadPlan(found, target, index)
     part = np.concatenate([pieces.part for pieces in found])
     start = np.concatenate([pieces.offset * size for pieces, size in zip(found, itemsizes, strict=True)])
     used, place = np.unique(part, return_inverse=True)
@@ -212,10 +212,10 @@ def plan(source: Source, targets: Iterable[Target]) -> Plan:
     file = np.array([files[each.path] for each in where])
     offset = np.array([each.offset for each in where])
     order = np.lexsort((offset[place] + start, file[place]))
-    return Plan(found, target[order], index[order])
+    return ReadPlan(found, target[order], index[order])
 
 
-def _span(piece: Piece) -> int:
+def _span(piece: Fragment) -> int:
     """Return the number of elements from the first to the last of ``piece``, in its part."""
     return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
 
@@ -231,7 +231,7 @@ def _readable_ones(pieces: Fragments, itemsize: int) -> Fragments:
     return joined([pieces.only(easy), cut], pieces.rank)
 
 
-def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
+def _readable(piece: Fragment, itemsize: int) -> Iterator[Fragment]:
     """Split ``piece`` into fragments with short spans and small holes."""
     axes = [axis for axis, n in enumerate(piece.box.shape) if n > 1]
     axes.sort(key=lambda axis: piece.strides[axis])
@@ -250,15 +250,15 @@ def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
         yield from _readable(_between(piece, outer, first, first + rows), itemsize)
 
 
-def _between(piece: Piece, axis: int, start: int, stop: int) -> Piece:
+def _between(piece: Fragment, axis: int, start: int, stop: int) -> Fragment:
     """Return rows ``start`` to ``stop`` of ``piece`` along ``axis``, as far as they exist."""
     low, high = list(piece.box.start), list(piece.box.stop)
     offset = piece.offset + (start - low[axis]) * piece.strides[axis]
     low[axis], high[axis] = start, min(stop, high[axis])
-    return piece._replace(box=Box(tuple(low), tuple(high)), offset=offset)
+    return piece._replace(box=Region(tuple(low), tuple(high)), offset=offset)
 
 
-def _read(source: Source, run: Run, array: np.ndarray) -> None:
+def _read(source: Source, run: ReadRange, array: np.ndarray) -> None:
     region = array[(*run.box.slices, ...)]  # a view, also of a scalar
     first = run.start * array.itemsize
     if run.strides == row_major(run.box.shape) and region.flags.c_contiguous:

@@ -22,17 +22,17 @@ from ..optim.state_forms import anew
 from ..quantities import MiB, packed
 from ..state.capture import CapturedParameter
 from ..state.dtypes import FROM_NAME, TO_NAME
-from ..state.layout.flat_ranges import Region, boxes_of
-from ..state.layout.overlaps import Key, Memory, described, said_keys
-from ..state.layout.regions import Box
+from ..state.layout.flat_ranges import AnyRegion, boxes_of
+from ..state.layout.overlaps import Key, OverlappingMemory, described, said_keys
+from ..state.layout.regions import Region
 from ..state.live_state import LiveState
 from ..state.plain_tensors import flat_bytes
 from ..state.tensor_entries import STEP
 from .coverage_check import refuse_unequal
-from .entry_matching import Allowed, Form, Match, groups_of, match
+from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
 from .hyperparameters import kept_by, set_hyper_parameters
-from .load import Target, array_of, check_all, mean, read_all
-from .source import Source, Stored
+from .load import ReadTarget, array_of, check_all, mean, read_all
+from .source import Source, SourceTensor
 
 BATCH_BYTES = 256 * MiB
 
@@ -45,12 +45,12 @@ class _Wanted:
 
     name: str
     slot: str
-    stored: Stored
-    box: Box
+    stored: SourceTensor
+    box: Region
     dtype: torch.dtype | None = None
 
 
-def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[Stored]]:
+def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[SourceTensor]]:
     """Return the parts that ``restore`` will read, and the tensors that it will restore.
 
     Raises every error that ``restore`` would, except for damage. Several ranks call this first, so that none is changed
@@ -110,7 +110,7 @@ def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> Non
             [each] = wanted[key]
             [read] = read_tensors(source, [(each.stored, each.box)])
             values[key] = read.to(held[key].dtype).view(held[key].shape)
-        memory = Memory.empty(one_each, values)
+        memory = OverlappingMemory.empty(one_each, values)
         made = {
             tuple(key): memory.view(offset, strides, values[tuple(key)]) for key, offset, strides in one_each
         }
@@ -142,12 +142,14 @@ def matched(state: LiveState, source: Source, allowed: Allowed) -> Match:
     return match(_forms_of(state), source, allowed, state.elsewhere, keeps)
 
 
-def _forms_of(state: LiveState) -> list[Form]:
+def _forms_of(state: LiveState) -> list[ExpectedTensor]:
     forms = [
-        Form(p.names, p.shape, (TO_NAME[p.parameter.dtype],), state.is_trained(p)) for p in state.parameters
+        ExpectedTensor(p.names, p.shape, (TO_NAME[p.parameter.dtype],), state.is_trained(p))
+        for p in state.parameters
     ]
     return forms + [
-        Form((atom.name,), atom.shape, (atom.dtype,), is_buffer=True) for atom, _ in state.buffers().values()
+        ExpectedTensor((atom.name,), atom.shape, (atom.dtype,), is_buffer=True)
+        for atom, _ in state.buffers().values()
     ]
 
 
@@ -157,7 +159,7 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
     for name, there in found.found.items():
         for slot, stored in there.items():
             if slot == "buffer":
-                live.append(_Wanted(name, slot, stored, Box.whole(stored.atom.shape)))
+                live.append(_Wanted(name, slot, stored, Region.whole(stored.atom.shape)))
                 continue
             parameter = state.parameter(name)
             if state.lacks(name):
@@ -174,7 +176,11 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
 
 
 def _follows(
-    state: LiveState, parameter: CapturedParameter, stored: Stored, there: Mapping[str, Stored], found: Match
+    state: LiveState,
+    parameter: CapturedParameter,
+    stored: SourceTensor,
+    there: Mapping[str, SourceTensor],
+    found: Match,
 ) -> bool:
     """Return whether the optimizer keeps ``stored`` in the dtype of its ``parameter``, where the source has another.
 
@@ -188,17 +194,19 @@ def _follows(
     return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, ShapedStateOptimizer)
 
 
-def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region: Region) -> list[Box]:
+def _boxes_here(
+    parameter: CapturedParameter, slot: str, stored: SourceTensor, region: AnyRegion
+) -> list[Region]:
     """Return the regions of a parameter's tensor that this rank holds. Raises ``RunMismatch`` if they are unknown."""
     shape = stored.atom.shape
     if shape == parameter.shape:
         return boxes_of(region)
-    if stored.atom.elements > 1 and region != Box.whole(parameter.shape):
+    if stored.atom.elements > 1 and region != Region.whole(parameter.shape):
         raise RunMismatch(
             f"{parameter.name}/{slot} is {list(shape)} and not of its parameter's shape, of which this rank holds"
             f" {region.to_json()}: how it is cut cannot be told. Resume on one rank, or with the parameters unsharded."
         )
-    return [Box.whole(shape)]
+    return [Region.whole(shape)]
 
 
 def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
@@ -247,16 +255,16 @@ def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None
             state.load({f"{each.name}/{each.slot}": tensor})
 
 
-def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch.Tensor]:
+def read_tensors(source: Source, wanted: list[tuple[SourceTensor, Region]]) -> list[torch.Tensor]:
     """Return regions of tensor entries as host tensors. Raises ``Damaged``."""
     targets, tensors = [], []
     for stored, box in wanted:
         if stored.average:
-            each = [(Stored(stored.atom, pieces), box) for pieces in stored.every]
+            each = [(SourceTensor(stored.atom, pieces), box) for pieces in stored.every]
             tensors.append(mean(read_tensors(source, each)))
             continue
         tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
-        targets.append(Target(stored, box, array_of(tensor)))
+        targets.append(ReadTarget(stored, box, array_of(tensor)))
         tensors.append(tensor)
     read_all(source, targets)
     return tensors

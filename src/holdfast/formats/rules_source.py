@@ -12,17 +12,17 @@ import numpy as np
 
 from ..errors import RuleError
 from ..state.layout.flat_ranges import FLAT
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..state.rules.assembly import Assembled, Ruled, assemble
 from ..state.rules.inference import AXIS, HeldRegion, inferred
 from ..state.rules.rule_language import Rules
 from ..state.rules.rule_matching import StoredTensor
-from ..state.tensor_entries import Atom
+from ..state.tensor_entries import TensorEntry
 from ..store.format.manifest import Manifest
 from ..store.format.payload_files import regions
 from ..store.reader import RunReader
 from .load import read_flat
-from .source import Made, Part, Source, Stored, places_of
+from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 
 OF_MODEL = ("param", "buffer")
 """Slots of tensors that may have aliases."""
@@ -34,7 +34,7 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
     _refuse_stretches(stored)
     held = regions(manifest, stored)
     atoms = [
-        (Atom.from_json(each), [HeldRegion(rank, box) for rank, box in held[key]])
+        (TensorEntry.from_json(each), [HeldRegion(rank, box) for rank, box in held[key]])
         for key, each in stored.items()
     ]
     return inferred(atoms, len(manifest.streams))
@@ -49,7 +49,7 @@ def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assemble
     held = regions(manifest, stored)
     recorded, rows = {}, list[StoredTensor]()
     for key, described in stored.items():
-        atom, boxes = Atom.from_json(described), dict[int, Box]()
+        atom, boxes = TensorEntry.from_json(described), dict[int, Region]()
         for rank, box in held[key]:
             at = {AXIS: (rank, world)}
             boxes[len(rows)] = box
@@ -76,7 +76,7 @@ def add_to(contents: Source, found: Assembled) -> None:
     Raises ``Damaged`` if a tensor is not covered exactly once.
     """
     for ruled in found.atoms.values():
-        contents.add(Stored(ruled.atom, ruled.pieces, ruled.copies, ruled.average))
+        contents.add(SourceTensor(ruled.atom, ruled.pieces, ruled.copies, ruled.average))
     contents.aliases |= found.aliases
     averaged = [key for key, ruled in found.atoms.items() if ruled.average]
     lost = {name: some for name, some in (("averaged", averaged), ("dropped", list(found.dropped))) if some}
@@ -84,7 +84,7 @@ def add_to(contents: Source, found: Assembled) -> None:
         contents.progress.setdefault("extra", {}).update(lost)
 
 
-class UnderRules(Made):
+class UnderRules(DerivedSource):
     """The tensors of ``source`` after ``rules`` renamed, joined, split or permuted them.
 
     Nothing is copied: the parts are the tensors of the source, read on demand.
@@ -93,7 +93,7 @@ class UnderRules(Made):
     def __init__(self, source: Source, rules: Rules) -> None:
         """Apply the rules. Raises ``RuleError`` if they do not fit."""
         super().__init__(source)
-        self._stored: list[Stored] = []
+        self._stored: list[SourceTensor] = []
         self._copies: list[list[int]] = [[] for _ in source.atoms]
         for stored in source.atoms.values():
             self._add_stored(stored)
@@ -107,12 +107,12 @@ class UnderRules(Made):
         self._rename_aliases(rules, source)
         self._rename_in_progress()
 
-    def _add_stored(self, stored: Stored) -> int:
+    def _add_stored(self, stored: SourceTensor) -> int:
         """Add a part for ``stored`` and return its number."""
         self._stored.append(stored)
-        return self.add_part(Part(self.path, 0, stored.atom.nbytes, stored.atom.dtype))
+        return self.add_part(StoredArray(self.path, 0, stored.atom.nbytes, stored.atom.dtype))
 
-    def _with_copies(self, stored: Stored) -> Stored:
+    def _with_copies(self, stored: SourceTensor) -> SourceTensor:
         """Return ``stored`` with copies that are built from the source's copies in the same way."""
         if stored.average:
             return stored
@@ -170,18 +170,18 @@ class UnderRules(Made):
         values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
         np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
 
-    def made_of(self, part: int) -> Iterable[Stored]:
+    def made_of(self, part: int) -> Iterable[SourceTensor]:
         return [self._stored[part]]
 
     def identity(self) -> list[Any]:
         return [self.progress, places_of(self._stored), self._source.identity()]
 
 
-def _row(number: int, atom: Atom, name: str) -> StoredTensor:
+def _row(number: int, atom: TensorEntry, name: str) -> StoredTensor:
     return StoredTensor(number, name, atom.shape, atom.dtype, atom.slot)
 
 
-def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:
+def _lies(ruled: Ruled | None, atom: TensorEntry, boxes: Mapping[int, Region]) -> bool:
     """Return whether ``ruled`` consists of exactly these regions of these parts."""
     if ruled is None or ruled.atom != atom:
         return False

@@ -11,14 +11,14 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..quantities import MiB, format_bytes, packed
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..state.tensor_entries import fragment
 from ..store.format.file_names import METADATA, PAD, Layout
 from ..store.format.manifest import Manifest
 from ..store.run_store import LocalStore
 from .load import read_flat
 from .readers import format_of, is_of_others
-from .source import Source, Stored, with_aliases
+from .source import Source, SourceTensor, with_aliases
 
 UNIT_BYTES = 256 * MiB
 """The approximate size of a file; the tensors of one parameter stay together."""
@@ -56,27 +56,27 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
         )
 
 
-def _grouped(source: Source) -> Iterator[list[Stored]]:
+def _grouped(source: Source) -> Iterator[list[SourceTensor]]:
     """Yield tensor entries grouped by parameter, in files of about ``UNIT_BYTES``."""
-    by_name: dict[str, list[Stored]] = {}
+    by_name: dict[str, list[SourceTensor]] = {}
     for stored in source.atoms.values():
         by_name.setdefault(stored.atom.name, []).append(stored)
 
-    def nbytes(atoms: list[Stored]) -> int:
+    def nbytes(atoms: list[SourceTensor]) -> int:
         return sum(each.atom.nbytes for each in atoms)
 
     for group in packed(by_name.values(), nbytes, UNIT_BYTES):
         yield [each for atoms in group for each in atoms]
 
 
-def _layout(group: list[Stored]) -> Layout:
+def _layout(group: list[SourceTensor]) -> Layout:
     return Layout.build([(each.atom.key, each.atom.dtype, each.atom.shape) for each in group], METADATA)
 
 
-def _index(units: dict[str, list[Stored]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _index(units: dict[str, list[SourceTensor]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, group in units.items():
         for atom in (stored.atom for stored in group):
-            whole = fragment(name, atom.key, Box.whole(atom.shape))
+            whole = fragment(name, atom.key, Region.whole(atom.shape))
             yield atom.key, atom.to_json() | {"fragments": [whole]}
 
 

@@ -19,7 +19,7 @@ import xxhash
 
 from ..errors import Damaged
 from ..state.layout.fragments import Fragments
-from ..state.tensor_entries import DTYPE_BYTES, Atom
+from ..state.tensor_entries import DTYPE_BYTES, TensorEntry
 
 MOST_EXPANDED = 1 << 20
 """The limit of elements for a tensor, or a region, that has more elements than are stored (expanded)."""
@@ -27,7 +27,7 @@ MOST_OFFSET = float(1 << 62)
 """A limit for offsets, in elements, below which no arithmetic overflows."""
 
 
-class Sums(NamedTuple):
+class Checksums(NamedTuple):
     """The checksums of the tensor ``key``: one 64-bit xxh3, in hexadecimal, for every ``stretch`` bytes."""
 
     key: str
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredArray:
     """One stored array: ``nbytes`` bytes of the file ``path`` from ``offset`` on, of elements of ``dtype``.
 
     ``dtype`` is a safetensors name. ``crc32`` or ``sums`` are the checksums that the writer stored, if any.
@@ -47,7 +47,7 @@ class Part:
     nbytes: int
     dtype: str
     crc32: int | None = None
-    sums: Sums | None = None
+    sums: Checksums | None = None
 
     @property
     def has_checksum(self) -> bool:
@@ -59,13 +59,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stored:
+class SourceTensor:
     """A tensor entry and the place of its elements: ``pieces`` cover it exactly once.
 
     ``copies`` are further stored copies, which must be equal; with ``average`` the value is the mean of all copies.
     """
 
-    atom: Atom
+    atom: TensorEntry
     pieces: Fragments
     copies: tuple[Fragments, ...] = ()
     average: bool = False
@@ -90,8 +90,8 @@ class Source:
 
     path: str
     format: str
-    atoms: dict[str, Stored] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    atoms: dict[str, SourceTensor] = field(default_factory=dict)
+    parts: list[StoredArray] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -142,12 +142,12 @@ class Source:
                 files.append([path, status.st_size, status.st_mtime_ns])
         return [self.path, self.progress, files]
 
-    def add_part(self, part: Part) -> int:
+    def add_part(self, part: StoredArray) -> int:
         """Add ``part`` and return its number."""
         self.parts.append(part)
         return len(self.parts) - 1
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: SourceTensor) -> None:
         """Add a tensor entry.
 
         Raises ``Damaged`` if its key exists already or its fragments do not cover it exactly once.
@@ -158,14 +158,14 @@ class Source:
         self.check_cover(stored)
         self.atoms[key] = stored
 
-    def check_cover(self, stored: Stored) -> None:
+    def check_cover(self, stored: SourceTensor) -> None:
         """Raise ``Damaged`` unless the fragments of ``stored`` cover it exactly once and lie inside it and
         their parts.
         """
         for pieces in stored.every:
             self._check(stored.atom.key, stored.atom, pieces)
 
-    def _check(self, key: str, atom: Atom, pieces: Fragments) -> None:
+    def _check(self, key: str, atom: TensorEntry, pieces: Fragments) -> None:
         outside = (
             (pieces.stop > np.array(atom.shape, dtype=np.int64)).any(axis=1)
             if pieces.rank
@@ -207,7 +207,7 @@ def with_aliases(source: Source) -> dict[str, Any]:
     return source.progress | ({"aliases": dict(source.aliases)} if source.aliases else {})
 
 
-class Made(Source):
+class DerivedSource(Source):
     """A source built from whole tensors of another ``source``, which are read and verified in place."""
 
     def __init__(self, source: Source) -> None:
@@ -215,7 +215,7 @@ class Made(Source):
         self.unnested, self.passed_over = source.unnested, source.passed_over
         self._source = source
 
-    def made_of(self, part: int) -> Iterable[Stored]:
+    def made_of(self, part: int) -> Iterable[SourceTensor]:
         """Return the tensors of the source that ``part`` is built from."""
         raise NotImplementedError
 
@@ -235,7 +235,7 @@ class Made(Source):
         return {number for each in stored for number in each.pieces.part.tolist()}
 
 
-def places_of(atoms: Iterable[Stored]) -> str:
+def places_of(atoms: Iterable[SourceTensor]) -> str:
     """Return a digest of ``atoms`` and the places of their elements."""
     digest = xxhash.xxh3_128()
     for stored in atoms:

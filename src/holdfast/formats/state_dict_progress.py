@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .entry_keys import PROGRESS, Named, Path, in_list, inside, numbered_name, state_of
+from .entry_keys import PROGRESS, Path, TensorRoles, in_list, inside, numbered_name, state_of
 from .foreign_progress import told_progress
 
 STEPS = ("step", "global_step", "train_step", "iteration", "iter_num")
@@ -20,7 +20,7 @@ INTEGERS = ("I64", "I32", "I16")
 
 
 def progress_of(
-    values: Mapping[str, Any], paths: Mapping[str, Path], named: Named, where: str
+    values: Mapping[str, Any], paths: Mapping[str, Path], named: TensorRoles, where: str
 ) -> dict[str, Any]:
     """Return the progress (as in ``Source``) that the entries without tensors, or with small ones, contain.
 
@@ -118,7 +118,9 @@ def _unflattened(value: Any) -> Any:
     return {str(name): _unflattened(item) for name, item in value.items()}
 
 
-def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> list[dict[str, Any]]:
+def _groups_of(
+    values: Mapping[str, Any], paths: Mapping[str, Path], named: TensorRoles
+) -> list[dict[str, Any]]:
     """Return hyper-parameters by group, with the names of the parameters."""
     found: list[dict[str, Any]] = []
     for root in named.optimizers:

@@ -26,15 +26,15 @@ from torch.futures import Future
 
 from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..formats.entry_keys import KEY
-from ..formats.load import Plan, Run, Target, array_of, in_threads, plan, read_all
-from ..formats.readers.run_directory import Commit
-from ..formats.source import Stored
+from ..formats.load import ReadPlan, ReadRange, ReadTarget, array_of, in_threads, plan, read_all
+from ..formats.readers.run_directory import CommitSource
+from ..formats.source import SourceTensor
 from ..quantities import MiB, packed
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..store.reader import RunReader
-from .dcp_items import OfRun
+from .dcp_items import RunPlace
 from .dcp_write import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
@@ -50,7 +50,7 @@ class PlanOfCommit(LoadPlan):
     commit: str = ""
 
 
-class StorageReader(OfRun, dcp.StorageReader):
+class StorageReader(RunPlace, dcp.StorageReader):
     """The reader of a commit that a ``StorageWriter`` made of the run in ``root``: of ``step``, or the newest.
 
     ``timeline`` names the timeline of a step that a save of an earlier step has abandoned.
@@ -65,7 +65,7 @@ class StorageReader(OfRun, dcp.StorageReader):
             )
         super().__init__(root, step)
         self._timeline = timeline
-        self._source: Commit | None = None
+        self._source: CommitSource | None = None
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
 
@@ -101,7 +101,7 @@ class StorageReader(OfRun, dcp.StorageReader):
                 f"{self.root}@{manifest.step} was not written by dcp.save, so its tensors have no keys of a state dict."
                 f" `holdfast convert {self.root}@{manifest.step} FOLDER --to dcp` makes a folder that dcp.load reads."
             )
-        self._source = source = Commit(reader, manifest)
+        self._source = source = CommitSource(reader, manifest)
         self._values = told["values"]
         self._paths = {key: tuple(path) for key, path in told["paths"].items()}
         about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in source.by_key.items()}
@@ -154,7 +154,7 @@ class StorageReader(OfRun, dcp.StorageReader):
         return done
 
     @property
-    def _opened(self) -> Commit:
+    def _opened(self) -> CommitSource:
         assert self._source is not None, "read_metadata comes first"
         return self._source
 
@@ -169,7 +169,7 @@ class StorageReader(OfRun, dcp.StorageReader):
             lies_alike = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
             at_once = lies_alike and not is_view
             into = tensor if at_once else made
-            targets.append(Target(stored, box, array_of(into).reshape(box.shape)))
+            targets.append(ReadTarget(stored, box, array_of(into).reshape(box.shape)))
             ways.append((item, tensor, into))
         read_all(self._opened, targets)
         for item, tensor, into in ways:
@@ -177,16 +177,16 @@ class StorageReader(OfRun, dcp.StorageReader):
                 tensor.copy_(into)
             planner.commit_tensor(item, tensor)
 
-    def _runs(self, loaded: LoadPlan) -> Plan:
+    def _runs(self, loaded: LoadPlan) -> ReadPlan:
         items = [item for item in loaded.items if item.type == LoadItemType.TENSOR]
         nothing = np.empty(0)
-        return plan(self._opened, [Target(*self._wanted(item), nothing) for item in items])
+        return plan(self._opened, [ReadTarget(*self._wanted(item), nothing) for item in items])
 
-    def _wanted(self, item: ReadItem) -> tuple[Stored, Box]:
+    def _wanted(self, item: ReadItem) -> tuple[SourceTensor, Region]:
         stored = self._opened.by_key[item.storage_index.fqn]
         offset = item.storage_index.offset or (0,) * len(stored.atom.shape)
         start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
-        return stored, Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+        return stored, Region(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
 
 
 class _Unreadable(theirs.Metadata):
@@ -199,15 +199,15 @@ class _Unreadable(theirs.Metadata):
         raise self.error
 
 
-def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
+def _metadata_of(stored: SourceTensor) -> theirs.TensorStorageMetadata:
     """Return torch's metadata of a tensor, with the stored regions as chunks."""
-    boxes = [piece.box for piece in stored.pieces] or [Box.whole(stored.atom.shape)]
+    boxes = [piece.box for piece in stored.pieces] or [Region.whole(stored.atom.shape)]
     chunks = [theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
     properties = theirs.TensorProperties(FROM_NAME[stored.atom.dtype])
     return theirs.TensorStorageMetadata(properties, torch.Size(stored.atom.shape), chunks)
 
 
-def _verify(source: Commit, run: Run) -> int:
+def _verify(source: CommitSource, run: ReadRange) -> int:
     where = source.parts[run.part]
     nbytes = run.count * where.itemsize
     source.read(run.part, run.start * where.itemsize, memoryview(bytearray(nbytes)))

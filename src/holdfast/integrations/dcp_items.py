@@ -12,16 +12,16 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..errors import BadInput
-from ..formats.entry_keys import KEY, Kind
+from ..formats.entry_keys import KEY, ShapeAndType
 from ..state.dtypes import TO_NAME
 from ..state.encoding import encode
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..state.plain_tensors import odd_kind
-from ..state.tensor_entries import Atom, fragment
+from ..state.tensor_entries import TensorEntry, fragment
 from .shared.collective_commit import unit_of
 
 
-class OfRun:
+class RunPlace:
     """The place of a reader or writer: the directory of a run."""
 
     def __init__(self, root: str | os.PathLike, step: int | None) -> None:
@@ -48,7 +48,7 @@ class OfRun:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveFacts:
     """The facts about a save that the first rank sends to each rank."""
 
     step: int
@@ -102,13 +102,13 @@ def value_of(planner: SavePlanner, item: WriteItem) -> Any:
     return encode(value, key)
 
 
-def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) -> dict[str, Any]:
+def index_of(save: SaveFacts, items: list[WriteItem], tensors: dict[str, WriteItem]) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     for item in items:
         if item.tensor_data is None:
             continue
         name, slot = save.names[item.index.fqn]
-        atom = Atom(name, slot, *kind_of(item))
+        atom = TensorEntry(name, slot, *kind_of(item))
         atoms[atom.key] = atom.to_json() | {KEY: item.index.fqn, "fragments": []}
     for key, item in tensors.items():
         name, slot = save.names[item.index.fqn]
@@ -116,7 +116,7 @@ def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) 
     return {"version": 1, "units": [save.unit], "atoms": atoms}
 
 
-def kind_of(item: WriteItem) -> Kind:
+def kind_of(item: WriteItem) -> ShapeAndType:
     assert item.tensor_data is not None
     dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
     if layout != torch.strided:
@@ -127,17 +127,17 @@ def kind_of(item: WriteItem) -> Kind:
         raise BadInput(
             f"{item.index.fqn} is of {dtype}, which commits do not hold. Convert it, or leave it out."
         )
-    return Kind(tuple(item.tensor_data.size), TO_NAME[dtype])
+    return ShapeAndType(tuple(item.tensor_data.size), TO_NAME[dtype])
 
 
-def box_of(item: WriteItem) -> Box:
+def box_of(item: WriteItem) -> Region:
     """Return the region of ``item`` in its tensor."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
-    return Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+    return Region(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
 
 
-def name_of(save: Save, item: WriteItem) -> str:
+def name_of(save: SaveFacts, item: WriteItem) -> str:
     """Return the name of ``item`` in the file: that of its tensor entry, and where the region begins."""
     name, slot = save.names[item.index.fqn]
     start = ",".join(map(str, box_of(item).start))

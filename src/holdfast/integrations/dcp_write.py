@@ -22,17 +22,17 @@ from ..checkpoint.snapshot.snapshot_image import SnapshotImage
 from ..distributed import stream_of
 from ..errors import BadInput
 from ..formats.entry_keys import KEY, name_all
-from ..state.tensor_entries import Atom
+from ..state.tensor_entries import TensorEntry
 from ..store.commit.commit_writer import Written
 from ..store.commit.retention import Keep
 from ..store.format.file_names import METADATA, Layout
 from ..store.format.manifest import Timeline
 from ..store.run_store import LocalStore
-from .dcp_items import OfRun, Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
+from .dcp_items import Resolved, RunPlace, SaveFacts, box_of, index_of, kind_of, name_of, nbytes_of, value_of
 from .shared.collective_commit import OpenedRun, check_step, joined_run
 
 
-class StorageWriter(OfRun, dcp.StorageWriter):
+class StorageWriter(RunPlace, dcp.StorageWriter):
     """The writer that makes every ``dcp.save`` a commit of the run in ``root``, which it creates if absent.
 
     ``step`` is the step of the commit; None means one more than the newest. A step that exists already, or has later
@@ -85,13 +85,13 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         told = []
         for rank, plan in enumerate(plans):
             mine = {item.index.fqn: names[item.index.fqn] for item in plan.items if item.index.fqn in names}
-            save = Save(opened.step, asdict(opened.store.opened), rank, mine)
+            save = SaveFacts(opened.step, asdict(opened.store.opened), rank, mine)
             told.append(replace(plan, storage_data=save))
         return told
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; durable on return. Called on every rank."""
-        save: Save = plan.storage_data
+        save: SaveFacts = plan.storage_data
         try:
             store = (
                 self._first.store
@@ -147,7 +147,7 @@ class _Opened(OpenedRun):
 
 
 def _write(
-    store: LocalStore, save: Save, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
+    store: LocalStore, save: SaveFacts, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Write a rank's tensors; return the reference of its share and its values by key.
 
@@ -157,7 +157,9 @@ def _write(
     tensors = {name_of(save, i): i for i in items if i.tensor_data is not None and box_of(i).elements}
     if not tensors and first is None and not items:
         return None, {}
-    atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
+    atoms = {
+        key: TensorEntry(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()
+    }
     layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
     image = SnapshotImage(layout, Resolved(tensors, planner))
     files: Written = {save.unit: store.write_unit(save.unit, layout, image.fill)}

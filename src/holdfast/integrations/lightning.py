@@ -35,7 +35,7 @@ from .lightning_state import HostState, averages_of, refuse_callbacks
 from .lightning_sums import restore_sums, sums_of
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
-from .shared.position import Place
+from .shared.position import LoaderPlace
 
 LOADER = "loader"
 """The name by which a ``Checkpointer`` knows a ``Fit``."""
@@ -93,7 +93,7 @@ class Fit:
         self._callback = callback
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._host = HostState(trainer, callback)
-        self.place: Place | None = None
+        self.place: LoaderPlace | None = None
         self.random: dict[str, Any] | None = None
         """The generators as the run had them; None for a new run."""
         self._newest: dict[str, Any] = {}
@@ -239,7 +239,7 @@ class Fit:
         if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
-            self.place = Place(loader, self._trainer.world_size)
+            self.place = LoaderPlace(loader, self._trainer.world_size)
             self._put(loader, "state_dict", self._place_now)
             self._put(loader, "load_state_dict", self._find_place)
         return loader

@@ -25,7 +25,7 @@ from torch import nn
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
 from ..quantities import format_bytes
-from .shared.changed_attributes import Attributes, datasets_of, modules_of, names_in
+from .shared.changed_attributes import ChangedAttributes, datasets_of, modules_of, names_in
 
 LEFT_OUT: dict[type, frozenset[str]] = {
     nn.Module: frozenset(vars(nn.Module())) - {"training"},
@@ -94,7 +94,7 @@ class HostState:
 
     def __init__(self, trainer: Any, ours: Callback) -> None:
         self._trainer, self._ours = trainer, ours
-        self._attributes: Attributes | None = None
+        self._attributes: ChangedAttributes | None = None
         self._weighed = False
 
     def watch(self) -> None:
@@ -108,7 +108,9 @@ class HostState:
             objects["datamodule"] = trainer.datamodule
         objects |= datasets_of(trainer.train_dataloader)
         of_the_trainer = frozenset(vars(trainer)) - HOOKS_MAY_SET
-        self._attributes = Attributes(objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer})
+        self._attributes = ChangedAttributes(
+            objects, model, {**LEFT_OUT, **of_callbacks, Trainer: of_the_trainer}
+        )
 
     def begin_epoch(self, begin: Callable[[], None]) -> None:
         """Call the hooks of the beginning of an epoch by ``begin``, and warn of set-up that cannot be stored."""

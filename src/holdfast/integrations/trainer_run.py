@@ -23,7 +23,7 @@ from ..errors import RunMismatch
 from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
-from .shared.changed_attributes import Attributes, datasets_of, modules_of, names_in, set_up_again
+from .shared.changed_attributes import ChangedAttributes, datasets_of, modules_of, names_in, set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.index_batches import Order, WatchedBatches, refuse_other_batches
 from .shared.wrapped import innermost
@@ -59,7 +59,7 @@ class Training:
         handler: Any = trainer.callback_handler
         self._begin_epoch = handler.on_epoch_begin
         vars(handler)["on_epoch_begin"] = self.begin_epoch
-        self._attributes: Attributes | None = None
+        self._attributes: ChangedAttributes | None = None
         self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
         self._checkpointer: Checkpointer | None = None
         self._loader: Any = None
@@ -176,7 +176,7 @@ class Training:
         own = {
             kind for each in (trainer, *callbacks) for kind in type(each).__mro__ if _is_transformers(kind)
         }
-        self._attributes = Attributes(
+        self._attributes = ChangedAttributes(
             objects,
             model,
             {
@@ -228,7 +228,7 @@ class Training:
             self._random_now = random_state()
             if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
-                self._batches.go_on(batches, [*pending, self._random_now])
+                self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
 

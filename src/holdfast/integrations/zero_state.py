@@ -21,7 +21,7 @@ from ..formats.source import Source
 from ..state.capture import Captured, CapturedParameter, capture
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..state.layout.zero import BY_PARAMETER, FLAT_GROUPS, Partition, PartitionMember, partitions_of
 from ..state.live_state import LiveState
 from .zero_optimizers import (  # fmt: skip
@@ -191,7 +191,7 @@ def _numbers_in(members: Sequence[tuple[str, PartitionMember]], source: Source, 
             slot for slot, each in slots.items()
             if not each.atom.shape and (member.stretch.whole or slot in COUNTS)
         ]  # fmt: skip
-        read = read_tensors(source, [(slots[slot], Box.whole(())) for slot in single])
+        read = read_tensors(source, [(slots[slot], Region.whole(())) for slot in single])
         numbers = {**values, **dict(zip(single, read, strict=True))}
         kinds = {f"{slot} of {_dtype_held(found, name, slot)}" for slot in slots.keys() - set(single)}
         if first is None:

@@ -21,12 +21,12 @@ from torch import nn
 from ..errors import Damaged
 from ..formats.load import read_flat
 from ..formats.restore import read_tensors
-from ..formats.source import Made, Part, Source, Stored, places_of
+from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.layout.fragments import Fragments, dense
-from ..state.layout.regions import Box
+from ..state.layout.regions import Region
 from ..state.plain_tensors import host_bytes
-from ..state.tensor_entries import Atom
+from ..state.tensor_entries import TensorEntry
 
 KEPT_GROUPS = 2
 """The number of groups whose converted tensors stay in memory.
@@ -109,7 +109,7 @@ def as_folder(source: Source, model: nn.Module) -> Converted:
     return Converted(source, groups.values(), model, renamings)
 
 
-class Converted(Made):
+class Converted(DerivedSource):
     """The tensors that ``groups`` of the tensors of ``source`` become.
 
     A tensor that only has another name is read where it lies. Of other groups, the whole group is read and converted
@@ -152,7 +152,7 @@ class Converted(Made):
             tensor = self._converted(group)[name]
         into[:] = host_bytes(tensor)[offset : offset + len(into)].data
 
-    def made_of(self, part: int) -> Iterable[Stored]:
+    def made_of(self, part: int) -> Iterable[SourceTensor]:
         return [self._by_name[name] for _, name in self._of_part[part][0].members]
 
     def identity(self) -> list[Any]:
@@ -175,10 +175,10 @@ class Converted(Made):
                 ) from error
             made = {name: (tuple(each.shape), TO_NAME[each.dtype]) for name, each in shapes.items()}
         for name, (shape, dtype) in made.items():
-            atom = Atom(_under(name, self._renamings) if group.converter else name, slot, shape, dtype)
-            part = self.add_part(Part(self.path, 0, atom.nbytes, dtype))
+            atom = TensorEntry(_under(name, self._renamings) if group.converter else name, slot, shape, dtype)
+            part = self.add_part(StoredArray(self.path, 0, atom.nbytes, dtype))
             self._of_part.append((group, name))
-            self.add(Stored(atom, Fragments.of([dense(Box.whole(shape), part)], len(shape))))
+            self.add(SourceTensor(atom, Fragments.of([dense(Region.whole(shape), part)], len(shape))))
 
     def _converted(self, group: Group) -> dict[str, torch.Tensor]:
         key = id(group)
@@ -186,7 +186,7 @@ class Converted(Made):
             while len(self._made) >= KEPT_GROUPS:
                 self._made.popitem(last=False)
             wanted = [self._by_name[name] for _, name in group.members]
-            read = read_tensors(self._source, [(each, Box.whole(each.atom.shape)) for each in wanted])
+            read = read_tensors(self._source, [(each, Region.whole(each.atom.shape)) for each in wanted])
             tensors = {name: tensor for (_, name), tensor in zip(group.members, read, strict=True)}
             del read
             made = group.convert(tensors, self._model)
@@ -205,11 +205,11 @@ def _names(source: Source) -> list[str]:
     )
 
 
-def _is_weight(stored: Stored) -> bool:
+def _is_weight(stored: SourceTensor) -> bool:
     return stored.atom.slot in ("param", "buffer")
 
 
-def _empty(atom: Atom) -> torch.Tensor:
+def _empty(atom: TensorEntry) -> torch.Tensor:
     return torch.empty(atom.shape, dtype=FROM_NAME[atom.dtype], device="meta")
 
 

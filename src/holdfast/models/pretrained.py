@@ -20,7 +20,7 @@ from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
 from ..offload.interrupts import deferred
 from ..offload.model.blocks import empty_parameters
 from ..quantities import shown
-from ..sources import Beginning
+from ..sources import OpenedSource
 from ..state.capture import Captured
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
 from .naming import Converted, by_model
@@ -121,14 +121,14 @@ class Weights:
         self.path, self._model, self._shapes = path, model, model.state_dict()
         self._named = dict(model.named_parameters(remove_duplicate=False))
 
-    def open(self) -> Beginning:
+    def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
         _refuse_others(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         return _Begins(source, self._named, self.path)
 
 
-class _Begins(Beginning):
+class _Begins(OpenedSource):
     """An initial state of weights alone: the optimizer's state, the schedule and the rest begin with the run."""
 
     fresh = True

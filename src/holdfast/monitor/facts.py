@@ -16,7 +16,7 @@ from typing import Any
 
 from ..schedule.operations import LANES, SSD_READ, SSD_WRITE
 from .drive_wear import RATED_BYTES, Drive
-from .history import History, Sitting, Step, expected
+from .history import History, Session, StepRecord, expected
 from .lanes import Timeline
 
 RECENT = 20
@@ -38,7 +38,7 @@ CLASSES = {
 """Purposes of the engine's buffers, with the classes under which they were predicted."""
 
 
-def times(steps: Sequence[Step]) -> dict[str, Any]:
+def times(steps: Sequence[StepRecord]) -> dict[str, Any]:
     """Return how long steps took (mean, median and slowest twentieth, by lines of the log) and the stalls."""
     if not steps:
         return {}
@@ -60,14 +60,14 @@ def times(steps: Sequence[Step]) -> dict[str, Any]:
     return found
 
 
-def rate(steps: Sequence[Step], quantity: str) -> float | None:
+def rate(steps: Sequence[StepRecord], quantity: str) -> float | None:
     """Return ``quantity`` of ``steps`` per second; None if no step has it."""
     told = [step for step in steps if getattr(step, quantity) is not None]
     seconds = sum(step.seconds * step.steps for step in told)
     return sum(getattr(step, quantity) for step in told) / seconds if seconds else None
 
 
-def recent(history: History) -> list[Step]:
+def recent(history: History) -> list[StepRecord]:
     """Return the last steps of the current sitting."""
     return history.sittings[-1].steps[-RECENT:] if history.sittings else []
 
@@ -139,7 +139,7 @@ def traffic(history: History) -> dict[str, Any] | None:
     }
 
 
-def _mean_tokens(sitting: Sitting) -> float | None:
+def _mean_tokens(sitting: Session) -> float | None:
     """Return the mean tokens of the steps whose traffic is counted: all but the first."""
     found = [step.tokens for step in sitting.steps[1:] if step.tokens and step.skipped is None]
     return sum(found) / len(found) if found else None
@@ -160,7 +160,7 @@ def memory(history: History) -> dict[str, Any] | None:
     return None
 
 
-def _of_engine(sitting: Sitting) -> dict[str, Any]:
+def _of_engine(sitting: Session) -> dict[str, Any]:
     about, predicted = sitting.about, (sitting.about.get("memory_predicted") or {}).get("host", {})
     classes = [
         {
@@ -188,7 +188,7 @@ def _of_engine(sitting: Sitting) -> dict[str, Any]:
     }
 
 
-def _of_checkpointer(sitting: Sitting) -> dict[str, Any]:
+def _of_checkpointer(sitting: Session) -> dict[str, Any]:
     about = sitting.about
     return {
         "ring_bytes": about.get("ring_bytes"),
@@ -199,7 +199,7 @@ def _of_checkpointer(sitting: Sitting) -> dict[str, Any]:
     }
 
 
-def _most(sitting: Sitting, quantity: str) -> int | None:
+def _most(sitting: Session, quantity: str) -> int | None:
     return max((n for step in sitting.steps if (n := getattr(step, quantity)) is not None), default=None)
 
 
@@ -237,7 +237,7 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
     return rows
 
 
-def planned(history: History) -> Sitting | None:
+def planned(history: History) -> Session | None:
     """Return the newest sitting, if its steps were planned and it has more than the first."""
     newest = history.sittings[-1] if history.sittings else None
     return newest if newest is not None and newest.plan and len(newest.steps) > 1 else None
@@ -275,18 +275,18 @@ def state_of(history: History, now: float) -> str:
     return "training" if now - history.last_time < patience(newest) else "silent"
 
 
-def _is_after(event: dict[str, Any], sitting: Sitting) -> bool:
+def _is_after(event: dict[str, Any], sitting: Session) -> bool:
     """Return whether ``event`` came after the sitting began."""
     return event.get("time", 0.0) >= sitting.about.get("time", 0.0)
 
 
-def is_gone(sitting: Sitting, processes: Path = Path("/proc")) -> bool:
+def is_gone(sitting: Session, processes: Path = Path("/proc")) -> bool:
     """Return whether the process of a sitting ran on this machine and is gone."""
     pid, host = sitting.about.get("pid"), sitting.about.get("host")
     here = host == os.uname().nodename and (processes / "self").exists()
     return here and pid is not None and not (processes / str(pid)).exists()
 
 
-def patience(sitting: Sitting) -> float:
+def patience(sitting: Session) -> float:
     """Return the seconds without log lines after which a run counts as silent: ten steps, and at least a minute."""
     return max(60.0, 10 * (sitting.steps[-1].seconds if sitting.steps else 0.0))

@@ -33,7 +33,7 @@ Traffic = Counter[tuple[str, str]]
 
 
 @dataclass(slots=True)
-class Step:
+class StepRecord:
     """One step; or ``steps`` of them up to ``step``, with mean times and summed bytes."""
 
     step: int
@@ -54,7 +54,7 @@ class Step:
     skipped: str | None = None
 
     @classmethod
-    def of(cls, event: dict[str, Any]) -> Step:
+    def of(cls, event: dict[str, Any]) -> StepRecord:
         """Build a step from its event. Raises ``KeyError`` or ``TypeError`` if ``event`` describes no step."""
         numbers = {name: event[name] for name in cls.__slots__ if event.get(name) is not None}
         texts = {name: numbers.pop(name) for name in ("skipped",) if name in numbers}
@@ -74,12 +74,12 @@ Shape = tuple[int, bool]
 
 
 @dataclass
-class Sitting:
+class Session:
     """One opening of the run. ``kind`` is "engine" or "checkpointer", or empty if the log does not tell."""
 
     kind: str = ""
     about: dict[str, Any] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     schedules: dict[Shape, dict[str, Any]] = field(default_factory=dict)
     shapes: Counter[Shape] = field(default_factory=Counter)
     """The number of steps of each shape whose traffic is in ``moved``."""
@@ -110,7 +110,7 @@ class Sitting:
         return sum(told) if told else None
 
     def add_step(self, event: dict[str, Any]) -> None:
-        step, moved = Step.of(event), traffic_of(event.get("moved", {}))
+        step, moved = StepRecord.of(event), traffic_of(event.get("moved", {}))
         if moved and self.steps and step.skipped is None:
             self.shapes[event["micro_batches"], event["commit"]] += 1
             self.moved.update(moved)
@@ -122,7 +122,7 @@ class History:
     """The history of a run, which grows event by event."""
 
     def __init__(self, events: Iterable[dict[str, Any]] = ()) -> None:
-        self.sittings: list[Sitting] = []
+        self.sittings: list[Session] = []
         self.config: dict[str, Any] = {}
         """The configuration of ``holdfast train``."""
         self.told: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ class History:
         self.num_odd = 0
         self.newest: dict[str, Any] = {}
         """The last step event, complete."""
-        self._line: list[Step] | None = None
+        self._line: list[StepRecord] | None = None
         for event in events:
             self.add(event)
 
@@ -141,10 +141,10 @@ class History:
         return cls(read_events(path))
 
     @property
-    def sitting(self) -> Sitting:
+    def sitting(self) -> Session:
         """The current sitting."""
         if not self.sittings:
-            self.sittings.append(Sitting())
+            self.sittings.append(Session())
         return self.sittings[-1]
 
     def add(self, event: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class History:
             self.sitting.add_step(event)
             self.newest = event
         elif name in BEGINNINGS:
-            self.sittings.append(Sitting(name, {key: event[key] for key in BEGINNINGS[name]} | event))
+            self.sittings.append(Session(name, {key: event[key] for key in BEGINNINGS[name]} | event))
         elif name == "schedule":
             self.sitting.schedules[event["micro_batches"], event["commit"]] = event
         elif name == "plan":
@@ -179,11 +179,11 @@ class History:
                 self.config = event.get("config", {})
             self.told.append(event)
 
-    def line(self) -> list[Step]:
+    def line(self) -> list[StepRecord]:
         """Return every step once, oldest first."""
         if self._line is not None:
             return self._line
-        steps: list[Step] = []
+        steps: list[StepRecord] = []
         for sitting in self.sittings:
             first = sitting.first_step
             while steps and first is not None and steps[-1].step > first:
@@ -211,7 +211,7 @@ class History:
         return (steady or found or [None])[-1]
 
     @property
-    def last_schedule(self) -> tuple[Sitting, dict[str, Any]] | None:
+    def last_schedule(self) -> tuple[Session, dict[str, Any]] | None:
         """The newest sitting with schedules, and the schedule of its most frequent shape."""
         for sitting in reversed(self.sittings):
             if sitting.schedules:
@@ -225,7 +225,7 @@ def traffic_of(by_lane: dict[str, dict[str, int]]) -> Traffic:
     return Counter({(lane, kind): n for lane, kinds in by_lane.items() for kind, n in kinds.items()})
 
 
-def expected(sitting: Sitting) -> Traffic:
+def expected(sitting: Session) -> Traffic:
     """Return the traffic that the steps counted in ``moved`` should have had, by their schedules."""
     total: Traffic = Counter()
     for shape, count in sitting.shapes.items():

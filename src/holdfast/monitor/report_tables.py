@@ -10,7 +10,7 @@ from ..schedule.operations import SSD_WRITE
 from . import facts
 from .charts import Curve, Level, Scale, chart
 from .gantt import milliseconds
-from .history import History, Step
+from .history import History, StepRecord
 from .lanes import NAMES
 from .page import absent, paragraph, table
 
@@ -155,7 +155,7 @@ def memory(history: History) -> str:
     return body
 
 
-def _memory_of_checkpointer(found: dict[str, Any], line: list[Step]) -> str:
+def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> str:
     said = (
         f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
         f" the ring of records, and copies of a base may take {_size(found['staging_bytes'])}. At a look once a second,"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .history import History, Step
+from .history import History, StepRecord
 from .lanes import NAMES, Operation, Timeline, rows_of
 
 RUN = 1
@@ -59,7 +59,7 @@ def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
         }  # fmt: skip
 
 
-def _slice_of(step: Step, origin: float, after: float) -> Event:
+def _slice_of(step: StepRecord, origin: float, after: float) -> Event:
     """Return the slice of a step.
 
     It ends when the step was logged, a moment late, and begins at ``after``, the end of the step before, at the
@@ -75,7 +75,7 @@ def _slice_of(step: Step, origin: float, after: float) -> Event:
     }  # fmt: skip
 
 
-def _counters(step: Step, origin: float) -> Iterator[Event]:
+def _counters(step: StepRecord, origin: float) -> Iterator[Event]:
     """Yield the values that are drawn as curves, at the end of ``step``."""
     seconds = step.seconds * step.steps
     values = {

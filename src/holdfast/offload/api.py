@@ -69,9 +69,9 @@ from .setup.equal_on_ranks import agree_on_choices, agree_on_placement, agree_on
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import share_heaps
-from .setup.starting_state import Beginning, Opens, prepare, take_up
-from .setup.step_planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
-from .steps import Rules
+from .setup.starting_state import Opens, StartingState, prepare, take_up
+from .setup.step_planning import AUTO, ZEROTH, Budget, RunPlan, Wanted, make_plan
+from .steps import StepRules
 
 
 @on_host_by_default
@@ -214,7 +214,7 @@ def offload(
             check_compiled(model, parts.blocks)
             for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
                 refuse_in_block(name, block)
-            rules = Rules.of(schedule, order, clipping, precision, durability, normalize)
+            rules = StepRules.of(schedule, order, clipping, precision, durability, normalize)
             refuse_held(parts.captured)
             settings = _settings(seed, order, clipping, precision, rules)
             given = hyper_parameters(optimizer.param_groups)
@@ -292,7 +292,7 @@ def offload(
         if queue is not None:
             queue.close()  # nothing is under way any more when the lock is released
         if runtime is not None and engine is None:
-            runtime.residency.let_go()
+            runtime.residency.release()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
             if store is not None and before is not None and engine is None and refusal:
@@ -331,7 +331,7 @@ def _checked(
 
 
 def _settings(
-    seed: int, order: str, clipping: Clipping, precision: Precision, rules: Rules
+    seed: int, order: str, clipping: Clipping, precision: Precision, rules: StepRules
 ) -> dict[str, Any]:
     """Return the options on which a run's numbers depend, as its commits hold them."""
     return {
@@ -348,7 +348,7 @@ def _ready(
     store: LocalStore,
     parts: ModelParts,
     user: UserState,
-    plan: Plan,
+    plan: RunPlan,
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
@@ -356,7 +356,7 @@ def _ready(
     found: Manifest | None,
     drives: Drives,
     ranks: Ranks,
-) -> tuple[Beginning | None, dict[str, Generations], Preflight]:
+) -> tuple[StartingState | None, dict[str, Generations], Preflight]:
     """Check everything, take the lock, and return what the runtime is filled from.
 
     Returns the state to begin from (None if a commit was ``found`` or there is no source), the files of every unit, and

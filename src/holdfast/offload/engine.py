@@ -39,9 +39,9 @@ from .model.takeover import (
     MARK,
     OriginalDevices,
     TakenModel,
-    Watched,
+    WatchedModel,
     give_back,
-    let_go,
+    mark_released,
     refuse_use,
     switch_on_cache,
 )
@@ -64,9 +64,9 @@ from .setup.defaults import on_host_by_default
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
 from .setup.export import newest_values, state_dict, trained_values
 from .setup.preflight import Preflight
-from .setup.starting_state import Beginning
-from .setup.step_planning import Plan
-from .steps import Rules, StepMaker
+from .setup.starting_state import StartingState
+from .setup.step_planning import RunPlan
+from .steps import StepMaker, StepRules
 from .text_sampling import chooser, continued
 
 POSITIONS = ("random", "loader")
@@ -79,8 +79,8 @@ class Engine:
     def __init__(
         self,
         run: Runtime,
-        plan: Plan,
-        rules: Rules,
+        plan: RunPlan,
+        rules: StepRules,
         *,
         captured: Captured,
         user: UserState,
@@ -100,7 +100,7 @@ class Engine:
         self._owed = False  # True if the model still lacks its values, because a close was interrupted
         self._busy = False
         self._caches = caches
-        self._watched: Watched | None = None
+        self._watched: WatchedModel | None = None
         self._edits: ExternalEdits | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
@@ -459,7 +459,7 @@ class Engine:
             except Exception as error:
                 if not self._run.fellows.alone:  # the other ranks continue the evaluation
                     raise
-                self._executor.go_on()  # raises the failure, unless it was a computation's
+                self._executor.recover()  # raises the failure, unless it was a computation's
                 self._run.residency.drop_pass("evaluate")
                 failed = error
         raise failed
@@ -488,15 +488,15 @@ class Engine:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
         self._homes.give_back_buffers()
-        let_go(self._captured, self.taken, self._were_real)
+        mark_released(self._captured, self.taken, self._were_real)
         switch_on_cache(self._caches)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._edits = None
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
         if self._run.zeroth is not None:
-            self._run.zeroth.let_go()
-        self._run.residency.let_go()
+            self._run.zeroth.release()
+        self._run.residency.release()
         moved = by_lane(traffic(self._run))
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
         self._events.close()
@@ -578,12 +578,12 @@ class Engine:
     def guard(self) -> None:
         """Make the model refuse direct use, and make steps refuse changes to it."""
         run, optimizer = self._run, self._user.optimizer
-        self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
+        self._watched = WatchedModel(run.model, self._captured, run.resident_leaves, optimizer)
         self._edits = ExternalEdits(run, optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
         finish_at_exit(self)
 
-    def begin(self, found: Manifest | None, beginning: Beginning | None = None) -> None:
+    def begin(self, found: Manifest | None, beginning: StartingState | None = None) -> None:
         """Set the engine to the step that the runtime was filled from: a commit, or a state from elsewhere.
 
         A fresh run gets its first commit: the state before training begins.

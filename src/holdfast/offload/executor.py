@@ -123,7 +123,7 @@ class Executor:
             self._changed.wait_for(lambda: not self._running and (self._failure or not self._left))
         self._raise_failure()
 
-    def go_on(self) -> None:
+    def recover(self) -> None:
         """Finish everything before a failed computation, and be ready for another step.
 
         Only for a step that nothing else depends on. Raises the first failure of another lane.

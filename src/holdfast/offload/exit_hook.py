@@ -13,20 +13,20 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 
-class Open(Protocol):
+class OpenEngine(Protocol):
     def wait(self) -> None: ...
     def give_up(self) -> None: ...
 
 
-_open: WeakKeyDictionary[Open, int] = WeakKeyDictionary()
+_open: WeakKeyDictionary[OpenEngine, int] = WeakKeyDictionary()
 
 
-def finish_at_exit(engine: Open) -> None:
+def finish_at_exit(engine: OpenEngine) -> None:
     """Wait for ``engine`` and stop it when this process ends (not when a fork of it ends)."""
     _open[engine] = os.getpid()
 
 
-def closed(engine: Open) -> None:
+def closed(engine: OpenEngine) -> None:
     """Remove ``engine`` from the exit hook, because it has been stopped."""
     _open.pop(engine, None)
 

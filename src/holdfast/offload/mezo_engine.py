@@ -36,7 +36,7 @@ class ZerothOrderState:
     def is_behind(self) -> bool:
         return bool(self._behind)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all memory."""
         self.resident, self.leaves, self.copies = None, [], None
 

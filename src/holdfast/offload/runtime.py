@@ -30,7 +30,7 @@ from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.residency import Gradients, Residency
 from .mezo_engine import ZerothOrderState
-from .model.block_attributes import Attributes
+from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
@@ -38,7 +38,7 @@ from .model.weights import mean_of
 
 
 @dataclass
-class Stored:
+class StoredBlock:
     """The newest generation of a file, and its checksums."""
 
     generation: int
@@ -74,7 +74,7 @@ class Runtime:
     resident_copy: torch.Tensor
     """The resident compute copy, in host memory; on a unified device the leaves are views of it."""
     parameter_order: list[str]
-    newest: dict[str, Stored] = field(default_factory=dict)
+    newest: dict[str, StoredBlock] = field(default_factory=dict)
     """The newest generation of each file, by the names in ``stored``; the next commit refers to these."""
     resident_leaves: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that the prologue and epilogue compute with, by name."""
@@ -86,7 +86,7 @@ class Runtime:
     """State of a MeZO run; None for other optimizers."""
 
     def __post_init__(self) -> None:
-        self.attributes = Attributes(self.model, self.patch.blocks)
+        self.attributes = AttributeWatch(self.model, self.patch.blocks)
 
     @property
     def units(self) -> list[BlockState]:
@@ -202,7 +202,7 @@ class Step:
     unsettled: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Functions that decide on the clipping of a unit once its norm has arrived from the device, by unit name."""
     _settling: threading.Lock = field(default_factory=threading.Lock)
-    before: dict[int, Stored] = field(default_factory=dict)
+    before: dict[int, StoredBlock] = field(default_factory=dict)
     """The state before a guess, by block."""
     redone: bool = False
     """True if the norm is not as guessed, so that updates made before it was known are made again."""
@@ -222,7 +222,7 @@ class Step:
         """Have ``decide`` called before the clipping of ``unit`` is used."""
         self.unsettled[unit.name] = decide
 
-    def settle(self, unit: BlockState | None = None) -> None:
+    def decide_clipping(self, unit: BlockState | None = None) -> None:
         """Decide on the clipping of ``unit``, or of all units, whose norms have arrived.
 
         Called by the threads of updates and by the thread that computes.
@@ -236,12 +236,12 @@ class Step:
 
         A unit that a zeroth-order step has read was moved by the step before, so it does not.
         """
-        self.settle(unit)
+        self.decide_clipping(unit)
         return (self.skipped and self.delta is None) or unit.name in self.left_out
 
     def factor(self, unit: BlockState) -> torch.Tensor | None:
         """Return the factor for the gradients of ``unit``; None leaves them as they are."""
-        self.settle(unit)
+        self.decide_clipping(unit)
         return self.scales.get(unit.name, self.scale)
 
 

@@ -17,11 +17,11 @@ from .model.microbatches import Coroutine, autocast_state, casts, late_call
 from .model.weights import depends_on_shift, shares, target_tokens
 from .offload_options import Clipping, Durability, Precision
 from .runtime import MicroBatch, Runtime, Step
-from .setup.step_planning import LISTS, Plan
+from .setup.step_planning import LISTS, RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class StepRules:
     """Rules for making steps; all of them may change from one resume to the next."""
 
     schedule: str
@@ -44,7 +44,7 @@ class Rules:
         precision: Precision,
         durability: Durability,
         normalize: str | Callable[[Any], float],
-    ) -> Rules:
+    ) -> StepRules:
         """Return the rules of a run whose fractions are not planned yet."""
         fp16 = precision.dtype == "fp16"
         return cls(
@@ -73,7 +73,7 @@ class Rules:
 class StepMaker:
     """Makes the steps of one run. Steps are numbered from 0."""
 
-    def __init__(self, run: Runtime, plan: Plan, rules: Rules) -> None:
+    def __init__(self, run: Runtime, plan: RunPlan, rules: StepRules) -> None:
         self._run, self._plan, self._rules = run, plan, rules
         self.loss_scale = rules.loss_scale
         """Loss scale of the next step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .build import gradient_parts, input_parts, parameter_parts, update_parts
-from .build.parts import Schedule
+from .build.parts import StepBuilder
 from .operations import Key, Op
 from .work import BlockPlacement, StepShape, Work
 
@@ -21,7 +21,7 @@ def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[
     """
     if shape.clipping == "speculate":
         shape = replace(shape, clipping="defer")
-    s = Schedule(work=work, placement=placement, shape=shape, keeps_grads=True)
+    s = StepBuilder(work=work, placement=placement, shape=shape, keeps_grads=True)
     passes: list[tuple[str, int, int]] = []
     for m in range(shape.micro_batches):
         passes += [("forward", block, m) for block in range(s.last)]
@@ -38,7 +38,7 @@ def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[
     return s.finish()
 
 
-def _forward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
+def _forward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
     """Add the forward of one micro-batch of ``block``.
 
     It has no graph, unless the graph is kept for the backward pass. The last block's input is used at once, on the
@@ -62,7 +62,7 @@ def _forward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None
     input_parts.store(s, block, m)
 
 
-def _backward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
+def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
     """Add the backward of one micro-batch of ``block``, which adds to the sum of those before it."""
     is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from . import operations
 from .build import input_parts, update_parts
-from .build.parts import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, Schedule
+from .build.parts import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 from .operations import Hold, Key, Op
 from .work import BlockPlacement, StepShape, Work
 
@@ -27,7 +27,7 @@ MEASURED = Key("measure_slope")
 def zeroth(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of one zeroth-order step. Micro-batch ``m`` of the other direction is ``M + m``."""
     count = STREAMS * shape.micro_batches
-    s = Schedule(
+    s = StepBuilder(
         work=work,
         placement=placement,
         shape=StepShape(micro_batches=count, commit=shape.commit),
@@ -52,7 +52,7 @@ def catch_up(work: Work, placement: BlockPlacement, commit: bool) -> list[Op]:
 
     Nothing may be under way.
     """
-    s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1, commit=commit))
+    s = StepBuilder(work=work, placement=placement, shape=StepShape(micro_batches=1, commit=commit))
     for block, b in enumerate(work.blocks):
         to_ssd, needs = not placement.params[block], _load_state(s, block)
         moved = s.add(
@@ -81,7 +81,7 @@ def catch_up(work: Work, placement: BlockPlacement, commit: bool) -> list[Op]:
     return s.finish()
 
 
-def _displace_resident(s: Schedule) -> Key:
+def _displace_resident(s: StepBuilder) -> Key:
     """Move the prologue and epilogue by the last step, and make both displaced copies of them."""
     host, device = _resident_copies(s)[0], _resident_copies(s)[1:]
     moved = s.add(
@@ -103,13 +103,13 @@ def _displace_resident(s: Schedule) -> Key:
     )
 
 
-def _resident_copies(s: Schedule) -> tuple[Hold, ...]:
+def _resident_copies(s: StepBuilder) -> tuple[Hold, ...]:
     """Return the buffer of both copies on the host, and that on a separate device."""
     size, name = STREAMS * s.work.resident_trained_param_bytes, "displaced_resident"
     return (Hold((name,), size, slots=1), *s.on_device((f"device_{name}",), size, 1))
 
 
-def _displace(s: Schedule, block: int) -> Key:
+def _displace(s: StepBuilder, block: int) -> Key:
     """Bring a block's state, move it by the last step, write it, and displace it.
 
     Both displaced copies are brought to the device with what never changes. Returns the operation after which they are
@@ -142,7 +142,7 @@ def _displace(s: Schedule, block: int) -> Key:
     return uploaded
 
 
-def _load_state(s: Schedule, block: int, priority: int = operations.SOON) -> tuple[Key, ...]:
+def _load_state(s: StepBuilder, block: int, priority: int = operations.SOON) -> tuple[Key, ...]:
     """Read a block's state, unless it stays in host memory."""
     if s.placement.optimizer[block]:
         return ()
@@ -158,7 +158,7 @@ def _load_state(s: Schedule, block: int, priority: int = operations.SOON) -> tup
     return (load,)
 
 
-def _store_state(s: Schedule, block: int, moved: Key) -> None:
+def _store_state(s: StepBuilder, block: int, moved: Key) -> None:
     """Write a block's state, unless it stays in host memory and nothing is committed."""
     if not s.placement.optimizer[block]:
         update_parts.store_state(s, block, moved, gives=(("state", block),))
@@ -166,7 +166,7 @@ def _store_state(s: Schedule, block: int, moved: Key) -> None:
         update_parts.store_state(s, block, moved)
 
 
-def _forward(s: Schedule, block: int, *there: Key) -> None:
+def _forward(s: StepBuilder, block: int, *there: Key) -> None:
     """Add all micro-batches of both streams through ``block``, after the operations ``there``, which bring its
     weights."""
     is_last = block == s.last

@@ -12,7 +12,7 @@ comes first. So the next step needs no information about them.
 from __future__ import annotations
 
 from .build import gradient_parts, input_parts, parameter_parts, update_parts
-from .build.parts import Schedule
+from .build.parts import StepBuilder
 from .operations import Key, Op
 from .orders import grad_stays, input_stays, micro_batches
 from .work import BlockPlacement, StepShape, Work
@@ -20,7 +20,7 @@ from .work import BlockPlacement, StepShape, Work
 
 def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of one training step in the vertical order."""
-    s = Schedule(
+    s = StepBuilder(
         work=work,
         placement=placement,
         shape=shape,
@@ -55,7 +55,9 @@ def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op
 def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     """Return the operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
     shape = StepShape(micro_batches=shape.micro_batches)
-    s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
+    s = StepBuilder(
+        work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False
+    )
     there = parameter_parts.load(s, "evaluate", 0)
     for block in range(s.count):
         uploaded, there = there, parameter_parts.load(s, "evaluate", block + 1) if block < s.last else ()
@@ -65,7 +67,7 @@ def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> lis
 
 def commit_only(work: Work, placement: BlockPlacement) -> list[Op]:
     """Return the operations that commit the present state: what stays in host memory is written."""
-    s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1))
+    s = StepBuilder(work=work, placement=placement, shape=StepShape(micro_batches=1))
     for block in range(s.count):
         if placement.optimizer[block]:
             update_parts.store_state(s, block)
@@ -74,7 +76,7 @@ def commit_only(work: Work, placement: BlockPlacement) -> list[Op]:
     return s.finish()
 
 
-def _forward(s: Schedule, block: int, phase: str, uploaded: tuple[Key, ...]) -> None:
+def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) -> None:
     """Add the forward of all micro-batches of ``block``.
 
     They have no graph, unless the graph is kept for the backward pass. An evaluation keeps an input only until it is
@@ -110,7 +112,7 @@ def _forward(s: Schedule, block: int, phase: str, uploaded: tuple[Key, ...]) -> 
             input_parts.store(s, block, m)
 
 
-def _backward(s: Schedule, block: int, uploaded: tuple[Key, ...]) -> None:
+def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
     """Add the backward of all micro-batches of ``block``: recompute (unless kept), backward, accumulate.
 
     The last block runs forward, epilogue and loss first, and then all losses are known.
@@ -144,7 +146,7 @@ def _backward(s: Schedule, block: int, uploaded: tuple[Key, ...]) -> None:
     gradient_parts.hand_over(s, block, summed, gradient_parts.host_buffer(s, block))
 
 
-def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
+def _fetched(s: StepBuilder, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
     """Return what a backward computation needs, and the buffers that it gives back.
 
     In a model of one block, the block has the prologue's output on the device.

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .dtypes import TO_NAME
-from .layout.flat_ranges import Stretch
+from .layout.flat_ranges import FlatRange
 from .plain_tensors import odd_kind, repeats_itself
 from .tensor_entries import WRAPPED
 
@@ -36,7 +36,7 @@ class CapturedParameter:
     parameter: nn.Parameter
     group: int | None
     requires_grad: bool
-    stretch: Stretch | None = None
+    stretch: FlatRange | None = None
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from .layout.overlaps import Key, Memory, Shared, described, placed
+from .layout.overlaps import Key, OverlappingMemory, Shared, described, placed
 from .live_state import LiveState
 from .plain_tensors import is_plain
 
@@ -40,7 +40,7 @@ def arrange_buffers(state: LiveState, shared: Shared) -> None:
         (name, *BUFFER): held[name, *BUFFER].clone() for name in state.made_joined
     }
     for group in (group for group in wanted if len(group) > 1):
-        memory = Memory.empty(group, held)
+        memory = OverlappingMemory.empty(group, held)
         for key, offset, strides in group:
             view = memory.view(offset, strides, held[tuple(key)])
             assert view is not None

@@ -18,11 +18,11 @@ from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
-from .layout.flat_ranges import Region, copy_common, is_nothing
+from .layout.flat_ranges import AnyRegion, copy_common, is_nothing
 from .layout.overlaps import (
     PLACED,
     Key,
-    Memory,
+    OverlappingMemory,
     Shared,
     described,
     overlaps,
@@ -31,9 +31,9 @@ from .layout.overlaps import (
     tensors_within,
 )
 from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
-from .layout.regions import Box
+from .layout.regions import Region
 from .plain_tensors import is_plain, odd_kind
-from .tensor_entries import RESIDUAL, Atom
+from .tensor_entries import RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
@@ -41,7 +41,7 @@ BUFFERS = "buffers"
 Rounds = Generator[Collection[str], None, None]
 """Names of parameters, some at a time."""
 
-Held = dict[str, tuple[Atom, torch.Tensor]]
+Held = dict[str, tuple[TensorEntry, torch.Tensor]]
 """Tensor entries by key, each with the tensor that holds it now."""
 
 
@@ -97,7 +97,7 @@ class LiveState:
                     )
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
-        self.boxes: dict[str, Region] = {
+        self.boxes: dict[str, AnyRegion] = {
             p.name: box_of(p.name, p.parameter) if p.stretch is None else p.stretch for p in self.parameters
         }
         """The region of each parameter that this process holds, by name."""
@@ -120,12 +120,12 @@ class LiveState:
         """Store only the parameters ``names``, because other ranks store the others."""
         self.stored = tuple(p for p in self.parameters if p.name in names)
 
-    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Region]:
+    def place_of(self, atom: TensorEntry) -> tuple[tuple[int, ...], AnyRegion]:
         """Return the shape of the whole tensor of which ``atom`` is the local part, and the part's region."""
         region = self.boxes.get(atom.name)
         if atom.slot != "buffer" and region is not None and atom.shape == region.shape:
             return self.wholes[atom.name], region
-        return atom.shape, Box.whole(atom.shape)
+        return atom.shape, Region.whole(atom.shape)
 
     def lacks(self, name: str) -> bool:
         """Return whether this process holds nothing of a parameter, and its optimizer nothing for it."""
@@ -265,7 +265,9 @@ class LiveState:
                 slots = self._state(self.parameter(key[0]))
                 slots[way[0]] = put_within(slots[way[0]], way[1:], made)
 
-    def _memory_for(self, group: Sequence[Sequence[Any]], held: Mapping[Key, torch.Tensor]) -> Memory | None:
+    def _memory_for(
+        self, group: Sequence[Sequence[Any]], held: Mapping[Key, torch.Tensor]
+    ) -> OverlappingMemory | None:
         """Return the memory of a group: around the model's tensor in it, else new.
 
         Returns None if fewer than two of the group are here.
@@ -275,8 +277,8 @@ class LiveState:
             return None
         anchor = next(((key, offset) for key, offset in here if key[1:] in PLACED), None)
         if anchor is None:
-            return Memory.empty(group, held)
-        return Memory.around(held[anchor[0]], anchor[1])
+            return OverlappingMemory.empty(group, held)
+        return OverlappingMemory.around(held[anchor[0]], anchor[1])
 
     def values(self) -> dict[str, dict[str, Any]]:
         """Return the optimizers' values for stored parameters that are no tensors, by parameter and slot, as JSON."""
@@ -421,7 +423,7 @@ class LiveState:
                 self._load_slot(name, slot, value)
 
     @torch.no_grad()
-    def load_part(self, name: str, slot: str, value: torch.Tensor, box: Region) -> None:
+    def load_part(self, name: str, slot: str, value: torch.Tensor, box: AnyRegion) -> None:
         """Copy this process's part of the region ``box`` of a parameter or a tensor of its shape.
 
         Such tensors belong to its optimizer or its error feedback.
@@ -526,13 +528,13 @@ def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:
     return replace(parameter, names=tuple(f"{prefix}:{name}" for name in parameter.names))
 
 
-def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[Atom, torch.Tensor]]:
+def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[TensorEntry, torch.Tensor]]:
     if not is_plain(tensor):
         raise _refused_kind(f"{name}/{slot}", odd_kind(tensor))
     if tensor.dtype not in TO_NAME:
         raise _refused_kind(f"{name}/{slot}", str(tensor.dtype))
     tensor = local_of(tensor)
-    atom = Atom(name, slot, tuple(tensor.shape), TO_NAME[tensor.dtype])
+    atom = TensorEntry(name, slot, tuple(tensor.shape), TO_NAME[tensor.dtype])
     return atom.key, (atom, tensor)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .layout.regions import Box
+from .layout.regions import Region
 
 _TYPES = {
     "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "I16": (2, "int16"), "U16": (2, "uint16"),
@@ -49,10 +49,10 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, order=True)
-class Atom:
+class TensorEntry:
     """One tensor entry of the state.
 
-    >>> Atom("head.weight", "param", (256, 64), "F32").nbytes
+    >>> TensorEntry("head.weight", "param", (256, 64), "F32").nbytes
     65536
     """
 
@@ -84,14 +84,14 @@ class Atom:
         return {"name": self.name, "slot": self.slot, "shape": list(self.shape), "dtype": self.dtype}
 
     @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> Atom:
+    def from_json(cls, described: Mapping[str, Any]) -> TensorEntry:
         return cls(described["name"], described["slot"], tuple(described["shape"]), described["dtype"])
 
 
-def fragment(unit: str, key: str, box: Box) -> dict[str, Any]:
+def fragment(unit: str, key: str, box: Region) -> dict[str, Any]:
     """Return a fragment as an index describes it.
 
     The region ``box`` of an entry is all of the tensor ``key`` of a unit's file.
     """
-    local = Box.whole(box.shape)
+    local = Region.whole(box.shape)
     return {"unit": unit, "key": key, "global": box.to_json(), "local": local.to_json()}

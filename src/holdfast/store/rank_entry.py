@@ -16,7 +16,7 @@ from holdfast.store.format.manifest import Point, Timeline
 from holdfast.store.run_store import LocalStore
 
 
-class Together(Protocol):
+class RankGroup(Protocol):
     """The rank group, with the methods of ``Ranks`` that are needed here."""
 
     rank: int
@@ -26,7 +26,7 @@ class Together(Protocol):
     def first_does(self, what: Callable[[], Any]) -> Any: ...
 
 
-def see_alike(store: LocalStore, ranks: Together) -> None:
+def see_alike(store: LocalStore, ranks: RankGroup) -> None:
     """Raise ``RunMismatch`` unless all ranks see the directory that the first rank has entered.
 
     Collective: every rank must call this.
@@ -43,7 +43,7 @@ def see_alike(store: LocalStore, ranks: Together) -> None:
     ranks.all_do(see)
 
 
-def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
+def see_drives(drives: Mapping[str, Path], ranks: RankGroup) -> None:
     """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first rank does.
 
     The first rank shows a file for a moment in the directory given for each drive: the drive's own, or the place
@@ -74,7 +74,7 @@ def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
 
 
 def begin(
-    store: LocalStore, ranks: Together, point: Point | None, about: Mapping[str, Any] | None = None
+    store: LocalStore, ranks: RankGroup, point: Point | None, about: Mapping[str, Any] | None = None
 ) -> None:
     """Open the timeline that continues ``point`` on the first rank, and join it on the others.
 

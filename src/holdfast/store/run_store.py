@@ -170,7 +170,7 @@ class LocalStore(RankCommits):
                 self._prune_timelines()
         return record.id
 
-    def go_on(self, timeline: Timeline) -> None:
+    def continue_timeline(self, timeline: Timeline) -> None:
         """Continue in ``timeline``, the newest one, after its newest commit, instead of calling ``begin``.
 
         For writers that resume nothing and write whole states one after another.

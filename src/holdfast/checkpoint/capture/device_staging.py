@@ -6,7 +6,7 @@ device, and both have the same bits. Sizes are bytes.
 1. Host memory is pinned once. One stream copies tensors from there, while the device updates earlier ones.
 2. The compute stream waits for the copies' event, and updates the tensors.
 3. A third stream waits for the update and copies the tensors back. The host memory must not be read before
-   ``PinnedHomes.settle``.
+   ``PinnedHomes.wait_for_copies``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PinnedHomes:
         for tensor in tensors:
             tensor.record_stream(self._going)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Return when all tensors are back in host memory."""
         if self._newest is not None:
             self._newest.synchronize()  # and all before it, on the same stream
@@ -98,7 +98,7 @@ class PinnedHomes:
 
     def free(self) -> None:
         """Free the memory. Called when no tensor uses it any more."""
-        self.settle()
+        self.wait_for_copies()
         for buffer in self._buffers:
             if buffer.unpin is not None:
                 buffer.unpin()

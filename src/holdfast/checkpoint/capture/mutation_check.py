@@ -42,7 +42,7 @@ Marks = tuple[list[int], list[int], list[int], list[Any]]
 class MutationCheck:
     """A detector of external changes to ``state``.
 
-    Call ``settle`` at the end of each step, and ``stepped`` after each optimizer's step.
+    Call ``accept`` at the end of each step, and ``stepped`` after each optimizer's step.
     """
 
     def __init__(self, state: LiveState) -> None:
@@ -63,9 +63,9 @@ class MutationCheck:
             self._names[place].append(captured.name)
             self._parameters[place].append(captured.parameter)
         self._linked = _linked(self._parameters)
-        self.settle()
+        self.accept()
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """Accept the current state as known."""
         self._marks = [self._now(place) for place in range(len(self._parameters))]
 

@@ -10,7 +10,7 @@ training did. So three things suffice:
 A *leaf* is one value with the path to it, such as ``warmup.steps``. Fields of objects are traversed; a container of
 plain values is one leaf.
 
-Called by the training thread: ``begin`` once, ``settle`` after a resume, then ``changed`` before and ``stepped`` after
+Called by the training thread: ``begin`` once, ``accept`` after a resume, then ``changed`` before and ``stepped`` after
 every step of the optimizer.
 """
 
@@ -106,7 +106,7 @@ class OptimizerAttributes:
             if told is not None:
                 self._given[path], self._digests[path] = told, _digest(told)
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """Accept the current leaves as the start of the run, and forget those that the optimizer was made with."""
         self._given, self._given_marks = {}, {}
         self._marks = self._now()

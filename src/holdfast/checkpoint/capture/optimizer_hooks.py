@@ -146,7 +146,7 @@ class OptimizerHooks:
                 ended.id, last=False
             )
             self._watch_modes(optimizer)
-        self._changes.settle()
+        self._changes.accept()
 
     def _watch_modes(self, optimizer: Any) -> None:
         """Notice when ``train()`` or ``eval()`` of a schedule-free optimizer moves parameters.
@@ -165,7 +165,7 @@ class OptimizerHooks:
         before = [group.get("train_mode", self) for group in optimizer.param_groups]
         made = method(*args, **kwargs)
         if self in before or before != [group.get("train_mode") for group in optimizer.param_groups]:
-            self._changes.settle()
+            self._changes.accept()
             self.lost = "train() or eval() of the optimizer has moved parameters since the step before"
         return made
 
@@ -178,10 +178,10 @@ class OptimizerHooks:
         self._hooks.clear()
         self._ended.clear()
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """End the step, and move this hook behind other pre-hooks, which may change gradients."""
         if not self._settled:
-            self._changes.settle()
+            self._changes.accept()
         self._changes.idle = 0  # a skipped step is a step, too
         self.lost = ""
         for optimizer, hook in self._hooks:
@@ -213,7 +213,7 @@ class OptimizerHooks:
 
     def saved(self) -> None:
         """Accept the current state as known, because a snapshot of it was made."""
-        self._changes.settle()
+        self._changes.accept()
         self.lost = ""
 
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:

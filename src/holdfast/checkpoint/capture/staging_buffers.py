@@ -67,7 +67,7 @@ class StagingBuffer:
     def put(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], lasting: bool = False
     ) -> None:
-        """Copy ``sources`` into ``targets``, which are views of this buffer. ``settle`` waits for copies under way.
+        """Copy ``sources`` into ``targets``, views of this buffer. ``wait_for_copies`` waits for copies under way.
 
         Args:
             lasting: True if nobody writes to the sources any more, and nobody else holds them.
@@ -79,14 +79,14 @@ class StagingBuffer:
         else:
             self._marks += self._departures.send(targets, sources, lasting)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Return when all copies have arrived."""
         for mark in self._marks:
             mark.synchronize()
         self._marks.clear()
 
     def free(self) -> None:
-        self.settle()
+        self.wait_for_copies()
         for unpin in self._unpins:
             unpin()
         self._unpins.clear()
@@ -114,7 +114,7 @@ class StagingPool:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
             slot = self._free.pop() if self._free else None
         if slot is not None:
-            slot.settle()  # a buffer given back without a record may have copies under way
+            slot.wait_for_copies()  # a buffer given back without a record may have copies under way
         return slot
 
     def give(self, slots: Sequence[StagingBuffer]) -> None:

@@ -59,7 +59,7 @@ class TransientBuffers:
         if self._kinds is None:
             self._kinds = kinds
 
-    def settle(self, state: LiveState) -> None:
+    def accept(self, state: LiveState) -> None:
         """Accept the current buffers as the start of the run, including those that ``state`` carries."""
         self.carried |= state.carried
         self._rebound |= state.rebound

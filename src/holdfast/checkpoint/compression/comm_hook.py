@@ -46,7 +46,7 @@ class HookState:
     """False where gradients are averaged as without the hook; a hook cannot be removed from a model."""
     _before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
-    def settle(self) -> None:
+    def restore_skipped(self) -> None:
         """Restore the residuals if the scaler has skipped the step.
 
         Call it after ``scaler.update`` and before residuals are read; otherwise the next backward calls it.
@@ -80,7 +80,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     if not state.active:
         return averaged(group, bucket)
     if bucket.index() == 0:
-        state.settle()
+        state.restore_skipped()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     with torch.no_grad():
         arrays = [_select(state, parameter, grad) for parameter, grad in pairs]

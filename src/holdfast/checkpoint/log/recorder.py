@@ -62,16 +62,16 @@ class FinalizedStep:
         """Return whether anything of the step may still be on its way from a device."""
         return self.finish is not None or any(slot.is_late for slot in self.slots)
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Wait until all data of the step has arrived, and complete the record."""
         for slot in self.slots:
-            slot.settle()
+            slot.wait_for_copies()
         if self.finish is not None:
             self.finish()
 
 
 @dataclass
-class Task:
+class RecorderTask:
     """Work for the recorder's thread: once every earlier step is durable, or ``at_once`` before any waiting step."""
 
     do: Callable[[], Any]
@@ -85,13 +85,13 @@ def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[
 class InlineRecorder:
     """A stand-in for a ``Recorder`` where no training waits: it does every task at once, in the caller's thread.
 
-    ``beat`` is called from time to time while a snapshot is written.
+    ``heartbeat`` is called from time to time while a snapshot is written.
     """
 
-    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        self.beat = beat
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        self.heartbeat = heartbeat
 
-    def put(self, task: Task) -> None:
+    def put(self, task: RecorderTask) -> None:
         task.do()
 
     def do(self, what: Callable[[], Any]) -> Any:
@@ -125,8 +125,8 @@ class Recorder:
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
-        self._waiting: deque[FinalizedStep | Task] = deque()
-        self._at_once: deque[Task] = deque()
+        self._waiting: deque[FinalizedStep | RecorderTask] = deque()
+        self._at_once: deque[RecorderTask] = deque()
         self._held = False
         self._changed = threading.Condition()
         self._wanted = self._written_step = durable_step
@@ -166,11 +166,11 @@ class Recorder:
         """Set how many records are needed at once: those from one snapshot to the next."""
         self._journal.records_ahead = count
 
-    def put(self, item: FinalizedStep | Task) -> None:
+    def put(self, item: FinalizedStep | RecorderTask) -> None:
         """Hand over a step or a task. Raises the error of an earlier write."""
         with self._changed:
             self._raise_failure()
-            if isinstance(item, Task) and item.at_once:
+            if isinstance(item, RecorderTask) and item.at_once:
                 self._at_once.append(item)
             else:
                 self._waiting.append(item)
@@ -181,14 +181,14 @@ class Recorder:
     def do(self, work: Callable[[], T]) -> T:
         """Have the thread do ``work`` before any waiting step, and return the result. Raises as ``wait`` does."""
         results: list[T] = []
-        self.put(Task(lambda: results.append(work()), at_once=True))
+        self.put(RecorderTask(lambda: results.append(work()), at_once=True))
         with self._changed:
             while not results:
                 self._check()
                 self._changed.wait(0.1)
         return results[0]
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Restart the deadline, because the running task has made progress. Called by that task."""
         self._busy_since = running_clock.now()
 
@@ -252,7 +252,7 @@ class Recorder:
                 self._check()
                 self._changed.wait(0.1)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when no step or task waits any more. Raises as ``wait`` does."""
         self._want(self.last_put)
         with self._changed:
@@ -334,14 +334,14 @@ class Recorder:
                     self._changed.notify_all()
                 return
 
-    def _next_group(self) -> list[FinalizedStep] | Task | None:
+    def _next_group(self) -> list[FinalizedStep] | RecorderTask | None:
         """Wait for the next work and return it; None at the end. Called with the lock."""
         while True:
             if self._at_once:
                 return self._at_once[0]
             steps: list[FinalizedStep] = []
             for item in self._waiting:
-                if isinstance(item, Task):
+                if isinstance(item, RecorderTask):
                     if not steps:
                         return item
                     break
@@ -357,23 +357,23 @@ class Recorder:
             else:
                 self._changed.wait()
 
-    def _do(self, group: list[FinalizedStep] | Task) -> None:
-        steps = [] if isinstance(group, Task) else group
+    def _do(self, group: list[FinalizedStep] | RecorderTask) -> None:
+        steps = [] if isinstance(group, RecorderTask) else group
         records: list[Record] = []
         started = time.perf_counter()
-        if isinstance(group, Task):
+        if isinstance(group, RecorderTask):
             group.do()
         else:
             for sealed in steps:
-                sealed.settle()
+                sealed.complete()
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]
             failpoints.reach("before_records_write")
-            self.header_bytes = self._journal.append(records, self.beat)
+            self.header_bytes = self._journal.append(records, self.heartbeat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # a caller that finds nothing waiting may free the buffers
-            done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting
+            done = self._at_once if isinstance(group, RecorderTask) and group.at_once else self._waiting
             for _ in steps or [group]:
                 done.popleft()
             if steps:

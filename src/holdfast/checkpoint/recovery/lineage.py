@@ -31,7 +31,7 @@ from ..numerics import computing_as, needs_threads, told_in
 from ..snapshot.snapshot_shard import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
-from .shard_state import ShardState, pour
+from .shard_state import ShardState, copy_into
 
 
 class ReplayMismatch(HoldfastError):
@@ -231,7 +231,7 @@ class Lineage:
     def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
         for _, ghost in self.parts(state):
-            pour(ghost, state)
+            copy_into(ghost, state)
             buffers = {**ghost.loaded_buffers, **buffers}
         state.load(buffers)
         if state.own:

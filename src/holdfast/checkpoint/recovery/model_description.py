@@ -24,10 +24,10 @@ from ...quantities import packed
 from ...state.capture import CapturedParameter
 from ...state.dtypes import FROM_NAME, TO_NAME
 from ...state.encoding import encode
-from ...state.layout.flat_ranges import Region
+from ...state.layout.flat_ranges import AnyRegion
 from ...state.layout.overlaps import said_keys
 from ...state.layout.ownership import local_of
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...state.live_state import LiveState, Rounds, counts_on_host
 from ...state.progress import hyper_parameters
 from ..capture import device_staging
@@ -47,7 +47,7 @@ TIMES_PARAMETERS = 6
 parameters'."""
 
 
-class Part(LiveState):
+class RankState(LiveState):
     """One rank's shard of a training state, with the region ``box`` of each parameter as a tensor.
 
     Tensor entries are named by their place in the whole parameter. A tensor with an entry in ``devices`` is stored on
@@ -58,7 +58,7 @@ class Part(LiveState):
         self,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        boxes: dict[str, Region],
+        boxes: dict[str, AnyRegion],
         wholes: dict[str, tuple[int, ...]],
         devices: dict[str, torch.device],
         on_host: dict[str, set[str]],
@@ -106,7 +106,7 @@ class Part(LiveState):
                     self._on_host |= {name: visit.end() for name, visit in visits.items()}
         finally:
             for homes in self._homes.values():
-                homes.settle()
+                homes.wait_for_copies()
 
     def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> StagedOnDevice:
         stays = self._on_host.get(name)
@@ -235,7 +235,7 @@ def updating_devices(about: dict[str, Any]) -> list[torch.device]:
     ]
 
 
-def rebuild(about: dict[str, Any], on_host: bool = False) -> Part:
+def rebuild(about: dict[str, Any], on_host: bool = False) -> RankState:
     """Build the described state, with undefined values. Raises ``BadInput`` if that is impossible here.
 
     Where it fits beside the trainer's memory it is stored on the device that updates it, so that no step moves it over
@@ -250,10 +250,10 @@ def rebuild(about: dict[str, Any], on_host: bool = False) -> Part:
         optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
         for item in about["optimizers"]
     ]
-    state = Part(
+    state = RankState(
         module_of({**parameters, **buffers}),
         optimizers,
-        {item["name"]: Box.from_json(item["box"]) for item in about["parameters"]},
+        {item["name"]: Region.from_json(item["box"]) for item in about["parameters"]},
         {item["name"]: tuple(item["whole"]) for item in about["parameters"]},
         {} if stored else visiting,
         {item["name"]: set(item["on_host"]) for item in about["parameters"] if item["on_host"] is not None},

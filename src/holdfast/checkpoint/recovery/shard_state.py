@@ -15,10 +15,10 @@ from torch import nn
 
 from ...state.capture import CapturedParameter
 from ...state.dtypes import TO_NAME
-from ...state.layout.flat_ranges import Region
-from ...state.layout.overlaps import Memory, Shared
+from ...state.layout.flat_ranges import AnyRegion
+from ...state.layout.overlaps import OverlappingMemory, Shared
 from ...state.live_state import Held, LiveState
-from ...state.tensor_entries import RESIDUAL, Atom
+from ...state.tensor_entries import RESIDUAL, TensorEntry
 
 
 class ShardState(LiveState):
@@ -28,7 +28,7 @@ class ShardState(LiveState):
     parallelism each old shard is replayed in its own shape first and then copied into the live, resharded state.
     """
 
-    def __init__(self, state: LiveState, boxes: Mapping[str, Region], shared: Shared) -> None:
+    def __init__(self, state: LiveState, boxes: Mapping[str, AnyRegion], shared: Shared) -> None:
         """Make tensors for the parameters of ``state`` in ``boxes``, each with the shape of its region.
 
         ``shared`` says which tensors overlapped in the writer's memory; the same tensors overlap here.
@@ -63,7 +63,7 @@ class ShardState(LiveState):
             mine = [member for member in group if tuple(member[0]) in here]
             if len(mine) < 2:
                 continue
-            memory = Memory.empty(mine, here)
+            memory = OverlappingMemory.empty(mine, here)
             for (name, slot), offset, strides in mine:
                 made = memory.view(offset, strides, here[name, slot])
                 assert made is not None
@@ -72,7 +72,7 @@ class ShardState(LiveState):
     def buffers(self, beside: bool = True) -> Held:
         """Return the buffers that were loaded last."""
         kept = [(key.removesuffix("/buffer"), value) for key, value in self.loaded_buffers.items()]
-        atoms = [(Atom(name, "buffer", tuple(v.shape), TO_NAME[v.dtype]), v) for name, v in kept]
+        atoms = [(TensorEntry(name, "buffer", tuple(v.shape), TO_NAME[v.dtype]), v) for name, v in kept]
         return {atom.key: (atom, value) for atom, value in atoms}
 
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class ShardState(LiveState):
         super().load({key: value for key, value in atoms.items() if key not in buffers})
 
 
-def pour(source: LiveState, into: LiveState) -> None:
+def copy_into(source: LiveState, into: LiveState) -> None:
     """Copy the content of ``source`` into ``into``, where each parameter of ``source`` is a region of a parameter."""
     into.layouts |= source.layouts_now()
     for parameter in source.parameters:
@@ -99,7 +99,7 @@ def pour(source: LiveState, into: LiveState) -> None:
     into.load_values(source.values())
 
 
-def _like(parameter: CapturedParameter, box: Region) -> CapturedParameter:
+def _like(parameter: CapturedParameter, box: AnyRegion) -> CapturedParameter:
     """Return an empty parameter for the region ``box`` of ``parameter``."""
     of = parameter.parameter
     made = nn.Parameter(

@@ -27,7 +27,7 @@ from ..coordinator import RankCoordinator, RankStatus
 from ..log.recorder import FinalizedStep
 from ..recovery.model_description import describe, rebuild
 from ..recovery.run_recovery import RecoveryResult, recover
-from ..recovery.shard_state import pour
+from ..recovery.shard_state import copy_into
 from ..user_state import ScriptState
 from . import retained_state, shared_memory
 from .rank_exchange import give_to_others
@@ -135,7 +135,7 @@ class Replicas(Replica):
         except (Damaged, NoCommit) as error:
             return str(error)
         self._state.forget_optimizer_state()
-        pour(part, self._state)
+        copy_into(part, self._state)
         self._state.load({key: tensor for key, (_, tensor) in part.buffers().items()})
         progress.update(found.progress)
         return None
@@ -206,7 +206,7 @@ class Replicas(Replica):
         super()._send(sealed)
         self._look_soon()
 
-    def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
+    def advance(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
         """Begin a snapshot when one is due. Called at the end of ``step``.
 
         All ranks find the same step by counting, and wait there for the snapshot before it.
@@ -227,7 +227,7 @@ class Replicas(Replica):
         self._until_ended()
         while again or self.durable_step < step:
             again = False
-            self.settle()
+            self.drain()
             if self._drift is not None:
                 self._resync(step, progress())
             self._ask_for_base(step)
@@ -302,7 +302,7 @@ class Replicas(Replica):
             self.agreement.share_nothing(self._shared)
         elif "beat" in about:
             assert self.agreement is not None
-            self.agreement.beat(str(time.monotonic()))
+            self.agreement.heartbeat(str(time.monotonic()))
         else:
             super()._hear(about)
 
@@ -335,7 +335,7 @@ class Replicas(Replica):
 
     def _look_soon(self) -> None:
         if self.agreement is not None:
-            self.agreement.look_soon()
+            self.agreement.scan_soon()
 
     def close(self) -> None:
         """End the replica if everything is durable; otherwise disconnect from it.

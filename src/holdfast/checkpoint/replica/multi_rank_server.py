@@ -157,7 +157,7 @@ class MultiRankReplicaServer(ReplicaServer):
             self._say(word=LAST_WORD)
         elif self._begun and self._equal:
             assert self._door is not None
-            notes = ReplicaNotes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
+            notes = ReplicaNotes(self._store.disk, self._run[0], self._ranks, self._door.has_client)
             with suppress(HoldfastError, OSError):  # memory may have room where the disk has none
                 notes.leave(HERE)
             records = self._held_back()
@@ -225,11 +225,11 @@ class MultiRankReplicaServer(ReplicaServer):
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit, HoldfastError):
-            came = self._door.knocked(self._terms.linger_seconds)
+            came = self._door.has_client(self._terms.linger_seconds)
             if not came and retained_state.newest_of([self._place], self._store) <= retained_state.newest(
                 self._store, None
             ):
                 shared_memory.remove(self._place)
-            if self._door.knocked():
+            if self._door.has_client():
                 return self._door.leave()
         self._leave_place(False)

@@ -10,7 +10,7 @@ import torch
 
 from ...distributed import Ranks
 from ...quantities import packed
-from ...state.layout.flat_ranges import Region
+from ...state.layout.flat_ranges import AnyRegion
 from ...state.live_state import LiveState
 from ..capture.staging_buffers import tensors_of
 from ..snapshot.snapshot_chunks import UNIT_BYTES
@@ -37,7 +37,7 @@ def give_to_others(state: LiveState, ranks: Ranks) -> None:
         state.load_values({name: slots for name, slots in its_values.items() if name in taken})
 
 
-def _divided(state: LiveState, names: list[str]) -> list[dict[str, Region]]:
+def _divided(state: LiveState, names: list[str]) -> list[dict[str, AnyRegion]]:
     """Return ``names`` with their regions, joined to groups of about the size of a chunk."""
 
     def nbytes(name: str) -> int:
@@ -46,7 +46,7 @@ def _divided(state: LiveState, names: list[str]) -> list[dict[str, Region]]:
     return [{name: state.boxes[name] for name in group} for group in packed(names, nbytes, UNIT_BYTES)]
 
 
-def _image(state: LiveState, names: dict[str, Region]) -> torch.Tensor:
+def _image(state: LiveState, names: dict[str, AnyRegion]) -> torch.Tensor:
     held = [state.owned(state.parameter(name)) for name in names]
     image = image_of({key: tensor for each in held for key, (_, tensor) in each.items()})
     return torch.frombuffer(image, dtype=torch.uint8)

@@ -53,7 +53,7 @@ class RecordSender:
             use_device(device)
         while (sealed := self._waiting.get()) is not None:
             try:
-                sealed.settle()
+                sealed.complete()
                 self._send(sealed)
             except BaseException as error:
                 self._failure = error

@@ -50,7 +50,7 @@ BASE_EVERY = 100
 class Replica:
     """The replica of the run in ``run``, as its trainer sees it.
 
-    Call order: ``start``, ``recover``, ``begin``; then for each step ``take_slot``, ``put`` and ``go_on``.
+    Call order: ``start``, ``recover``, ``begin``; then for each step ``take_slot``, ``put`` and ``advance``.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Replica:
 
         ``again`` requests a snapshot even where there is one of the step.
         """
-        self.settle()
+        self.drain()
         if self.pool is not None:
             self.pool.close()
         self._state, self._left, self._under_way = state, [], False
@@ -344,7 +344,7 @@ class Replica:
                     return [self.pool.slots.index(slot), number]
         return None
 
-    def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
+    def advance(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
         """Continue the comparison of the state, or begin one when a snapshot is due. Called at the end of ``step``.
 
         Compares about ``most_bytes``. Hands over the whole state again if the replica has drifted. Raises the replica's
@@ -366,7 +366,7 @@ class Replica:
         if again:
             self._wait_for(lambda: not self._under_way)
         while self.durable_step < step:
-            self.settle()
+            self.drain()
             if self._drift is not None:
                 self._resync(step, progress())
             else:
@@ -398,7 +398,7 @@ class Replica:
         """Return when ``step`` is durable. A snapshot of it must be under way."""
         self._wait_for(lambda: self.durable_step >= step)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when the replica has done every step."""
         self._wait_for(lambda: not self.pending)
 

@@ -25,18 +25,18 @@ from .channel import Channel, ChannelClosed
 LAST_WORD = "closed"
 
 
-_left: list[Process] = []
+_left: list[PriorityProcess] = []
 """Processes that were released, to be reaped once they have ended."""
 
 
-class Process(Protocol):
+class PriorityProcess(Protocol):
     """The interface of a started process."""
 
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
 
 
-def start_process(sock: socket.socket) -> Process:
+def start_process(sock: socket.socket) -> PriorityProcess:
     """Start a replica's process, which serves the other end of ``sock``.
 
     The process gets none of this one's output streams, because a reader may wait for their end.
@@ -65,7 +65,7 @@ class ReplicaProcess:
         self._hear, self._deadline = hear, deadline_seconds
         self._said: set[str] = set()
         self._heard = running_clock.now()
-        self._process: Process | None = None
+        self._process: PriorityProcess | None = None
         self._channel: Channel | None = None
         self._sending = threading.Lock()
         self._let_go = False

@@ -42,7 +42,7 @@ from ...store.run_store import LOCK, LocalStore
 from ..capture import state_digests
 from ..log.recorder import InlineRecorder
 from ..numerics import computing_as, needs_threads
-from ..recovery.model_description import Part, adopt, rebuild, updating_devices
+from ..recovery.model_description import RankState, adopt, rebuild, updating_devices
 from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_told, fingerprint
 from ..recovery.run_recovery import BY, recover
 from ..snapshot.snapshot_state import beside_records
@@ -151,7 +151,7 @@ class ReplicaServer:
         assert self._door is not None
         while not self._closing:
             alive = os.getppid() == self._terms.trainer
-            if alive and self._door.knocked():
+            if alive and self._door.has_client():
                 self._door.say_busy(self._terms.trainer)
             try:
                 all_read = not alive and not self._inbox.has_more
@@ -197,7 +197,7 @@ class ReplicaServer:
         if self._bases is None:
             self._bases = SnapshotWriter(self._store, state, InlineRecorder(self._beat), self._prefix)
         self._bases.watch(state)
-        if isinstance(before, Part):
+        if isinstance(before, RankState):
             before.free()
         del before
         for device in updating_devices(about["sync"]):
@@ -433,7 +433,7 @@ class ReplicaServer:
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit):
-            if self._door.knocked(self._terms.linger_seconds):
+            if self._door.has_client(self._terms.linger_seconds):
                 return self._door.leave()
         with suppress(HoldfastError):  # another process may be at work in the run by now
             lock = self._store.disk.lock(LOCK, this_writer())

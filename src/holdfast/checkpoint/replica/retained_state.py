@@ -277,7 +277,7 @@ class ReplicaListener:
         self._takes: bool | None = None
         """The answer of the asking trainer: whether it takes the state; None before it has answered."""
 
-    def knocked(self, timeout: float = 0.0) -> bool:
+    def has_client(self, timeout: float = 0.0) -> bool:
         """Return whether a trainer is asking, within ``timeout`` seconds.
 
         Checked anew in each call, since an asking trainer may have been killed.
@@ -294,7 +294,7 @@ class ReplicaListener:
 
     def is_taken(self) -> bool:
         """Return whether the asking trainer takes what was kept, so that the disk need not have it first."""
-        if self.knocked() and self._takes is None:
+        if self.has_client() and self._takes is None:
             self._hear(1.0)
         return bool(self._takes)
 

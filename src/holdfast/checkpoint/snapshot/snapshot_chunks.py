@@ -13,10 +13,10 @@ import xxhash
 
 from ...optim.kinds import is_elementwise
 from ...quantities import MiB, packed
-from ...state.layout.flat_ranges import FLAT, Region, Stretch
-from ...state.layout.regions import Box
+from ...state.layout.flat_ranges import FLAT, AnyRegion, FlatRange
+from ...state.layout.regions import Region
 from ...state.live_state import BUFFERS, Held, LiveState
-from ...state.tensor_entries import CARRIED, Atom, fragment
+from ...state.tensor_entries import CARRIED, TensorEntry, fragment
 from ...store.commit.generations import Generations
 from ...store.format.file_names import METADATA, Layout
 
@@ -38,7 +38,7 @@ class SnapshotChunk:
     """True if no log record brings the content forward. Such a chunk is copied last, at the commit's own step."""
     rows: range | None = None
     """The rows of its one owner, if that is divided. The first chunk of the owner also has everything without rows."""
-    stretches: Mapping[str, Stretch] = field(default_factory=dict)
+    stretches: Mapping[str, FlatRange] = field(default_factory=dict)
     """The flat ranges of parameters stored as such, by name. Each region of a range is a tensor of its own."""
 
     def held_of(self, owned: Mapping[str, Held]) -> Held:
@@ -55,7 +55,7 @@ class SnapshotChunk:
 
 
 def _in_file(
-    atom: Atom, held: torch.Tensor, stretches: Mapping[str, Stretch]
+    atom: TensorEntry, held: torch.Tensor, stretches: Mapping[str, FlatRange]
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that stand for ``held`` in a file, with their keys there."""
     stretch = stretches.get(atom.name)
@@ -64,7 +64,7 @@ def _in_file(
     return [(_key_in_file(atom, box), view) for box, view in stretch.views(held)]
 
 
-def _key_in_file(atom: Atom, box: Box) -> str:
+def _key_in_file(atom: TensorEntry, box: Region) -> str:
     return f"{atom.key}@{','.join(map(str, box.start))}"
 
 
@@ -113,9 +113,9 @@ def _unit(
     return SnapshotChunk(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
 
 
-def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, Stretch]:
+def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, FlatRange]:
     regions = {name: state.boxes.get(name) for name in owners}
-    found = {name: region for name, region in regions.items() if isinstance(region, Stretch)}
+    found = {name: region for name, region in regions.items() if isinstance(region, FlatRange)}
     return found if rows is None else {name: stretch.rows(rows) for name, stretch in found.items()}
 
 
@@ -124,7 +124,7 @@ def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | Non
     return held if rows is None else _rows_of(held, rows)
 
 
-def atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
+def atoms_of(owned: dict[str, Held]) -> dict[str, TensorEntry]:
     """Return the tensor entries of a snapshot, by key."""
     return {key: atom for held in owned.values() for key, (atom, _) in held.items()}
 
@@ -228,9 +228,9 @@ def _index_of(units: Sequence[SnapshotChunk], owned: dict[str, Held], state: Liv
     return {"version": 1, "atoms": atoms}
 
 
-def _fragments(unit: SnapshotChunk, part: Atom, region: Region) -> list[dict[str, Any]]:
+def _fragments(unit: SnapshotChunk, part: TensorEntry, region: AnyRegion) -> list[dict[str, Any]]:
     """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
-    if isinstance(region, Box):
+    if isinstance(region, Region):
         return [fragment(unit.name, part.key, region)]
     return [
         fragment(unit.name, _key_in_file(part, box), box) | {FLAT: list(elements)}

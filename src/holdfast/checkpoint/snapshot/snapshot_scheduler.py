@@ -22,7 +22,7 @@ from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
 from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
-from ..log.recorder import Recorder, Task
+from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
 from ..storage_share import LEAST_STORAGE, left_bytes
 from .collective_snapshot import CollectiveSnapshot
@@ -132,13 +132,13 @@ class SnapshotScheduler:
         self._state = state
         self.bases.watch(state)
 
-    def go_on(self, step: int) -> None:
+    def advance(self, step: int) -> None:
         """Copy the next chunks of a snapshot under way, or begin one that is due. Called at the end of ``step``."""
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
         if self._together is not None:
-            self._together.alike.go_on(self._state, step)
+            self._together.alike.advance(self._state, step)
         if self._again:
             self.whole(step)
         elif self.gap and (self._together is not None or not bases.under_way):
@@ -173,7 +173,7 @@ class SnapshotScheduler:
 
         ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
         """
-        self._recorder.settle()
+        self._recorder.drain()
         self._see_published()
         self._restarted()
         there = self.base_step == step and self._together is None  # one that was made beside training
@@ -184,7 +184,7 @@ class SnapshotScheduler:
             self._together.nothing_else()
         self.bases.give_up()
         if self._together is not None:
-            self._recorder.settle()
+            self._recorder.drain()
             self._together.room.divide()
             self._together.alike.compare(self._state, step)
         self._begin(step)
@@ -347,7 +347,7 @@ class SnapshotScheduler:
         if bases.under_way and bases.all_staged:
             if self._together is not None:
                 self._together.sharing, self._losses_when_shared = True, self._losses
-            self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
+            self._recorder.put(RecorderTask(partial(self._publish, self._progress(), self._losses)))
 
     def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
         """Make the snapshot a commit. With ``again`` it replaces a commit of the same step.
@@ -368,7 +368,7 @@ class SnapshotScheduler:
         if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
             self.base_step = step
             self._published.append(self._losses_when_shared)
-            self._recorder.put(Task(self._store.measure, at_once=True))
+            self._recorder.put(RecorderTask(self._store.measure, at_once=True))
         if not self._published:
             return
         if self._published.popleft() == self._losses:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...io.buffers import Buffer
-from ...state.layout.flat_ranges import FLAT, Region, regions_of
-from ...state.layout.regions import Box
+from ...state.layout.flat_ranges import FLAT, AnyRegion, regions_of
+from ...state.layout.regions import Region
 from ...state.live_state import BUFFERS, LiveState
 from ...state.tensor_entries import CARRIED, RESIDUAL, SUBSPACE
 from ...store.format.manifest import FileRef, Manifest
@@ -35,7 +35,7 @@ class SnapshotShard:
         return index_of_stream(self._store.disk, self._base, self._stream)["atoms"]
 
     @cached_property
-    def boxes(self) -> dict[str, Region]:
+    def boxes(self) -> dict[str, AnyRegion]:
         """The region of each parameter that the writer stored."""
         return {
             atom["name"]: regions_of(atom["shape"], atom["fragments"])[0]
@@ -124,7 +124,7 @@ class SnapshotShard:
                     state.load_part(atom["name"], atom["slot"], tensor, box)
 
     @cached_property
-    def _placed(self) -> dict[tuple[str, str], tuple[str, Box | None]]:
+    def _placed(self) -> dict[tuple[str, str], tuple[str, Region | None]]:
         """The tensor entry and the region of each stored tensor, by chunk and name in its file.
 
         The region is None for a tensor that is all that its writer stored of the entry, in that shape.
@@ -132,7 +132,7 @@ class SnapshotShard:
         return {
             (fragment["unit"], fragment["key"]): (
                 key,
-                Box.from_json(fragment["global"]) if atom["fragments"][1:] or FLAT in fragment else None,
+                Region.from_json(fragment["global"]) if atom["fragments"][1:] or FLAT in fragment else None,
             )
             for key, atom in self.atoms.items()
             for fragment in atom["fragments"]

@@ -29,11 +29,11 @@ from ...errors import DoesNotFit
 from ...io.buffers import Buffer
 from ...quantities import PAGE, format_bytes, round_up
 from ...state.live_state import Held, LiveState
-from ...state.tensor_entries import Atom
+from ...state.tensor_entries import TensorEntry
 from ...store.format.manifest import Manifest, RankShare
 from ...store.run_store import LocalStore
 from ..capture.async_copy import DeviceCopies, pinned
-from ..log.recorder import InlineRecorder, Recorder, Task
+from ..log.recorder import InlineRecorder, Recorder, RecorderTask
 from .snapshot_chunks import SnapshotChunk, atoms_of, divided, of_one_base, owned_by
 from .snapshot_image import SnapshotImage, place_in, write_tensor
 
@@ -114,7 +114,7 @@ class SnapshotWriter:
         self._sized = sized
         self._units: list[SnapshotChunk] = []
         self._index: dict[str, Any] = {}
-        self._atoms: dict[str, Atom] = {}
+        self._atoms: dict[str, TensorEntry] = {}
         self._left: list[SnapshotChunk] = []
         self._staged: list[_Staged] = []
         self._counting = threading.Lock()
@@ -168,7 +168,7 @@ class SnapshotWriter:
             self._units, index = divided(owned, self._state, self._prefix)
             self._atoms = atoms
             self._sized(self.full_bytes)
-            self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
+            self._recorder.put(RecorderTask(partial(self._make, before, self._units, index), at_once=True))
         self._left, self._staged = list(self._units), []
 
     def stage(self, step: int, most_bytes: int) -> bool:
@@ -190,7 +190,7 @@ class SnapshotWriter:
             self._left.pop(0)
             most_bytes -= unit.layout.file_bytes
             self._staged.append(staged := _Staged(unit, step))
-            self._recorder.put(Task(partial(self._write, staged, *copied), at_once=True))
+            self._recorder.put(RecorderTask(partial(self._write, staged, *copied), at_once=True))
             failpoints.reach("after_unit_staged")
         return True
 
@@ -206,7 +206,7 @@ class SnapshotWriter:
         largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
         if devices and largest and self._landing is None:
             self._landing = PinnedChunks(devices, largest)
-            self._recorder.put(Task(self._landing.make, at_once=True))
+            self._recorder.put(RecorderTask(self._landing.make, at_once=True))
         landing = self._landing if devices else None
         buffer = landing.take(nbytes) if landing is not None else None
         if landing is not None and buffer is not None:
@@ -220,7 +220,7 @@ class SnapshotWriter:
             write_tensor(buffer.view, unit.layout, key, tensor)
         return buffer, ()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the memory that is kept between snapshots. Called while nothing is under way."""
         if self._landing is not None:
             self._landing.free()
@@ -276,7 +276,7 @@ class SnapshotWriter:
         for staged in self._staged:
             assert staged.written is not None
             files[staged.unit.name] = (staged.generation, staged.written.result())
-            self._recorder.beat()
+            self._recorder.heartbeat()
         index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
         return (
             files,
@@ -289,7 +289,7 @@ class SnapshotWriter:
         """Abandon the snapshot under way. Its files are free again when running writes have ended."""
         staged, self._left, self._staged = self._staged, [], []
         if staged:
-            self._recorder.put(Task(partial(self._release, staged), at_once=True))
+            self._recorder.put(RecorderTask(partial(self._release, staged), at_once=True))
 
     def _owned_now(self) -> dict[str, Held] | None:
         """Return the tensors to store; None if optimizer state appeared or grew, and the snapshot was begun again."""
@@ -333,7 +333,7 @@ class SnapshotWriter:
             )
         for each in files:
             each.create()
-            self._recorder.beat()
+            self._recorder.heartbeat()
         store.measure()
         self._index = index
 
@@ -372,7 +372,7 @@ class SnapshotWriter:
         staged.generation = self._store.free_generation(files)
         checksums = files.write_through(
             staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
-            beat=self._recorder.beat,
+            beat=self._recorder.heartbeat,
         )  # fmt: skip
         staged.written = Future()
         staged.written.set_result(checksums)
@@ -383,7 +383,7 @@ class SnapshotWriter:
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
                 each.unit.files.release(each.generation)
-            self._recorder.beat()
+            self._recorder.heartbeat()
 
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:

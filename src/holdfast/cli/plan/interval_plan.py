@@ -14,7 +14,7 @@ from ...schedule.interval.tuner import BASE_BYTES_PER_STEP, COPY_BYTES_PER_SECON
 from ...schedule.interval.waste import (
     HOUR,
     Cadence,
-    Measured,
+    MeasuredCosts,
     closed_form,
     host_bytes,
     recovery_seconds,
@@ -66,14 +66,14 @@ def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
     if not given["cadence"]:
         print(WHAT_IT_DOES)
         return
-    ours = {field.name for kind in (Measured, Limits) for field in fields(kind)}
+    ours = {field.name for kind in (MeasuredCosts, Limits) for field in fields(kind)}
     values = {n: _parsed(n, value, flags) for n, value in given.items() if n in ours and value is not None}
     missing = [flags[name] for name in NEEDED if name not in values]
     if missing:
         raise ConfigError(f"--cadence needs {', '.join(missing)}; `holdfast plan` shows an example")
     assumed = _assumed(values)
     try:
-        measured = Measured(**_of(Measured, assumed | values))
+        measured = MeasuredCosts(**_of(MeasuredCosts, assumed | values))
         limits = Limits(**_of(Limits, values))
     except ValueError as error:
         name, _, text = str(error).partition(" ")
@@ -87,7 +87,7 @@ def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
 
 def _refuse_cadence(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` for options of the other plan beside --model, which would have no effect."""
-    ours = [f.name for kind in (Measured, Limits) for f in fields(kind) if f.name != "retain"]
+    ours = [f.name for kind in (MeasuredCosts, Limits) for f in fields(kind) if f.name != "retain"]
     wrong = [flags[name] for name in ("cadence", *ours) if given.get(name)]
     if wrong:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     full = values["full_bytes"]
     record = values.get("record_bytes", full // 3)
-    defaults = {field.name: field.default for field in fields(Measured) if field.default is not MISSING}
+    defaults = {field.name: field.default for field in fields(MeasuredCosts) if field.default is not MISSING}
     guesses = {
         "record_bytes": record,
         "read_bytes_per_second": values["write_bytes_per_second"],

@@ -11,7 +11,7 @@ from ...profiles import MachineProfile, load_machine, load_model
 from ...quantities import MiB, counted, format_bytes, format_seconds, parse_bytes
 from ...schedule.operation_lists import fit, play
 from ...schedule.planner import formulas
-from ...schedule.planner.explain import Change, Life, binding, life, memory_is_full, what_if
+from ...schedule.planner.explain import Life, WhatIf, binding, life, memory_is_full, what_if
 from ...schedule.planner.formulas import FRACTIONS
 from ...schedule.planner.linear_program import Solution
 from ...schedule.planner.plan_search import Case, Found, best_at, engine_case, search
@@ -116,7 +116,7 @@ def _on_engine(found: Found, delayed: float | None) -> Engine:
     return solution, play(solution.setting, placement)
 
 
-def _document(found: Found, changes: list[Change], engine: Engine) -> dict[str, Any]:
+def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, Any]:
     case, lives = found.case, life(found.best)
     return {
         "model": case.model.description,
@@ -182,7 +182,7 @@ def document_of(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _print(found: Found, changes: list[Change], engine: Engine) -> None:
+def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
     best, model, machine, out = found.best, found.case.model, found.case.machine, console()
     setting, lives = best.setting, life(best)
     print(f"{model.description}, {counted(model.blocks, 'block')}, on {machine.description}\n")
@@ -256,7 +256,7 @@ def _memory_text(best: Solution) -> str:
     return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"])
 
 
-def _change_text(change: Change) -> str:
+def _change_text(change: WhatIf) -> str:
     if change.solution is None:
         return f"{change.what}: does not fit"
     return f"{change.what}: {change.gain:+.1%}"

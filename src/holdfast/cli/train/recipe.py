@@ -81,10 +81,10 @@ def recipe_of(config: Config, told: Callable[[str], None]) -> Recipe:
 
     ``told`` is called with a message before a text is encoded.
     """
-    return OfFolder(config, told) if config.model.path else OfBytes(config)
+    return FolderRecipe(config, told) if config.model.path else ByteRecipe(config)
 
 
-class OfBytes:
+class ByteRecipe:
     """The reference decoder; a byte is a token."""
 
     source: Weights | None = None
@@ -119,7 +119,7 @@ class OfBytes:
         """Do nothing: the configuration holds all that is needed."""
 
 
-class OfFolder:
+class FolderRecipe:
     """The model in ``model.path``, and its tokenizer. A continued run does not need that folder any more."""
 
     normalize: Literal["micro_batches", "tokens"] = "tokens"

@@ -14,11 +14,11 @@ from ...errors import Damaged
 from ...state.layout.fragments import Fragments, dense, row_major
 from ...state.tensor_entries import DTYPE_BYTES
 from ..fragment_reads import NUM_LOCKS, WithNumbers, looking_at
-from ..source import Part
+from ..source import StoredArray
 from ..torch_archive.archives import Archive
 from ..torch_archive.pickled_json import bytes_of
 from ..torch_archive.pickles import Tensor
-from .dcp_metadata import Entry, Shards
+from .dcp_metadata import DcpEntry, Shards
 
 
 class Entries(WithNumbers):
@@ -26,7 +26,7 @@ class Entries(WithNumbers):
 
     def __init__(self, path: str, format: str) -> None:
         super().__init__(path, format)
-        self._entries: dict[int, tuple[str, Entry, tuple[int, ...]]] = {}
+        self._entries: dict[int, tuple[str, DcpEntry, tuple[int, ...]]] = {}
         self._tensors: dict[int, tuple[Archive, Tensor]] = {}
         self._reordered: tuple[int, bytes] = (-1, b"")
 
@@ -36,7 +36,7 @@ class Entries(WithNumbers):
         for chunk in shards.chunks:
             if chunk.entry is not None:
                 nbytes = chunk.box.elements * DTYPE_BYTES[dtype]
-                part = self.add_part(Part(str(chunk.entry.path), chunk.entry.offset, nbytes, dtype))
+                part = self.add_part(StoredArray(str(chunk.entry.path), chunk.entry.offset, nbytes, dtype))
                 self._entries[part] = key, chunk.entry, chunk.box.shape
                 pieces.append(dense(chunk.box, part))
         return Fragments.of(pieces, len(shape))
@@ -78,7 +78,7 @@ class Entries(WithNumbers):
                 path=error.path, offset=error.offset, nbytes=error.nbytes, atoms=(key,),
             ) from error  # fmt: skip
 
-    def _open(self, part: int) -> Part:
+    def _open(self, part: int) -> StoredArray:
         """Open an entry and return its part; the archive must agree with the claims of ``.metadata``."""
         where = self.parts[part]
         if where.crc32 is not None or part in self._tensors:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ...quantities import counted
-from ...state.tensor_entries import Atom
+from ...state.tensor_entries import TensorEntry
 from ..entry_keys import PROGRESS, name_all
 from ..foreign_progress import state_dict_of
 from ..small_tensors import add_or_tell
-from ..source import Stored
+from ..source import SourceTensor
 from ..state_dict_progress import progress_of
 from .dcp_entries import Entries
 from .dcp_metadata import METADATA, Claims
@@ -22,7 +22,7 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA).is_file() or any(path.glob("__*_*.distcp"))
 
 
-class DCP(Entries):
+class DcpFolder(Entries):
     """The folder ``path``; ``progress["roots"]`` tells which keys were read as the model's and the optimizer's."""
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class DCP(Entries):
         named = name_all(kinds, claims.paths, rest, self.path)
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
-            stored = Stored(Atom(name, slot, *shards.kind), self.add_shards(key, shards))
+            stored = SourceTensor(TensorEntry(name, slot, *shards.kind), self.add_shards(key, shards))
             add_or_tell(self, key, stored, rest)
         self.progress = progress_of(
             {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, self.path

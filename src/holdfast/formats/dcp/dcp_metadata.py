@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BadInput, Damaged, FileMissing, HoldfastError
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES
-from ..entry_keys import Kind
+from ..entry_keys import ShapeAndType
 from ..torch_archive import pickles
 from ..torch_archive.archives import PICKLE_BYTES
-from ..torch_archive.pickles import Record
+from ..torch_archive.pickles import PickledObject
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata."
@@ -28,7 +28,7 @@ _MOST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Entry:
+class DcpEntry:
     """A range of a file that is one archive."""
 
     path: Path
@@ -40,15 +40,15 @@ class Entry:
 class Chunk:
     """A region of a tensor and its entry; None if the region is empty."""
 
-    box: Box
-    entry: Entry | None
+    box: Region
+    entry: DcpEntry | None
 
 
 @dataclass(frozen=True)
 class Shards:
     """A tensor in chunks."""
 
-    kind: Kind
+    kind: ShapeAndType
     chunks: tuple[Chunk, ...]
 
 
@@ -59,7 +59,7 @@ class Claims:
         """Read ``.metadata``. Raises ``Damaged`` if it is malformed or claims what the files lack."""
         self._folder, self._where = folder, folder / METADATA
         self.tensors: dict[str, Shards] = {}
-        self.values: dict[str, Entry] = {}
+        self.values: dict[str, DcpEntry] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.original_shapes: dict[str, tuple[int, ...]] = {}
         table = pickles.load(_read(self._where), str(self._where))
@@ -71,7 +71,7 @@ class Claims:
             raise self._damaged(f"does not read as one ({type(error).__name__}: {error})") from error
 
     def _take(self, table: Any) -> None:
-        if not isinstance(table, Record) or table.name not in _TABLES:
+        if not isinstance(table, PickledObject) or table.name not in _TABLES:
             raise ValueError(f"it holds a {getattr(table, 'name', type(table).__name__)}")
         stored = self._stored(table.get("storage_data"))
         about = table.get("state_dict_metadata")
@@ -95,13 +95,13 @@ class Claims:
             if key in self.tensors and "nd_reformulated_orig_global_shape" in more:
                 self.original_shapes[key] = ints(more["nd_reformulated_orig_global_shape"])
 
-    def _shards(self, key: str, record: Record, stored: Mapping[Any, Entry]) -> Shards:
+    def _shards(self, key: str, record: PickledObject, stored: Mapping[Any, DcpEntry]) -> Shards:
         dtype = record.get("properties").args[0][0]
-        kind = Kind(ints(record.get("size")), dtype)
+        kind = ShapeAndType(ints(record.get("size")), dtype)
         itemsize, chunks = DTYPE_BYTES[dtype], []
         for chunk in record.get("chunks"):
             start, sizes = ints(chunk.get("offsets")), ints(chunk.get("sizes"))
-            box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+            box = Region(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
             if len(start) != len(kind.shape):
                 raise self._damaged(f"says of {key} {list(kind.shape)} that {list(start)} is a place in it")
             if not box.elements:
@@ -118,20 +118,20 @@ class Claims:
 
     def _entry_of(
         self,
-        stored: Mapping[tuple[str, str], Entry],
+        stored: Mapping[tuple[str, str], DcpEntry],
         key: str,
         start: tuple[int, ...] | None,
-    ) -> Entry:
+    ) -> DcpEntry:
         entry = stored.get((key, _place(start))) or stored.get((key, _WHOLE))
         if entry is None:
             place = "" if start is None else f" from {list(start)} on"
             raise self._damaged(f"does not say where {key}{place} is: a chunk is missing")
         return entry
 
-    def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, str], Entry]:
+    def _stored(self, table: dict[Any, Any]) -> dict[tuple[str, str], DcpEntry]:
         """Return the entries by key and place. Raises ``Damaged`` if they leave existing files or overlap."""
         sizes: dict[str, int] = {}
-        found: dict[tuple[str, str], Entry] = {}
+        found: dict[tuple[str, str], DcpEntry] = {}
         for index, info in table.items():
             key, offset = index.get("fqn"), index.get("offset")
             name, start, length = info.get("relative_path"), *ints((info.get("offset"), info.get("length")))
@@ -149,7 +149,7 @@ class Claims:
             place = key, _place(None if offset is None else ints(offset))
             if place in found:
                 raise self._damaged(f"says twice where {key} is")
-            found[place] = Entry(self._folder / name, start, length)
+            found[place] = DcpEntry(self._folder / name, start, length)
         self._refuse_overlaps(found)
         return found
 
@@ -162,7 +162,7 @@ class Claims:
             path = self._folder / name
             raise FileMissing(f"{path} is missing, which has {key}", path=str(path)) from None
 
-    def _refuse_overlaps(self, found: Mapping[tuple[str, Any], Entry]) -> None:
+    def _refuse_overlaps(self, found: Mapping[tuple[str, Any], DcpEntry]) -> None:
         ordered = sorted(found.items(), key=lambda item: (item[1].path.name, item[1].offset, item[1].nbytes))
         for (one, first), (two, second) in pairwise(ordered):
             if first.path == second.path and first.offset + first.nbytes > second.offset:

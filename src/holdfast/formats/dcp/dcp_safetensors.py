@@ -12,13 +12,13 @@ import re
 from pathlib import Path
 
 from ...errors import Damaged, FileMissing
-from ...state.layout.fragments import Fragments, Piece, dense
-from ...state.layout.regions import Box
-from ...state.tensor_entries import Atom
-from ..entry_keys import Kind, name_all
-from ..fragment_reads import Files
+from ...state.layout.fragments import Fragment, Fragments, dense
+from ...state.layout.regions import Region
+from ...state.tensor_entries import TensorEntry
+from ..entry_keys import ShapeAndType, name_all
+from ..fragment_reads import ReadFiles
 from ..readers.safetensors_files import header_of
-from ..source import Part, Stored
+from ..source import SourceTensor, StoredArray
 from .dcp_metadata import ints
 
 _FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -29,7 +29,7 @@ def is_sharded(path: Path) -> bool:
     return path.is_dir() and any(_FILE.fullmatch(each.name) for each in path.iterdir())
 
 
-class ShardedSafetensors(Files):
+class ShardedSafetensors(ReadFiles):
     """The folder ``path``, which holds parameters and buffers alone."""
 
     def __init__(self, path: Path) -> None:
@@ -38,18 +38,20 @@ class ShardedSafetensors(Files):
         Raises ``FileMissing`` if a rank's files are missing (except the last), ``Damaged`` for bad shards.
         """
         super().__init__(str(path), "safetensors shards")
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[Fragment]] = {}
         self._dtypes: dict[str, str] = {}
         files = sorted(each for each in path.iterdir() if _FILE.fullmatch(each.name))
         _refuse_gaps(path, [each.name for each in files])
         self.writer = "HuggingFaceStorageWriter of torch"
         for file in files:
             self._add_file(file)
-        kinds = {key: Kind(_shape_of(pieces), self._dtypes[key]) for key, pieces in self._pieces.items()}
+        kinds = {
+            key: ShapeAndType(_shape_of(pieces), self._dtypes[key]) for key, pieces in self._pieces.items()
+        }
         named = name_all(kinds, {key: (key,) for key in kinds}, {})
         for key, kind in kinds.items():
-            atom = Atom(*named.tensors[key], *kind)
-            self.add(Stored(atom, Fragments.of(self._pieces[key], len(kind.shape))))
+            atom = TensorEntry(*named.tensors[key], *kind)
+            self.add(SourceTensor(atom, Fragments.of(self._pieces[key], len(kind.shape))))
         self.progress = {"roots": named.roots}
 
     def _add_file(self, path: Path) -> None:
@@ -61,10 +63,10 @@ class ShardedSafetensors(Files):
             }
             for entry in header.entries:
                 start = begins[entry.key]
-                box = Box(start, tuple(a + n for a, n in zip(start, entry.shape, strict=True)))
+                box = Region(start, tuple(a + n for a, n in zip(start, entry.shape, strict=True)))
                 if self._dtypes.setdefault(entry.key, entry.dtype) != entry.dtype:
                     raise ValueError(f"{entry.key} is of {entry.dtype}, and of another type elsewhere")
-                part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
+                part = self.add_part(StoredArray(str(path), entry.offset, entry.nbytes, entry.dtype))
                 self._pieces.setdefault(entry.key, []).append(dense(box, part))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise Damaged(
@@ -73,7 +75,7 @@ class ShardedSafetensors(Files):
             ) from error
 
 
-def _shape_of(pieces: list[Piece]) -> tuple[int, ...]:
+def _shape_of(pieces: list[Fragment]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(piece.box.stop for piece in pieces), strict=True))
 
 

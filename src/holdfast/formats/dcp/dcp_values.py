@@ -8,7 +8,7 @@ from ...errors import Damaged
 from ...quantities import KiB
 from ..torch_archive.archives import Archive
 from ..torch_archive.pickled_json import Plain
-from .dcp_metadata import Entry
+from .dcp_metadata import DcpEntry
 
 REMEMBERED = 64 * KiB
 """The largest entry without tensors, in bytes, whose content is cached, as equal ones recur."""
@@ -20,7 +20,7 @@ class Values:
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
 
-    def read(self, key: str, entry: Entry) -> Any:
+    def read(self, key: str, entry: DcpEntry) -> Any:
         """Return the value of ``entry``. Raises ``Damaged``, which names ``key``."""
         with open(entry.path, "rb") as file:
             file.seek(entry.offset)

@@ -27,12 +27,12 @@ from ...quantities import KiB, MiB
 from ...state.dtypes import FROM_NAME
 from ...state.encoding import decode
 from ...state.layout.fragments import row_major
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...store.disk import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ..entry_keys import EXTRA, PROGRESS
 from ..entry_matching import groups_of
 from ..load import in_threads, read_flat, tensor_of
-from ..source import Source, Stored
+from ..source import Source, SourceTensor
 from .dcp_metadata import METADATA
 
 FILE = "__0_0.distcp"
@@ -44,7 +44,7 @@ OVERHEAD = 8 * KiB
 """An upper limit for the bytes of an archive beside its tensor."""
 
 Keys = dict[str, tuple[tuple[Any, ...], Any]]
-"""The path to each key, and its value: a ``Stored``, a tensor or any other value."""
+"""The path to each key, and its value: a ``SourceTensor``, a tensor or any other value."""
 
 
 def write_dcp(
@@ -89,7 +89,8 @@ def _refuse_others(disk: Disk) -> None:
 
 def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) -> None:
     sizes = [
-        value.atom.nbytes if isinstance(value, Stored) else len(_saved(value)) for _, value in keys.values()
+        value.atom.nbytes if isinstance(value, SourceTensor) else len(_saved(value))
+        for _, value in keys.values()
     ]
     chunks = sum(1 + size // CHUNK * 2 for size in sizes)
     with written_durably(disk, FILE, sum(sizes) + chunks * OVERHEAD, why="payload") as file:
@@ -173,24 +174,24 @@ def _has_parts(value: Any) -> bool:
     )
 
 
-def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Region]:
     """Divide ``shape`` into regions of at most ``most`` elements, each contiguous in C order.
 
     >>> [box.to_json() for box in boxes_of((2, 5), 3)]
     [[[0, 0], [1, 3]], [[0, 3], [1, 5]], [[1, 0], [2, 3]], [[1, 3], [2, 5]]]
     """
     if prod(shape) <= most:
-        yield Box.whole(shape)
+        yield Region.whole(shape)
         return
     row = prod(shape[1:])
     if row > most:
         for index in range(shape[0]):
             for box in boxes_of(shape[1:], most):
-                yield Box((index, *box.start), (index + 1, *box.stop))
+                yield Region((index, *box.start), (index + 1, *box.stop))
         return
     for start in range(0, shape[0], most // row):
         stop = min(start + most // row, shape[0])
-        yield Box((start, *[0] * len(shape[1:])), (stop, *shape[1:]))
+        yield Region((start, *[0] * len(shape[1:])), (stop, *shape[1:]))
 
 
 @dataclass
@@ -208,14 +209,14 @@ class _Writing:
 
     def jobs(self, keys: Keys) -> Iterator[Callable[[], int]]:
         for key, (_, value) in keys.items():
-            if isinstance(value, Stored):
+            if isinstance(value, SourceTensor):
                 for box in boxes_of(value.atom.shape, CHUNK // value.atom.itemsize):
                     yield partial(self._write_box, key, value, box)
             else:
                 start = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
                 yield partial(self._write, key, start, _saved(value), 0)
 
-    def _write_box(self, key: str, stored: Stored, box: Box) -> int:
+    def _write_box(self, key: str, stored: SourceTensor, box: Region) -> int:
         strides = row_major(stored.atom.shape)
         first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
         values = read_flat(self.source, stored, first, first + box.elements)
@@ -235,11 +236,11 @@ class _Writing:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         def about(value: Any) -> Any:
-            if isinstance(value, Stored):
+            if isinstance(value, SourceTensor):
                 shape, dtype = value.atom.shape, FROM_NAME[value.atom.dtype]
                 boxes = list(boxes_of(shape, CHUNK // value.atom.itemsize))
             elif isinstance(value, torch.Tensor):
-                shape, dtype, boxes = tuple(value.shape), value.dtype, [Box.whole(tuple(value.shape))]
+                shape, dtype, boxes = tuple(value.shape), value.dtype, [Region.whole(tuple(value.shape))]
             else:
                 return theirs.BytesStorageMetadata()
             chunks = [

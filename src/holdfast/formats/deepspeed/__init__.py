@@ -8,8 +8,8 @@ from ...errors import Damaged, HoldfastError
 from ..source import Source
 from .deepspeed_folder import is_deepspeed, is_universal, tag_folder
 from .deepspeed_writer import write_deepspeed
-from .native_checkpoint import Native
-from .universal_checkpoint import Universal
+from .native_checkpoint import NativeCheckpoint
+from .universal_checkpoint import UniversalCheckpoint
 
 __all__ = ["is_deepspeed", "open_deepspeed", "write_deepspeed"]
 
@@ -22,7 +22,7 @@ def open_deepspeed(path: Path) -> Source:
     """
     folder = tag_folder(path)
     try:
-        return Universal(folder) if is_universal(folder) else Native(folder)
+        return UniversalCheckpoint(folder) if is_universal(folder) else NativeCheckpoint(folder)
     except HoldfastError:
         raise
     except (

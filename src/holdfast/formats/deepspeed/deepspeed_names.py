@@ -8,15 +8,15 @@ from typing import Any
 from ...errors import BadInput
 from ...quantities import MiB, counted
 from ...state.layout.fragments import Fragments, dense
-from ...state.layout.regions import Box
-from ...state.tensor_entries import Atom
+from ...state.layout.regions import Region
+from ...state.tensor_entries import TensorEntry
 from ..entry_keys import unwrapped
 from ..fragment_reads import WithNumbers
-from ..source import Stored
+from ..source import SourceTensor
 from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import Tensor
 from .model_states import ModelStates
-from .tensor_parallel import Whole
+from .tensor_parallel import PlacedParameter
 
 LARGEST_EXTRA = 1 * MiB
 """The largest tensor of the client state, in bytes, that is kept. Larger ones are dropped and listed."""
@@ -50,20 +50,30 @@ class Names(Mapping[str, str]):
         return len(self._plain)
 
 
-def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
+def add_parameter(contents: WithNumbers, name: str, whole: PlacedParameter) -> None:
     """Add the tensor entries of a parameter to ``contents``."""
     for slot, laid in whole.slots.items():
         pieces, *copies = laid.copies
-        contents.add(Stored(Atom(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged))
+        contents.add(
+            SourceTensor(
+                TensorEntry(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged
+            )
+        )
     for slot, value in whole.values.items():
         if value.dtype:
-            atom, piece = Atom(name, slot, (), value.dtype), dense(Box((), ()), value.part, value.offset)
+            atom, piece = (
+                TensorEntry(name, slot, (), value.dtype),
+                dense(Region((), ()), value.part, value.offset),
+            )
         elif slot == "step":
-            atom, piece = Atom(name, slot, (), "F32"), dense(Box((), ()), contents.add_number(value.number))
+            atom, piece = (
+                TensorEntry(name, slot, (), "F32"),
+                dense(Region((), ()), contents.add_number(value.number)),
+            )
         else:
             contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
             continue
-        contents.add(Stored(atom, Fragments.of([piece], 0)))
+        contents.add(SourceTensor(atom, Fragments.of([piece], 0)))
 
 
 def others_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ import xxhash
 
 from ...errors import BadInput
 from ...state.encoding import decode
-from ...state.tensor_entries import RESIDUAL, Atom
+from ...state.tensor_entries import RESIDUAL, TensorEntry
 from ...store.disk import Disk, alone_in, write_durably
 from ..entry_matching import groups_of
 from ..load import checks, in_threads
-from ..source import Part, Source, Stored, places_of
+from ..source import Source, SourceTensor, StoredArray, places_of
 from ..torch_archive.archive_writer import CHUNK, Size, Streamed, save_torch, streamed
 
 STAGES = (1, 2, 3)
@@ -34,7 +34,7 @@ VERSION = "0.19.8"
 ADAM = {"param", "exp_avg", "exp_avg_sq", "step"}
 Group = tuple[dict[str, Any], list[str]]
 """The hyper-parameters of an optimizer group, and the names of its parameters."""
-Slots = dict[str, dict[str, Stored]]
+Slots = dict[str, dict[str, SourceTensor]]
 """Tensor entries by name and slot."""
 _MARK = ".holdfast-conversion-"
 """The prefix of the mark file of a conversion; the tag follows."""
@@ -108,7 +108,7 @@ def _jobs(
         yield partial(_write_parameter, source, disk, f"{folder}/{name}", slots[name], told)
 
 
-def _is_read_in_pieces(part: Part) -> bool:
+def _is_read_in_pieces(part: StoredArray) -> bool:
     """Return whether a whole part must be read before its first fragment can be returned."""
     return part.crc32 is not None and part.nbytes > CHUNK
 
@@ -167,7 +167,7 @@ def _refuse(source: Source, groups: list[Group], slots: Slots, stage: int) -> No
         raise BadInput(f"{sorted(held)} of {name} are no tensors, which DeepSpeed's loader cannot take")
 
 
-def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
+def _refuse_state(name: str, held: dict[str, TensorEntry], stage: int) -> None:
     master = held["param"]
     if master.dtype not in ("F32", "BF16", "F16"):
         raise BadInput(f"{master.key} is {master.dtype}, and DeepSpeed's master parameters are fp32")
@@ -202,7 +202,7 @@ def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
 
 
 def _write_parameter(
-    source: Source, disk: Disk, folder: str, held: dict[str, Stored], told: Callable[[int], None]
+    source: Source, disk: Disk, folder: str, held: dict[str, SourceTensor], told: Callable[[int], None]
 ) -> int:
     """Write the folder of one parameter, which gets its name when it is complete."""
     if not disk.exists(folder):

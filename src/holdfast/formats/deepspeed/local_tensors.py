@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import BadInput, Damaged
-from ...state.layout.fragments import Piece, flat
+from ...state.layout.fragments import Fragment, flat
 from ...state.numbers import values_of
 from ...state.tensor_entries import DTYPE_BYTES
-from ..fragment_reads import Files
+from ..fragment_reads import ReadFiles
 from ..torch_archive.archives import Archive
-from ..torch_archive.pickles import Record, Tensor
+from ..torch_archive.pickles import PickledObject, Tensor
 
 Shape = tuple[int, ...]
 Number = bool | int | float
@@ -35,7 +35,7 @@ class Value(NamedTuple):
 
 
 @dataclass
-class Local:
+class LocalParameter:
     """A parameter of ``shape`` in the optimizer's ``group``.
 
     ``pieces`` are the fragments of each elementwise tensor by slot; ``values`` are single values for the whole
@@ -44,7 +44,7 @@ class Local:
 
     shape: Shape
     group: int
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[Fragment]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Local:
             return None if value is None else value.number
         return values_of(np.frombuffer(value.data, np.uint8), value.dtype).item()
 
-    def add(self, slot: str, dtype: str, pieces: list[Piece], path: Path) -> None:
+    def add(self, slot: str, dtype: str, pieces: list[Fragment], path: Path) -> None:
         """Add the fragments of one rank. Raises ``Damaged`` if the other ranks have another dtype."""
         if self.dtypes.setdefault(slot, dtype) != dtype:
             raise Damaged(
@@ -86,14 +86,14 @@ class Rank:
     def path(self) -> Path:
         return self.archive.path
 
-    def part(self, contents: Files, tensor: Tensor) -> int:
+    def part(self, contents: ReadFiles, tensor: Tensor) -> int:
         """Return the number of the part for the storage of ``tensor``."""
         key = tensor.storage.key
         if key not in self._parts:
             self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
         return self._parts[key]
 
-    def value(self, contents: Files, value: Tensor | Number) -> Value:
+    def value(self, contents: ReadFiles, value: Tensor | Number) -> Value:
         """Read a single number of the file."""
         if not isinstance(value, Tensor):
             return Value(number=value)
@@ -105,8 +105,8 @@ class Rank:
         return Value(bytes(data), value.storage.dtype, part, value.offset)
 
     def stretch(
-        self, contents: Files, tensor: Tensor, shape: Shape, within: tuple[int, int], at: int
-    ) -> list[Piece]:
+        self, contents: ReadFiles, tensor: Tensor, shape: Shape, within: tuple[int, int], at: int
+    ) -> list[Fragment]:
         """Return a range of a flattened parameter as fragments.
 
         Args:
@@ -126,7 +126,7 @@ class Rank:
 
 
 def split_state(
-    rank: Rank, contents: Files, state: Mapping[str, Any], sizes: tuple[int, ...]
+    rank: Rank, contents: ReadFiles, state: Mapping[str, Any], sizes: tuple[int, ...]
 ) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """Divide an optimizer's state of a flat tensor into tensors of a length in ``sizes``, and numbers.
 
@@ -151,7 +151,7 @@ def split_state(
 
 
 def _kind(value: Any) -> str:
-    return value.name if isinstance(value, Record) else type(value).__name__
+    return value.name if isinstance(value, PickledObject) else type(value).__name__
 
 
 def shapes_of(value: Any, path: Path) -> list[dict[str, Shape]]:

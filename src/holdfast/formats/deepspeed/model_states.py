@@ -8,11 +8,11 @@ from typing import Any
 from ...errors import Damaged
 from ...state.layout.fragments import flat
 from ...state.layout.zero_shares import cut
-from ..fragment_reads import Files
+from ..fragment_reads import ReadFiles
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import Tensor
 from .deepspeed_folder import need
-from .local_tensors import Local, Shape, shapes_of
+from .local_tensors import LocalParameter, Shape, shapes_of
 
 
 class ModelStates:
@@ -38,16 +38,16 @@ class ModelStates:
         """All names of tensors in the model, aliases included."""
         return {*self.module, *self.aliases, *(self.content.get("frozen_param_shapes") or ())}
 
-    def local(self, contents: Files, key: str, slot: str) -> Local:
+    def local(self, contents: ReadFiles, key: str, slot: str) -> LocalParameter:
         """Return the tensor ``key`` of the module."""
         tensor = self.module[key]
-        local = Local(tensor.shape, -1)
+        local = LocalParameter(tensor.shape, -1)
         local.add(
             slot, tensor.storage.dtype, [piece_of(tensor, self.part(contents, tensor))], self.archive.path
         )
         return local
 
-    def part(self, contents: Files, tensor: Tensor) -> int:
+    def part(self, contents: ReadFiles, tensor: Tensor) -> int:
         key = tensor.storage.key
         if key not in self._parts:
             self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
@@ -55,13 +55,13 @@ class ModelStates:
 
 
 def beside(
-    contents: Files, models: list[ModelStates], trained: set[str], partitioned: bool
-) -> dict[str, Local]:
+    contents: ReadFiles, models: list[ModelStates], trained: set[str], partitioned: bool
+) -> dict[str, LocalParameter]:
     """Return buffers and parameters that are not ``trained``.
 
     With ``partitioned`` (ZeRO-3), such a parameter is divided over the files of the data-parallel ranks.
     """
-    first, found = models[0], dict[str, Local]()
+    first, found = models[0], dict[str, LocalParameter]()
     frozen = shapes_of([first.content.get("frozen_param_shapes") or {}], first.archive.path)[0]
     for key, tensor in first.module.items():
         if not isinstance(tensor, Tensor) or key in trained or key in first.aliases:
@@ -77,9 +77,9 @@ def beside(
     return found | {key: _frozen(contents, models, key, frozen[key]) for key in frozen if partitioned}
 
 
-def _frozen(contents: Files, models: list[ModelStates], key: str, shape: Shape) -> Local:
+def _frozen(contents: ReadFiles, models: list[ModelStates], key: str, shape: Shape) -> LocalParameter:
     """Return a frozen parameter of ZeRO-3, which is divided as trained ones are."""
-    local = Local(shape, -1)
+    local = LocalParameter(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
         low, high = cut(prod(shape), rank, len(models))

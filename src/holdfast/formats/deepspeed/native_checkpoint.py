@@ -14,13 +14,13 @@ from ...errors import BadInput, Damaged
 from ...state.tensor_entries import DTYPE_BYTES
 from ..fragment_reads import WithNumbers
 from ..load import read_flat, tensor_of
-from ..torch_archive.pickles import Record
+from ..torch_archive.pickles import PickledObject
 from . import zero3, zero12
 from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
 from .deepspeed_names import Names, add_parameter, others_of, progress_of, writer_of
-from .local_tensors import Local, Rank, shapes_of
+from .local_tensors import LocalParameter, Rank, shapes_of
 from .model_states import ModelStates, beside, check_models
-from .tensor_parallel import Info, Whole
+from .tensor_parallel import Info, PlacedParameter
 
 _SAME = (
     "param_groups",
@@ -36,7 +36,7 @@ SAMPLED = 64
 """The number of parameters that are compared to tell whether model and optimizer files belong together."""
 
 
-class Native(WithNumbers):
+class NativeCheckpoint(WithNumbers):
     """The checkpoint in ``path``, the folder of a tag."""
 
     def __init__(self, path: Path) -> None:
@@ -76,12 +76,14 @@ class Native(WithNumbers):
         for model, mine in zip(models, trained, strict=True):
             self._check_steps(model[0], mine, names)
 
-    def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
+    def _wholes(
+        self, info: Info, by_rank: list[dict[str, LocalParameter]], tensor_ranks: int
+    ) -> dict[str, PlacedParameter]:
         """Join the tensor-parallel ranks of each pipeline stage; a parameter of two stages appears once, with copies.
 
         Buffers are those of the first tensor-parallel rank.
         """
-        found: dict[str, Whole] = {}
+        found: dict[str, PlacedParameter] = {}
         for start in range(0, len(by_rank), tensor_ranks):
             stage = by_rank[start : start + tensor_ranks]
             for name in dict.fromkeys(name for rank in stage for name in rank):
@@ -102,7 +104,7 @@ class Native(WithNumbers):
                     )
         return found
 
-    def _check_steps(self, model: ModelStates, trained: dict[str, Local], names: Names) -> None:
+    def _check_steps(self, model: ModelStates, trained: dict[str, LocalParameter], names: Names) -> None:
         """Raise ``Damaged`` if the optimizer files and the model states are of different steps.
 
         An optimizer that was started anew may have done fewer steps than the model; then the model's parameters are
@@ -209,7 +211,7 @@ def _groups(rank: Rank) -> list[dict[str, Any]]:
 
 def _stage(folder: Folder, ranks: list[Rank]) -> int:
     stage = ranks[0].state.get("zero_stage")
-    if isinstance(stage, Record) and stage.args and isinstance(stage.args[0], int):
+    if isinstance(stage, PickledObject) and stage.args and isinstance(stage.args[0], int):
         stage = stage.args[0]
     found = stage if isinstance(stage, int) else (3 if folder.partitioned else 1)
     if (found == 3) != folder.partitioned:

@@ -15,10 +15,10 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.layout.fragments import Fragments
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...state.layout.sharding import Average, Blocks, Replicate, Shard, Sharding, TensorLayout
 from ...state.rules.expressions import Expression
-from .local_tensors import Local, Shape, Value
+from .local_tensors import LocalParameter, Shape, Value
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
 ROWS, VOCABULARY = "parameter_with_row_parallelism_patterns", "vocabulary_parameter_patterns"
@@ -35,7 +35,7 @@ OVER = ("tensor",)
 
 
 @dataclass
-class Whole:
+class PlacedParameter:
     """A parameter of the optimizer's ``group``, with the place of its elements by slot."""
 
     shape: Shape
@@ -43,7 +43,7 @@ class Whole:
     slots: dict[str, TensorLayout] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
-    def add_copies(self, other: Whole) -> None:
+    def add_copies(self, other: PlacedParameter) -> None:
         """Add the tensors of ``other`` as copies, which must be equal."""
         for slot, laid in other.slots.items():
             here = self.slots.get(slot)
@@ -67,7 +67,7 @@ class Info:
                 raise BadInput(f"{path} has {key}, which is not read")
         self._used: set[str] = set()
 
-    def whole(self, name: str, parts: Sequence[Local]) -> Whole:
+    def whole(self, name: str, parts: Sequence[LocalParameter]) -> PlacedParameter:
         """Join a parameter from ``parts``, one for each rank in order. Raises ``Damaged`` if they do not fit."""
         first = parts[0]
         for part in parts[1:]:
@@ -79,9 +79,9 @@ class Info:
         cut, widths = self._cut(name, parts)
         wholes = {slot: self._joined(name, slot, parts, cut, widths) for slot in first.pieces}
         shapes = {laid.shape for laid in wholes.values()} or {first.shape}
-        return self._unpadded(name, Whole(shapes.pop(), first.group, wholes, first.values))
+        return self._unpadded(name, PlacedParameter(shapes.pop(), first.group, wholes, first.values))
 
-    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Sharding, list[list[int]]]:
+    def _cut(self, name: str, parts: Sequence[LocalParameter]) -> tuple[Sharding, list[list[int]]]:
         """Return how ``parts`` form one tensor, and the recorded widths of their sections."""
         kinds = [key for key in (REPLICATED, AVERAGED, ROWS, HALVES) if self._matches(key, name)]
         several = self._several(name)
@@ -98,7 +98,7 @@ class Info:
         return Blocks(OVER, axis, sizes, tuple(tuple(map(_number, each)) for each in widths)), widths
 
     def _joined(
-        self, name: str, slot: str, parts: Sequence[Local], cut: Sharding, widths: list[list[int]]
+        self, name: str, slot: str, parts: Sequence[LocalParameter], cut: Sharding, widths: list[list[int]]
     ) -> TensorLayout:
         """Join one slot of a parameter. Raises ``Damaged`` if the parts do not fit."""
         pieces = [Fragments.of(part.pieces[slot], len(part.shape)) for part in parts]
@@ -149,7 +149,7 @@ class Info:
                     return each["partition_dim"], widths
         return None
 
-    def _unpadded(self, name: str, whole: Whole) -> Whole:
+    def _unpadded(self, name: str, whole: PlacedParameter) -> PlacedParameter:
         """Return ``whole`` without the rows that pad the vocabulary."""
         rows = self._info.get("original_vocab_size")
         if not self._matches(VOCABULARY, name) or rows is None:
@@ -159,7 +159,7 @@ class Info:
                 f"{self._path}: of {name} {list(whole.shape)}, {rows} rows are meant", path=str(self._path)
             )
         whole.shape = (rows, *whole.shape[1:])
-        box = Box.whole(whole.shape)
+        box = Region.whole(whole.shape)
         whole.slots = {
             slot: laid.changed(whole.shape, lambda pieces: pieces.within(box))
             for slot, laid in whole.slots.items()

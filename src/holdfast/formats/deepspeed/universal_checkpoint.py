@@ -13,10 +13,10 @@ from typing import Any
 
 from ...errors import BadInput, Damaged, FileMissing
 from ...state.layout.fragments import Fragments, dense
-from ...state.layout.regions import Box
-from ...state.tensor_entries import Atom
+from ...state.layout.regions import Region
+from ...state.tensor_entries import TensorEntry
 from ..fragment_reads import WithNumbers
-from ..source import Stored
+from ..source import SourceTensor
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import Tensor
 from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
@@ -28,7 +28,7 @@ from .tensor_parallel import Info
 _SLOTS = {"fp32": "param"}
 
 
-class Universal(WithNumbers):
+class UniversalCheckpoint(WithNumbers):
     """The universal folder ``path``, that of a tag."""
 
     def __init__(self, path: Path) -> None:
@@ -85,9 +85,9 @@ class Universal(WithNumbers):
             return self._add_step(archive, tensor, name)
         if not isinstance(tensor, Tensor):
             raise Damaged(f"{archive.path} has no tensor", path=str(archive.path))
-        atom = Atom(name, slot, shape, tensor.storage.dtype)
+        atom = TensorEntry(name, slot, shape, tensor.storage.dtype)
         if tensor.shape == (prod(shape),) and tensor.strides == (1,):
-            piece = dense(Box.whole(shape), self.add_part(archive.part(tensor.storage)), tensor.offset)
+            piece = dense(Region.whole(shape), self.add_part(archive.part(tensor.storage)), tensor.offset)
         elif tensor.shape == shape:
             piece = piece_of(tensor, self.add_part(archive.part(tensor.storage)))
         else:
@@ -95,7 +95,7 @@ class Universal(WithNumbers):
                 f"{archive.path} is {list(tensor.shape)}, and the model states say {list(shape)}",
                 path=str(archive.path),
             )
-        self.add(Stored(atom, Fragments.of([piece], len(shape))))
+        self.add(SourceTensor(atom, Fragments.of([piece], len(shape))))
 
     def _add_step(self, archive: Archive, step: Any, name: str) -> None:
         if isinstance(step, Tensor) and prod(step.shape) == 1:
@@ -104,7 +104,11 @@ class Universal(WithNumbers):
             dtype, part, offset = "F32", self.add_number(step), 0
         else:
             raise Damaged(f"{archive.path} has no count of steps", path=str(archive.path))
-        self.add(Stored(Atom(name, "step", (), dtype), Fragments.of([dense(Box((), ()), part, offset)], 0)))
+        self.add(
+            SourceTensor(
+                TensorEntry(name, "step", (), dtype), Fragments.of([dense(Region((), ()), part, offset)], 0)
+            )
+        )
 
 
 def _models(folder: Folder) -> list[ModelStates]:

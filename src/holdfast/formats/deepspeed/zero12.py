@@ -12,15 +12,17 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.layout.zero_shares import dealt, starts_of
-from ..fragment_reads import Files
-from ..torch_archive.pickles import Record, Tensor
+from ..fragment_reads import ReadFiles
+from ..torch_archive.pickles import PickledObject, Tensor
 from .deepspeed_folder import need
-from .local_tensors import Local, Rank, Shape, Value, split_state
+from .local_tensors import LocalParameter, Rank, Shape, Value, split_state
 
 
-def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
+def locals_of(
+    contents: ReadFiles, shapes: list[dict[str, Shape]], ranks: list[Rank]
+) -> dict[str, LocalParameter]:
     """Return the parameters of all groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""
-    found: dict[str, Local] = {}
+    found: dict[str, LocalParameter] = {}
     for rank in ranks:
         groups = need(rank.state, "single_partition_of_fp32_groups", rank.path)
         if len(groups) != len(shapes):
@@ -33,10 +35,12 @@ def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]
     return found
 
 
-def _group(contents: Files, group: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str, Local]:
+def _group(
+    contents: ReadFiles, group: int, named: dict[str, Shape], ranks: list[Rank]
+) -> dict[str, LocalParameter]:
     starts = _starts(group, named, ranks)
     size = _partition(group, ranks)
-    found = {name: Local(shape, group) for name, shape in named.items()}
+    found = {name: LocalParameter(shape, group) for name, shape in named.items()}
     for number, rank in enumerate(ranks):
         flats, values = _tensors(rank, contents, group, size)
         _check_recorded(rank, group, named, starts, (number * size, (number + 1) * size), len(ranks))
@@ -94,7 +98,7 @@ def _partition(group: int, ranks: list[Rank]) -> int:
 
 
 def _tensors(
-    rank: Rank, contents: Files, group: int, size: int
+    rank: Rank, contents: ReadFiles, group: int, size: int
 ) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """Return the tensors that a rank holds for its partition, and the values for all of it."""
     base = need(rank.state, "base_optimizer_state", rank.path)
@@ -135,7 +139,7 @@ def _check_recorded(
     mapping = _of_group(rank, "param_slice_mappings", group, None)
     if mapping is None:
         return
-    if not all(isinstance(address, Record) for address in mapping.values()):
+    if not all(isinstance(address, PickledObject) for address in mapping.values()):
         raise Damaged(f"{rank.path}: param_slice_mappings has no addresses", path=str(rank.path))
     recorded = {name: (address.get("start"), address.get("numel")) for name, address in mapping.items()}
     expected = _addresses(named, starts, partition)

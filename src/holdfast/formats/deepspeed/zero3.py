@@ -10,15 +10,17 @@ from math import prod
 
 from ...errors import BadInput, Damaged
 from ...state.layout.zero_shares import cut
-from ..fragment_reads import Files
+from ..fragment_reads import ReadFiles
 from ..torch_archive.pickles import Tensor
 from .deepspeed_folder import need
-from .local_tensors import Local, Rank, Shape, split_state
+from .local_tensors import LocalParameter, Rank, Shape, split_state
 
 
-def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
+def locals_of(
+    contents: ReadFiles, shapes: list[dict[str, Shape]], ranks: list[Rank]
+) -> dict[str, LocalParameter]:
     """Return the parameters of all sub-groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""
-    found: dict[str, Local] = {}
+    found: dict[str, LocalParameter] = {}
     for rank in ranks:
         if rank.state.get("ds_zero_partition_groups"):
             raise BadInput(f"{rank.path}: groups of experts, which have ranks of their own, are not read")
@@ -49,9 +51,11 @@ def group_of(rank: Rank, sub_group: int) -> int:
     )
 
 
-def _sub_group(contents: Files, number: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str, Local]:
+def _sub_group(
+    contents: ReadFiles, number: int, named: dict[str, Shape], ranks: list[Rank]
+) -> dict[str, LocalParameter]:
     group = group_of(ranks[0], number)
-    found = {name: Local(shape, group) for name, shape in named.items()}
+    found = {name: LocalParameter(shape, group) for name, shape in named.items()}
     total = sum(-(-prod(shape) // len(ranks)) for shape in named.values())
     for index, rank in enumerate(ranks):
         master = rank.state["fp32_flat_groups"][number]

@@ -95,7 +95,7 @@ def _table(path: Path) -> dict[str, Any]:
     return table
 
 
-class Sums:
+class IntegrityFile:
     """The checksums of ``integrity.json`` for the files of ``folder``; none without that file."""
 
     def __init__(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ...errors import BadInput
 from ...state.layout.fragments import Fragments
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 
 ALIGNMENT = 64
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -37,21 +37,21 @@ _UNKNOWN = (
 """Arguments that divide layers in another way or add buffers, which is unsupported."""
 
 
-class Local(NamedTuple):
+class LocalTensor(NamedTuple):
     """The part of a parameter that a model-parallel rank has: regions that follow one another along the first axis."""
 
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[Region, ...]
 
     @property
     def elements(self) -> int:
         return sum(box.elements for box in self.boxes)
 
 
-class Place(NamedTuple):
+class MeshPlace(NamedTuple):
     """The position of a local parameter: it begins at element ``start`` of a bucket."""
 
-    local: Local
+    local: LocalTensor
     bucket: int
     start: int
 
@@ -84,7 +84,7 @@ class Mesh:
         tied = not arguments.get("untie_embeddings_and_output_weights", False)
         return cls(tensor, pipeline, layers, tied, arguments.get("transformer_impl") == "local")
 
-    def parameters(self, rank: int, cuts: Mapping[str, Fragments]) -> list[Local]:
+    def parameters(self, rank: int, cuts: Mapping[str, Fragments]) -> list[LocalTensor]:
         """Return the parameters of a model-parallel rank in module order; ``cuts`` has the chunks of all."""
         stage, at = divmod(rank, self.tensor)
         first = [n for n in cuts if _index(n, _FIRST) is not None]
@@ -104,7 +104,7 @@ class Mesh:
             found += sorted(last, key=_place_in(_LAST))
             if self.tied and stage:
                 found.append("embedding.word_embeddings.weight")
-        return [Local(name, self._boxes(name, cuts[name], at)) for name in found]
+        return [LocalTensor(name, self._boxes(name, cuts[name], at)) for name in found]
 
     def _in_layer(self, name: str) -> tuple[int, bool]:
         match = _LAYER.fullmatch(name)
@@ -116,7 +116,7 @@ class Mesh:
             raise BadInput(f"where {name} is in its buffers is not known here")
         return index, match[2].endswith("bias")
 
-    def _boxes(self, name: str, pieces: Fragments, at: int) -> tuple[Box, ...]:
+    def _boxes(self, name: str, pieces: Fragments, at: int) -> tuple[Region, ...]:
         """Return the regions of tensor-parallel rank ``at``: the whole, one chunk, or one chunk each of gate and up."""
         boxes = sorted({piece.box for piece in pieces})
         if len(boxes) == 1:
@@ -138,12 +138,12 @@ def _place_in(among: tuple[str, ...]) -> Any:
     return lambda name: (_index(name, among), name.endswith("bias"))
 
 
-def places(parameters: Sequence[Local], buckets: Sequence[int]) -> Iterator[Place]:
+def places(parameters: Sequence[LocalTensor], buckets: Sequence[int]) -> Iterator[MeshPlace]:
     """Yield the places of a rank's parameters in buckets of the given sizes, in elements.
 
     Raises ``BadInput`` if they do not fill the buckets.
 
-    >>> two = [Local(name, (Box((0,), (n,)),)) for name, n in (("a", 3), ("b", 5))]
+    >>> two = [LocalTensor(name, (Region((0,), (n,)),)) for name, n in (("a", 3), ("b", 5))]
     >>> [(place.local.name, place.start) for place in places(two, [67])]
     [('b', 0), ('a', 64)]
     """
@@ -152,7 +152,7 @@ def places(parameters: Sequence[Local], buckets: Sequence[int]) -> Iterator[Plac
         end = 0
         while waiting and _aligned(end) + waiting[-1].elements <= size:
             local = waiting.pop()
-            yield Place(local, bucket, _aligned(end))
+            yield MeshPlace(local, bucket, _aligned(end))
             end = _aligned(end) + local.elements
         if size not in (end, _aligned(end)):
             raise BadInput(f"{end} elements of parameters are in its bucket {bucket}, which has {size}")
@@ -160,7 +160,7 @@ def places(parameters: Sequence[Local], buckets: Sequence[int]) -> Iterator[Plac
         raise BadInput(f"{len(waiting)} parameters are in none of its buckets")
 
 
-def one_bucket(parameters: Sequence[Local]) -> int:
+def one_bucket(parameters: Sequence[LocalTensor]) -> int:
     """Return the elements of a buffer that was not divided into buckets."""
     end = 0
     for local in reversed(parameters):

@@ -16,7 +16,7 @@ from .parameter_names import shard_of
 _TOP = {"iteration", "opt_param_scheduler", "args"}
 
 
-class Common:
+class CommonState:
     """The content of ``common.pt`` as JSON."""
 
     def __init__(self, path: Path) -> None:

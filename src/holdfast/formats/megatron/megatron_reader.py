@@ -15,21 +15,21 @@ from typing import Any
 from ...errors import BadInput, Damaged
 from ...quantities import counted
 from ...state.encoding import encode
-from ...state.layout.fragments import Fragments, Piece, dense, flat, joined
-from ...state.layout.regions import Box
-from ...state.tensor_entries import Atom
+from ...state.layout.fragments import Fragment, Fragments, dense, flat, joined
+from ...state.layout.regions import Region
+from ...state.tensor_entries import TensorEntry
 from ..dcp.dcp_entries import Entries
-from ..dcp.dcp_metadata import METADATA, Claims, Entry
+from ..dcp.dcp_metadata import METADATA, Claims, DcpEntry
 from ..dcp.dcp_values import Values
-from ..entry_keys import EXTRA, Kind, slot_of
-from ..source import Stored
+from ..entry_keys import EXTRA, ShapeAndType, slot_of
+from ..source import SourceTensor
 from ..torch_archive.archives import Archive
-from .megatron_folder import COMMON, CONFIG, Sums
-from .megatron_names import Common, Groups, check_objects, numbers_of
-from .optimizer_buffers import Buffers, Whole
+from .megatron_folder import COMMON, CONFIG, IntegrityFile
+from .megatron_names import CommonState, Groups, check_objects, numbers_of
+from .optimizer_buffers import Buffers, ModelTensor
 from .parameter_names import is_flat, named, unstacked
 
-States = dict[str, dict[str, Whole]]
+States = dict[str, dict[str, ModelTensor]]
 """Optimizer state by name and slot."""
 
 
@@ -39,10 +39,10 @@ class TorchDist(Entries):
     def __init__(self, path: Path) -> None:
         """Read the checkpoint. Raises ``Damaged`` if it is incomplete or damaged."""
         super().__init__(str(path), "megatron")
-        self._sums, self._buffers = Sums(path), Buffers()
+        self._sums, self._buffers = IntegrityFile(path), Buffers()
         for name in (CONFIG, METADATA, COMMON):
             self._sums.check(str(path / name))
-        common, claims = Common(path / COMMON), Claims(path)
+        common, claims = CommonState(path / COMMON), Claims(path)
         self.numbers = numbers_of(common.arguments)
         ranks = common.arguments.get("world_size")
         self.writer = "Megatron" + (f", {counted(ranks, 'rank')}" if isinstance(ranks, int) else "")
@@ -80,23 +80,23 @@ class TorchDist(Entries):
             self._buffers.add_sizes(key, found[key])
         return found
 
-    def _gathered(self, key: str, entry: Entry) -> bool:
+    def _gathered(self, key: str, entry: DcpEntry) -> bool:
         if not is_flat(key) or "param_state" not in key:
             return False
         return self._buffers.add_object(key, Archive(entry.path, entry.offset, entry.nbytes), self)
 
-    def _tensors_of(self, claims: Claims) -> tuple[dict[str, Whole], States]:
+    def _tensors_of(self, claims: Claims) -> tuple[dict[str, ModelTensor], States]:
         """Return the tensors of the model by name, and those of its optimizer."""
-        found: dict[tuple[str, str | None], Whole] = {}
+        found: dict[tuple[str, str | None], ModelTensor] = {}
         for key, shards in claims.tensors.items():
-            whole = Whole(shards.kind, self.add_shards(key, shards))
+            whole = ModelTensor(shards.kind, self.add_shards(key, shards))
             if (shape := claims.original_shapes.get(key)) is not None:
-                whole = Whole(Kind(shape, whole.kind.dtype), _unflattened(key, whole, shape))
+                whole = ModelTensor(ShapeAndType(shape, whole.kind.dtype), _unflattened(key, whole, shape))
             if is_flat(key):
                 self._buffers.add_tensor(key, whole)
                 continue
             name, slot = named(key)
-            self.check_cover(Stored(Atom(name, slot or "param", *whole.kind), whole.pieces))
+            self.check_cover(SourceTensor(TensorEntry(name, slot or "param", *whole.kind), whole.pieces))
             for single, place in unstacked(name, whole.kind.shape):
                 if (single, slot) in found:
                     raise Damaged(
@@ -110,7 +110,7 @@ class TorchDist(Entries):
                 states.setdefault(name, {})[slot] = whole
         return {name: whole for (name, slot), whole in found.items() if slot is None}, states
 
-    def _from_buffers(self, weights: Mapping[str, Whole], arguments: Mapping[str, Any]) -> States:
+    def _from_buffers(self, weights: Mapping[str, ModelTensor], arguments: Mapping[str, Any]) -> States:
         """Return the optimizer state in the buffers.
 
         If their content is unknown, the buffers are kept as extra tensors and the progress says why.
@@ -119,18 +119,18 @@ class TorchDist(Entries):
             return self._buffers.states(self, weights, arguments)
         except BadInput as error:
             for name, whole in self._buffers.held.items():
-                self.add(Stored(Atom(name, EXTRA, *whole.kind), whole.pieces))
+                self.add(SourceTensor(TensorEntry(name, EXTRA, *whole.kind), whole.pieces))
             self.progress["extra"]["optimizer_is_not_known"] = str(error)
             return {}
 
-    def _add_all(self, weights: Mapping[str, Whole], states: States) -> None:
+    def _add_all(self, weights: Mapping[str, ModelTensor], states: States) -> None:
         for name, slots in states.items():
             for slot, whole in slots.items():
-                self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces, whole.copies))
+                self.add(SourceTensor(TensorEntry(name, slot, *whole.kind), whole.pieces, whole.copies))
         for name, whole in weights.items():
             slot = "param" if name in states else slot_of(name, whole.kind)
             if "param" not in states.get(name, {}):
-                self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces))
+                self.add(SourceTensor(TensorEntry(name, slot, *whole.kind), whole.pieces))
 
     def _say_of_groups(self, groups: Groups, trained: list[str]) -> None:
         """Add hyper-parameters and step counts; Megatron counts steps by parameter group, this library by parameter.
@@ -146,14 +146,14 @@ class TorchDist(Entries):
         for step in groups.steps:
             for name in trained:
                 if f"{name}/step" not in self.atoms:
-                    scalar = Fragments.of([dense(Box((), ()), self.add_number(step))], 0)
-                    self.add(Stored(Atom(name, "step", (), "F32"), scalar))
+                    scalar = Fragments.of([dense(Region((), ()), self.add_number(step))], 0)
+                    self.add(SourceTensor(TensorEntry(name, "step", (), "F32"), scalar))
         if groups.groups and trained:
             self.progress["groups"] = [encode(groups.common(), "param_groups")]
             self.progress["group_parameters"] = [trained]
 
 
-def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Fragments:
+def _unflattened(key: str, whole: ModelTensor, shape: tuple[int, ...]) -> Fragments:
     """Return the fragments of a tensor of ``shape`` that was divided into a grid whose cells were flattened.
 
     Its stored axes count the cells; the last axis counts the elements of a cell.
@@ -165,7 +165,7 @@ def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Fragments:
     cell = tuple(size // n for n, size in zip(stored, shape, strict=False)) if fits else ()
     if not fits or prod(cell) != stored[-1]:
         raise Damaged(f"{key} {list(shape)} is stored as {list(stored)}, which is no grid of flattened cells")
-    found: list[Piece] = []
+    found: list[Fragment] = []
     for piece in whole.pieces:
         if any(n != 1 for n in piece.box.shape[:-1]):
             raise Damaged(f"a chunk of {key} goes over several cells of its grid: {piece.box.to_json()}")
@@ -176,15 +176,15 @@ def _unflattened(key: str, whole: Whole, shape: tuple[int, ...]) -> Fragments:
     return Fragments.of(found, len(shape))
 
 
-def _sliced(whole: Whole, place: tuple[int, ...]) -> Whole:
+def _sliced(whole: ModelTensor, place: tuple[int, ...]) -> ModelTensor:
     """Return the slice of ``whole`` at ``place`` along the first axes."""
     pieces = whole.pieces
     for index in place:
         pieces = pieces.sliced(index)
-    return Whole(Kind(whole.kind.shape[len(place) :], whole.kind.dtype), pieces)
+    return ModelTensor(ShapeAndType(whole.kind.shape[len(place) :], whole.kind.dtype), pieces)
 
 
-def _join_halves(found: dict[tuple[str, str | None], Whole]) -> None:
+def _join_halves(found: dict[tuple[str, str | None], ModelTensor]) -> None:
     """Join gate and up projections (``weight_w`` and ``weight_v``), which some checkpoints store apart."""
     for name, slot in list(found):
         plain, other = name.removesuffix("_w"), (name.removesuffix("_w") + "_v", slot)
@@ -195,5 +195,5 @@ def _join_halves(found: dict[tuple[str, str | None], Whole]) -> None:
             raise Damaged(f"{name} and {other[0]} are the halves of one, and {first.kind} and {second.kind}")
         length, *rest = first.kind.shape
         pieces = [first.pieces, second.pieces.moved([length, *(0 for _ in rest)])]
-        kind = Kind((2 * length, *rest), first.kind.dtype)
-        found[plain, slot] = Whole(kind, joined(pieces, len(kind.shape)))
+        kind = ShapeAndType((2 * length, *rest), first.kind.dtype)
+        found[plain, slot] = ModelTensor(kind, joined(pieces, len(kind.shape)))

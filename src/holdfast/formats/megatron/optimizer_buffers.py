@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ...errors import BadInput, Damaged
 from ...state.encoding import decode
 from ...state.layout.fragments import Fragments, joined
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...state.layout.sharding import unflattened
-from ...state.tensor_entries import Atom
-from ..entry_keys import Kind
+from ...state.tensor_entries import TensorEntry
+from ..entry_keys import ShapeAndType
 from ..load import read_flat, tensor_of
-from ..source import Source, Stored
+from ..source import Source, SourceTensor
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import DTYPES, Tensor
-from .megatron_layout import Local, Mesh, one_bucket, places
+from .megatron_layout import LocalTensor, Mesh, one_bucket, places
 
 if TYPE_CHECKING:
     pass
@@ -44,10 +44,10 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Whole:
+class ModelTensor:
     """A tensor of the model in its own shape, and its place; ``copies`` must be equal."""
 
-    kind: Kind
+    kind: ShapeAndType
     pieces: Fragments
     copies: tuple[Fragments, ...] = ()
 
@@ -60,8 +60,8 @@ class Buffers:
     to. ``held`` has every tensor under a unique name.
     """
 
-    held: dict[str, Whole] = field(default_factory=dict)
-    buckets: dict[int, dict[str, dict[int, Whole]]] = field(default_factory=dict)
+    held: dict[str, ModelTensor] = field(default_factory=dict)
+    buckets: dict[int, dict[str, dict[int, ModelTensor]]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     unpadded: dict[int, list[int]] = field(default_factory=dict)
     """Bucket sizes by rank without the padding at their ends, which older versions store too."""
@@ -69,7 +69,7 @@ class Buffers:
     odd: str = ""
     """The first tensor that is unsupported: of a second buffer, or of one of several optimizers."""
 
-    def add_tensor(self, key: str, flat: Whole) -> None:
+    def add_tensor(self, key: str, flat: ModelTensor) -> None:
         """Add a bucket of ``fully_sharded_bucket_space``."""
         self.held[key] = flat
         match = _BUCKET.fullmatch(key)
@@ -112,18 +112,18 @@ class Buffers:
             part = source.add_part(archive.part(tensor.storage))
             pieces = Fragments.of([piece_of(tensor, part)], len(tensor.shape))
             name = f"{key}.{which[0]}.{slot}"
-            flat = self.held[name] = Whole(Kind(tensor.shape, tensor.storage.dtype), pieces)
+            flat = self.held[name] = ModelTensor(ShapeAndType(tensor.shape, tensor.storage.dtype), pieces)
             if which[0] != 0 or key.startswith("chained_"):
                 self.odd = self.odd or name
             self.dtypes.add(which[1][0])
             self._slots(rank).setdefault(slot, {})[0] = flat
 
-    def _slots(self, rank: int) -> dict[str, dict[int, Whole]]:
+    def _slots(self, rank: int) -> dict[str, dict[int, ModelTensor]]:
         return self.buckets.setdefault(rank, {})
 
     def states(
-        self, source: Source, weights: Mapping[str, Whole], arguments: Mapping[str, Any]
-    ) -> dict[str, dict[str, Whole]]:
+        self, source: Source, weights: Mapping[str, ModelTensor], arguments: Mapping[str, Any]
+    ) -> dict[str, dict[str, ModelTensor]]:
         """Return the optimizer state of ``weights``, by name and slot.
 
         Raises ``BadInput`` if the places are unknown, ``Damaged`` if the masters are not those of the model.
@@ -134,25 +134,25 @@ class Buffers:
             )
         weights = {name: whole for name, whole in weights.items() if whole.kind.dtype in self.dtypes}
         found = self._found(Mesh.of(arguments), weights)
-        made: dict[str, dict[str, Whole]] = {}
+        made: dict[str, dict[str, ModelTensor]] = {}
         for (name, slot, dtype), by_box in found.items():
             shape, (first, *others) = weights[name].kind.shape, zip(*by_box.values(), strict=True)
             copies = tuple(joined(pieces, len(shape)) for pieces in others)
-            whole = Whole(Kind(shape, dtype), joined(first, len(shape)), copies)
+            whole = ModelTensor(ShapeAndType(shape, dtype), joined(first, len(shape)), copies)
             made.setdefault(name, {})[slot] = whole
         for name, slots in made.items():
             _prove(source, name, slots, weights[name])
         return made
 
     def _found(
-        self, mesh: Mesh, weights: Mapping[str, Whole]
-    ) -> dict[tuple[str, str, str], dict[Box, list[Fragments]]]:
+        self, mesh: Mesh, weights: Mapping[str, ModelTensor]
+    ) -> dict[tuple[str, str, str], dict[Region, list[Fragments]]]:
         """Return the places of all copies: by name, slot and dtype, then by region of the parameter."""
         if sorted(self.buckets) != list(range(mesh.tensor * mesh.pipeline)):
             raise BadInput(
                 f"there are buffers of the ranks {sorted(self.buckets)}, and {mesh.tensor} x {mesh.pipeline} ranks"
             )
-        found: dict[tuple[str, str, str], dict[Box, list[Fragments]]] = {}
+        found: dict[tuple[str, str, str], dict[Region, list[Fragments]]] = {}
         cuts = {name: whole.pieces for name, whole in weights.items()}
         for rank in sorted(self.buckets):
             parameters = mesh.parameters(rank, cuts)
@@ -163,8 +163,8 @@ class Buffers:
         return found
 
     def _placed(
-        self, parameters: list[Local], buckets: Mapping[int, Whole], unpadded: list[int] | None
-    ) -> Iterator[tuple[Local, Box, Fragments]]:
+        self, parameters: list[LocalTensor], buckets: Mapping[int, ModelTensor], unpadded: list[int] | None
+    ) -> Iterator[tuple[LocalTensor, Region, Fragments]]:
         """Yield the fragments of each region, in the coordinates of its parameter."""
         if sorted(buckets) != list(range(len(buckets))) or any(b.pieces.rank != 1 for b in buckets.values()):
             raise BadInput(f"there are buckets {sorted(buckets)}, and not one after the other")
@@ -187,11 +187,13 @@ class Buffers:
                 start += box.elements
 
 
-def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole) -> None:
+def _prove(source: Source, name: str, slots: Mapping[str, ModelTensor], weight: ModelTensor) -> None:
     """Raise ``Damaged`` unless the rounded master equals the parameter."""
     if "param" not in slots:
         raise BadInput(f"there is no fp32 master of {name}")
-    one, other = (Stored(Atom(name, "param", *each.kind), each.pieces) for each in (slots["param"], weight))
+    one, other = (
+        SourceTensor(TensorEntry(name, "param", *each.kind), each.pieces) for each in (slots["param"], weight)
+    )
     import torch
 
     source.check_cover(one)

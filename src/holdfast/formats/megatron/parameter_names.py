@@ -23,14 +23,14 @@ _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _OBJECT = re.compile(r"(?P<name>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
 
 
-class Named(NamedTuple):
+class TensorName(NamedTuple):
     """A tensor of the model, or, with a ``slot``, of its optimizer."""
 
     name: str
     slot: str | None
 
 
-class Shard(NamedTuple):
+class ObjectPart(NamedTuple):
     """One part of an object that ranks stored in parts: its name, its place, and the shape of the grid of parts."""
 
     name: str
@@ -38,17 +38,17 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]
 
 
-def named(key: str) -> Named:
+def named(key: str) -> TensorName:
     """Return the name and slot of the tensor ``key``.
 
     >>> named("chained_0.optimizer.state.fp32_param.module.decoder.layers.mlp.linear_fc2.weight")
-    Named(name='decoder.layers.mlp.linear_fc2.weight', slot='param')
+    TensorName(name='decoder.layers.mlp.linear_fc2.weight', slot='param')
     """
     match = _STATE.fullmatch(key)
     if match is None:
-        return Named(canonical(key), None)
+        return TensorName(canonical(key), None)
     slot = "param" if match["slot"] in MASTERS else match["slot"]
-    return Named(canonical(match["name"]), slot)
+    return TensorName(canonical(match["name"]), slot)
 
 
 def is_flat(key: str) -> bool:
@@ -56,17 +56,17 @@ def is_flat(key: str) -> bool:
     return _FLAT.match(key) is not None
 
 
-def shard_of(key: str) -> Shard | None:
+def shard_of(key: str) -> ObjectPart | None:
     """Return the part of an object that ``key`` stands for; None if ranks did not store it in parts.
 
     >>> shard_of("rng_state/shard_0.1_1.2")
-    Shard(name='rng_state', place=(0, 1), shape=(1, 2))
+    ObjectPart(name='rng_state', place=(0, 1), shape=(1, 2))
     """
     match = _OBJECT.fullmatch(key)
     if match is None:
         return None
     place, shape = (tuple(map(int, match[name].split("."))) for name in ("place", "shape"))
-    return Shard(match["name"], place, shape)
+    return ObjectPart(match["name"], place, shape)
 
 
 def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from ...errors import BadInput
-from ..dcp.dcp_folder import DCP, is_dcp
+from ..dcp.dcp_folder import DcpFolder, is_dcp
 from ..dcp.dcp_safetensors import ShardedSafetensors, is_sharded
 from ..deepspeed import is_deepspeed, open_deepspeed
 from ..fragment_reads import looking_at
@@ -14,16 +14,16 @@ from ..megatron import is_megatron, open_megatron
 from ..source import Source
 from .ruled_folder import RuledFolder, is_ruled
 from .safetensors_files import SafetensorsFiles, is_safetensors
-from .torch_save import Saved, is_saved
+from .torch_save import TorchSave, is_saved
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
     ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others store beside it
     ("megatron", is_megatron, open_megatron),
     ("safetensors", is_safetensors, SafetensorsFiles),
-    ("dcp", is_dcp, DCP),
+    ("dcp", is_dcp, DcpFolder),
     ("safetensors shards", is_sharded, ShardedSafetensors),
-    ("torch.save", is_saved, Saved),
+    ("torch.save", is_saved, TorchSave),
 ]
 """The foreign formats: name, a function that recognizes a path, and a function that opens it."""
 

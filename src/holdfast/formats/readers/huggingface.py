@@ -24,7 +24,7 @@ from ...state.tensor_entries import DTYPE_BYTES, FLOATS
 from ...store.disk import Disk, alone_in, write_durably, written_durably
 from ...store.format.file_names import PAD
 from ..load import converted, in_threads, read_flat
-from ..source import Source, Stored, places_of, with_aliases
+from ..source import Source, SourceTensor, places_of, with_aliases
 from .safetensors_files import DIGITS, INDEX, KEYS, PROGRESS, SINGLE, XXH3, digest_of
 
 CHUNK = 16 * MiB
@@ -35,7 +35,7 @@ class Wanted:
     """A tensor entry to be written under ``key``, as ``dtype``."""
 
     key: str
-    stored: Stored
+    stored: SourceTensor
     dtype: str
 
     @property

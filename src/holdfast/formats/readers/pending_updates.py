@@ -15,17 +15,17 @@ import torch
 from ...errors import Damaged
 from ...optim.mezo import pending_of
 from ...state.tensor_entries import PENDING, SEED, STEP
-from ..source import Stored
+from ..source import SourceTensor
 
 ReadPart = Callable[[int, int, memoryview], None]
 """A function that fills a buffer with the stored bytes of a part, from an offset on."""
 
 
-class Pending:
+class PendingUpdates:
     """The pending update of one commit, whose parts are whole tensors."""
 
     def __init__(
-        self, progress: dict[str, Any], atoms: Mapping[str, Stored], read: ReadPart, path: str
+        self, progress: dict[str, Any], atoms: Mapping[str, SourceTensor], read: ReadPart, path: str
     ) -> None:
         """Remove the update from ``progress``, so that readers see none.
 

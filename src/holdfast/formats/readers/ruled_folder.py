@@ -14,11 +14,11 @@ from ...errors import BadInput
 from ...state.rules.assembly import assemble
 from ...state.rules.rule_language import Rules, numbers_of
 from ...state.rules.rule_matching import StoredTensor
-from ..fragment_reads import Files
+from ..fragment_reads import ReadFiles
 from ..rules_source import add_to
 from ..torch_archive.archives import Archive, check_inside
 from ..torch_archive.pickled_json import Plain
-from ..torch_archive.pickles import Record, Storage, Tensor
+from ..torch_archive.pickles import PickledObject, Storage, Tensor
 from .safetensors_files import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"
@@ -31,7 +31,7 @@ def is_ruled(path: Path) -> bool:
     return (path / RULES).is_file()
 
 
-class RuledFolder(Files):
+class RuledFolder(ReadFiles):
     """The folder ``path``. Names are those in the files; names of nested dictionaries are joined by dots."""
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     items: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping):
         items = value
-    elif isinstance(value, Record):
+    elif isinstance(value, PickledObject):
         items = value.fields | value.items | dict(enumerate(value.args))
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = dict(enumerate(value))

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import BadInput, Damaged
 from ...state.encoding import joined
-from ...state.layout.fragments import Fragments, Piece, row_major
-from ...state.layout.regions import Box
-from ...state.tensor_entries import PENDING, Atom
+from ...state.layout.fragments import Fragment, Fragments, row_major
+from ...state.layout.regions import Region
+from ...state.tensor_entries import PENDING, TensorEntry
 from ...store.format.file_names import CHECKSUM_BLOCK
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_files import INSPECT
 from ...store.format.payload_ranges import VerifiedFiles
 from ...store.reader import RunReader
-from ..entry_keys import KEY, Kind, name_all
+from ..entry_keys import KEY, ShapeAndType, name_all
 from ..foreign_progress import state_dict_of
 from ..small_tensors import add_or_tell
-from ..source import Part, Source, Stored
+from ..source import Source, SourceTensor, StoredArray
 from ..state_dict_progress import progress_of
 
 if TYPE_CHECKING:
-    from .pending_updates import Pending
+    from .pending_updates import PendingUpdates
 
 
-class Commit(Source):
+class CommitSource(Source):
     """The commit of ``manifest`` in the run that ``reader`` reads.
 
     Raises ``CommitRetired`` wherever its writer has retired it meanwhile.
@@ -46,9 +46,9 @@ class Commit(Source):
         self.reader, self._files = reader, VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        self.by_key: dict[str, Stored] = {}
+        self.by_key: dict[str, SourceTensor] = {}
         """The tensors of a commit that ``dcp.save`` made, by their keys in the state dict."""
-        self._pending: Pending | None = None
+        self._pending: PendingUpdates | None = None
         told = joined([manifest.progress_of(stream) for stream in manifest.streams])
         with reader.listed(manifest):
             atoms = reader.atoms(manifest)
@@ -59,9 +59,9 @@ class Commit(Source):
                 for atom in atoms.values():
                     self.add(self._stored(atom, manifest.files))
                 if PENDING in told:
-                    from .pending_updates import Pending
+                    from .pending_updates import PendingUpdates
 
-                    self._pending = Pending(told, self.atoms, self._read, manifest.path)
+                    self._pending = PendingUpdates(told, self.atoms, self._read, manifest.path)
         self.aliases = told.pop("aliases", {})
         self.progress = {"step": manifest.step, **told}
 
@@ -98,7 +98,7 @@ class Commit(Source):
         """
         ways = {key: tuple(path) for key, path in paths.items()}
         by_key = {atom[KEY]: atom for atom in atoms}
-        kinds = {key: Kind(tuple(atom["shape"]), atom["dtype"]) for key, atom in by_key.items()}
+        kinds = {key: ShapeAndType(tuple(atom["shape"]), atom["dtype"]) for key, atom in by_key.items()}
         named = name_all(kinds, ways, values)
         rest = dict(values)
         for key, atom in by_key.items():
@@ -109,15 +109,15 @@ class Commit(Source):
         found = {key: rest[key] for key in ways if key in rest}
         return progress_of(found, ways, named, self.path)
 
-    def _stored(self, described: dict[str, Any], files: dict[str, FileRef]) -> Stored:
+    def _stored(self, described: dict[str, Any], files: dict[str, FileRef]) -> SourceTensor:
         pieces = []
         for fragment in described["fragments"]:
             part, held = self._part(files[fragment["unit"]], fragment["key"])
-            local, strides = Box.from_json(fragment["local"]), row_major(held)
+            local, strides = Region.from_json(fragment["local"]), row_major(held)
             offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
-            pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
-        atom = Atom.from_json(described)
-        return Stored(atom, Fragments.of(pieces, len(atom.shape)))
+            pieces.append(Fragment(Region.from_json(fragment["global"]), part, offset, strides))
+        atom = TensorEntry.from_json(described)
+        return SourceTensor(atom, Fragments.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
         """Return the part for the tensor ``key`` of a file, and the shape of that tensor."""
@@ -127,7 +127,7 @@ class Commit(Source):
         entry = layout[key]
         number = self._numbers.get((ref.path, key))
         if number is None:
-            number = self.add_part(Part(ref.path, entry.offset, entry.nbytes, entry.dtype))
+            number = self.add_part(StoredArray(ref.path, entry.offset, entry.nbytes, entry.dtype))
             self._numbers[ref.path, key] = number
             self._of_part.append(ref)
         return number, entry.shape

@@ -18,12 +18,12 @@ import xxhash
 from ...errors import Damaged
 from ...quantities import MiB
 from ...state.layout.fragments import Fragments, dense
-from ...state.layout.regions import Box
-from ...state.tensor_entries import DTYPE_BYTES, Atom
-from ...store.format.file_names import Entry, without_pads
+from ...state.layout.regions import Region
+from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
+from ...store.format.file_names import TensorInFile, without_pads
 from ..foreign_progress import told, told_progress
-from ..fragment_reads import Files
-from ..source import Part, Stored, Sums
+from ..fragment_reads import ReadFiles
+from ..source import Checksums, SourceTensor, StoredArray
 from .safetensors_index import files_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,7 +51,7 @@ def is_safetensors(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
-class SafetensorsFiles(Files):
+class SafetensorsFiles(ReadFiles):
     """The file ``path``, or the folder with its index."""
 
     def __init__(self, path: Path) -> None:
@@ -85,8 +85,10 @@ class SafetensorsFiles(Files):
         for entry, where in tensors:
             name, slot = _name_of(slots, entry.key, path)
             part = self.add_part(where)
-            atom = Atom(name, slot, entry.shape, entry.dtype)
-            self.add(Stored(atom, Fragments.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+            atom = TensorEntry(name, slot, entry.shape, entry.dtype)
+            self.add(
+                SourceTensor(atom, Fragments.of([dense(Region.whole(entry.shape), part)], len(entry.shape)))
+            )
 
 
 def unread_in(path: Path) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
 class Header:
     """The header of a safetensors file: its tensors in the order of their bytes."""
 
-    entries: list[Entry]
+    entries: list[TensorInFile]
     metadata: dict[str, str]
     passed_over: dict[str, str]
     """Tensors of unsupported dtypes: dtype by name."""
@@ -207,7 +209,7 @@ def _metadata_of(table: dict[str, Any]) -> dict[str, str]:
     return metadata
 
 
-def _entries_of(table: dict[str, Any], start: int) -> tuple[list[Entry], int]:
+def _entries_of(table: dict[str, Any], start: int) -> tuple[list[TensorInFile], int]:
     """Return the tensors of a header in the order of their bytes, and where the last one ends.
 
     The bytes begin at ``start``. Raises ``ValueError`` unless the tensors are adjacent and each has as many bytes as
@@ -222,7 +224,7 @@ def _entries_of(table: dict[str, Any], start: int) -> tuple[list[Entry], int]:
             raise ValueError(f"tensor {key!r} has the type {dtype!r} and the shape {about['shape']!r}")
         if not all(type(number) is int and 0 <= number < MOST for number in (*shape, first, last)):
             raise ValueError(f"tensor {key!r} has the shape {list(shape)} and lies at {first} to {last}")
-        entries.append(Entry(key, dtype, shape, start + first, last - first))
+        entries.append(TensorInFile(key, dtype, shape, start + first, last - first))
     entries.sort(key=lambda entry: (entry.offset, entry.end))
     end = start
     for entry in entries:
@@ -262,7 +264,7 @@ def digest_of(table: dict[str, Any], tensors: Any) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], Header]:
+def parts_of(path: Path) -> tuple[list[tuple[TensorInFile, StoredArray]], Header]:
     """Return the tensors of a safetensors file, with their checksums if it has any, and its header."""
     header = header_of(path)
     metadata = header.metadata
@@ -270,17 +272,19 @@ def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], Header]:
     found = []
     for entry in header.entries:
         sums = None if XXH3 not in metadata else _sums_of(entry, said, path)
-        found.append((entry, Part(str(path), entry.offset, entry.nbytes, entry.dtype, sums=sums)))
+        found.append((entry, StoredArray(str(path), entry.offset, entry.nbytes, entry.dtype, sums=sums)))
     return found, header
 
 
-def _sums_of(entry: Entry, said: Any, path: Path) -> Sums:
+def _sums_of(entry: TensorInFile, said: Any, path: Path) -> Checksums:
     """Return the checksums of one tensor from ``said``, those of a whole file."""
     try:
         stretch, text = said[entry.key]
         if type(stretch) is not int or stretch < 1 or len(text) != DIGITS * -(-entry.nbytes // stretch):
             raise ValueError(f"{stretch} and {len(text)} digits")
-        return Sums(entry.key, stretch, tuple(text[at : at + DIGITS] for at in range(0, len(text), DIGITS)))
+        return Checksums(
+            entry.key, stretch, tuple(text[at : at + DIGITS] for at in range(0, len(text), DIGITS))
+        )
     except (TypeError, ValueError, KeyError) as error:
         raise Damaged(f"{path}: {XXH3} has no checksums of {entry.key}", path=str(path)) from error
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from ...errors import BadInput, Damaged
 from ...state.layout.fragments import Fragments
-from ...state.tensor_entries import Atom
-from ..entry_keys import Kind, Named, name_all, state_of
+from ...state.tensor_entries import TensorEntry
 from ..entry_keys import Path as Way
+from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
 from ..foreign_progress import check_progress, state_dict_of
-from ..fragment_reads import Files
+from ..fragment_reads import ReadFiles
 from ..small_tensors import SMALL_BYTES, add_or_tell
-from ..source import Stored
+from ..source import SourceTensor
 from ..state_dict_progress import progress_of
 from ..torch_archive.archives import Archive, check_inside, piece_of
 from ..torch_archive.pickled_json import Plain
@@ -47,7 +47,7 @@ def is_saved(path: Path) -> bool:
         return path.suffix in SUFFIXES or file.read(4) == _ZIP
 
 
-class Saved(Files):
+class TorchSave(ReadFiles):
     """The file ``path``, or those of the folder; ``progress["roots"]`` tells the keys of model and optimizer."""
 
     def __init__(self, path: Path) -> None:
@@ -94,14 +94,16 @@ class Saved(Files):
         return ways, values
 
     def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
-        kinds = {key: Kind(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()}
+        kinds = {
+            key: ShapeAndType(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()
+        }
         tied = self._tied(name_all(kinds, ways, values, self.path))
         named = name_all(
             {key: kind for key, kind in kinds.items() if key not in tied}, ways, values, self.path
         )
         rest = dict(values)
         for key, (name, slot) in named.tensors.items():
-            stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])
+            stored = self._stored(TensorEntry(name, slot, *kinds[key]), *self._held[key])
             add_or_tell(self, key, stored, rest)
         self.unnested = {
             slot for key, way in ways.items() if (slot := _unnested(key, way, named)) is not None
@@ -111,7 +113,7 @@ class Saved(Files):
         self.progress = progress_of(ordered, ways, named, self.path)
         check_progress({name: value for name, value in self.progress.items() if name != "extra"})
 
-    def _tied(self, named: Named) -> dict[str, str]:
+    def _tied(self, named: TensorRoles) -> dict[str, str]:
         """Return the tied tensors of the model: by key, the key of the first tensor with the same memory."""
         first: dict[str, str] = {}  # keys are texts: a file's writer could choose colliding hashes of numbers
         tied = {}
@@ -121,13 +123,13 @@ class Saved(Files):
                 tied[key] = known
         return tied
 
-    def _stored(self, atom: Atom, archive: Archive, tensor: Tensor) -> Stored:
+    def _stored(self, atom: TensorEntry, archive: Archive, tensor: Tensor) -> SourceTensor:
         place = str(archive.path), tensor.storage.key, tensor.storage.dtype
         if place not in self._numbers:
             self._numbers[place] = self.add_part(archive.part(tensor.storage))
         number = self._numbers[place]
         check_inside(atom.key, tensor, self.parts[number])
-        return Stored(atom, Fragments.of([piece_of(tensor, number)], len(atom.shape)))
+        return SourceTensor(atom, Fragments.of([piece_of(tensor, number)], len(atom.shape)))
 
 
 def _state_dict_of(archive: Archive) -> dict[Any, Any]:
@@ -144,7 +146,7 @@ class _Place(int):
     """A position in a list, as opposed to a key of a dictionary."""
 
 
-def _unnested(key: str, way: Way, named: Named) -> str | None:
+def _unnested(key: str, way: Way, named: TensorRoles) -> str | None:
     """Return the slot of optimizer state whose dictionaries have keys that are no names; None for other entries.
 
     The joined name of such a slot does not tell which keys they were.

@@ -25,7 +25,7 @@ from ...state.tensor_entries import CARRIED
 from ...store.disk import Disk
 from ..entry_keys import EXTRA
 from ..entry_matching import groups_of
-from ..source import Source, Stored
+from ..source import Source, SourceTensor
 from ..torch_archive.archive_writer import Streamed, save_torch_durably, streamed
 
 SUFFIXES = (".pt", ".pth")
@@ -59,7 +59,7 @@ def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lam
     return path
 
 
-def _content(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, Any]:
+def _content(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> dict[str, Any]:
     """Return the content of the file; ``tensor`` returns the stand-in for a tensor entry."""
     weights = [each for each in source.atoms.values() if each.atom.slot in ("param", "buffer")]
     model = {each.atom.name: tensor(each) for each in weights}
@@ -96,7 +96,7 @@ def _beside(source: Source) -> Iterator[tuple[str, Any]]:
     yield from (_put_together(extra) if _was_flattened(source) else extra).items()
 
 
-def _optimizers(source: Source, tensor: Callable[[Stored], Streamed]) -> list[dict[str, Any]]:
+def _optimizers(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> list[dict[str, Any]]:
     """Return a state dict of each optimizer, in torch's numbered form."""
     state = _state(source, tensor)
     found = []
@@ -132,7 +132,7 @@ def _groups(source: Source) -> list[list[Group]]:
     return [groups] if groups else []
 
 
-def _state(source: Source, tensor: Callable[[Stored], Streamed]) -> dict[str, dict[str, Any]]:
+def _state(source: Source, tensor: Callable[[SourceTensor], Streamed]) -> dict[str, dict[str, Any]]:
     """Return the optimizers' state, by parameter and slot."""
     state: dict[str, dict[str, Any]] = {}
     for each in source.atoms.values():

@@ -24,7 +24,7 @@ from ...state.layout.fragments import row_major
 from ...state.tensor_entries import DTYPE_BYTES, TORCH_NAMES
 from ...store.disk import TEMPORARY, Disk, written_durably
 from ..load import converted, read_flat
-from ..source import Source, Stored
+from ..source import Source, SourceTensor
 from .pickles import STORAGES
 
 CHUNK = 16 * MiB
@@ -45,7 +45,7 @@ class Streamed:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streamed:
+def streamed(source: Source, stored: SourceTensor, cast: str | None = None) -> Streamed:
     """Return a tensor entry as a stream that is read while it is written, converted to ``cast`` if set."""
     atom = stored.atom
     step = CHUNK // atom.itemsize

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import Damaged
-from ...state.layout.fragments import Piece
-from ...state.layout.regions import Box
-from ..source import MOST_EXPANDED, Part
+from ...state.layout.fragments import Fragment
+from ...state.layout.regions import Region
+from ..source import MOST_EXPANDED, StoredArray
 from . import pickles
 
 PICKLE_BYTES = 1 << 30
 """An upper limit for the size of a pickle that is stored beside tensors."""
 
 
-class Stretch(io.RawIOBase):
+class FileRange(io.RawIOBase):
     """A readable file over the bytes ``start`` to ``start + nbytes`` of another file."""
 
     def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
@@ -54,7 +54,7 @@ class Stretch(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArchiveEntry:
     """One entry of an archive; ``offset`` counts from the start of the file that contains the archive."""
 
     offset: int
@@ -74,7 +74,7 @@ class Archive:
         Raises ``Damaged`` if ``path`` is no archive or its pickle cannot be read.
         """
         self.path, self.name, self.nbytes = path, "", nbytes or 0
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ArchiveEntry] = {}
         size = path.stat().st_size
         if nbytes is None:
             nbytes = self.nbytes = size - start
@@ -109,13 +109,13 @@ class Archive:
             )
         self.content = pickles.load(data, str(path))
 
-    def part(self, storage: pickles.Storage) -> Part:
+    def part(self, storage: pickles.Storage) -> StoredArray:
         """Return where the bytes of ``storage`` are. Raises ``Damaged`` if there are fewer than ``storage`` claims."""
         entry = self._entries.get(f"data/{storage.key}")
         part = (
             None
             if entry is None
-            else Part(str(self.path), entry.offset, entry.nbytes, storage.dtype, entry.crc32)
+            else StoredArray(str(self.path), entry.offset, entry.nbytes, storage.dtype, entry.crc32)
         )
         if part is None or part.nbytes < storage.elements * part.itemsize:
             raise Damaged(
@@ -126,7 +126,7 @@ class Archive:
 
     def _index(self, file: BinaryIO, start: int, nbytes: int) -> None:
         """Index the entries by name, without the folder that contains all of them, and find where their bytes begin."""
-        with zipfile.ZipFile(io.BufferedReader(Stretch(file, start, nbytes))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(FileRange(file, start, nbytes))) as archive:
             for info in archive.infolist():
                 self.name, _, name = info.filename.partition("/")
                 if info.compress_type != zipfile.ZIP_STORED:
@@ -141,7 +141,7 @@ class Archive:
                 outside = offset + info.file_size > nbytes
                 if outside or name in self._entries:
                     raise ValueError(f"{info.filename} lies outside of it, or is there twice")
-                self._entries[name] = Entry(start + offset, info.file_size, info.CRC)
+                self._entries[name] = ArchiveEntry(start + offset, info.file_size, info.CRC)
 
     def _text(self, file: BinaryIO, name: str) -> bytes | None:
         entry = self._entries.get(name)
@@ -151,12 +151,12 @@ class Archive:
         return file.read(min(entry.nbytes, 100))
 
 
-def piece_of(tensor: pickles.Tensor, part: int) -> Piece:
+def piece_of(tensor: pickles.Tensor, part: int) -> Fragment:
     """Return the fragment that the elements of a pickled tensor are in ``part``, the part of its storage."""
-    return Piece(Box.whole(tensor.shape), part, tensor.offset, tensor.strides)
+    return Fragment(Region.whole(tensor.shape), part, tensor.offset, tensor.strides)
 
 
-def check_inside(name: str, tensor: pickles.Tensor, part: Part) -> None:
+def check_inside(name: str, tensor: pickles.Tensor, part: StoredArray) -> None:
     """Raise ``Damaged`` if elements of the tensor ``name`` lie outside ``part``, or far outnumber the stored ones."""
     elements, stored = prod(tensor.shape), part.nbytes // part.itemsize
     spans = zip(tensor.shape, tensor.strides, strict=True)

@@ -17,7 +17,7 @@ from ...state.encoding import tensor_json
 from ..fragment_reads import check_sum
 from ..source import MOST_EXPANDED
 from .archives import Archive
-from .pickles import Key, Record, Tensor
+from .pickles import Key, PickledObject, Tensor
 
 MOST_BEYOND = 16 * MiB
 """Limit for the bytes of tensors, counted each time that they are held, beyond the archive's own size."""
@@ -46,7 +46,7 @@ class Plain:
         if isinstance(value, Key):
             return self(value.value, where)
         value = _bytes_in(value)
-        if isinstance(value, Record) and value.name.endswith(".multiarray.scalar"):
+        if isinstance(value, PickledObject) and value.name.endswith(".multiarray.scalar"):
             return self._scalar(value, where)
         if isinstance(value, bytes | bytearray):
             return {"__bytes__": base64.b64encode(value).decode()}
@@ -65,13 +65,13 @@ class Plain:
         if isinstance(value, set | frozenset):
             items = sorted((self(item, where) for item in value), key=json.dumps)
             return {"__object__": type(value).__name__, "args": [items]}
-        if not isinstance(value, Record):
+        if not isinstance(value, PickledObject):
             return {"__object__": type(value).__name__, "args": [str(value)[:1000]]}
         given = {"args": list(value.args), "fields": value.fields, "items": value.items}
         parts = {name: self(part, f"{where}.{name}") for name, part in given.items() if part}
         return {"__object__": value.name, **parts}
 
-    def _scalar(self, value: Record, where: str) -> Any:
+    def _scalar(self, value: PickledObject, where: str) -> Any:
         """Return a NumPy number as Python's; for a dtype that Python has no number for, the object."""
         kind, data = (*value.args, None, None)[:2]
         name, order = _dtype_of(kind)
@@ -100,14 +100,14 @@ class Plain:
 
 def _bytes_in(value: Any) -> Any:
     """Return the bytes that old protocols write as a record; anything else unchanged."""
-    if isinstance(value, Record) and value.name == "_codecs.encode" and value.args:
+    if isinstance(value, PickledObject) and value.name == "_codecs.encode" and value.args:
         return str(value.args[0]).encode("latin1")
     return value
 
 
 def _dtype_of(kind: Any) -> tuple[str, str]:
     """Return name and byte order of a NumPy dtype that is a record; empty names if it is none."""
-    if not isinstance(kind, Record) or kind.name != "numpy.dtype" or not kind.args:
+    if not isinstance(kind, PickledObject) or kind.name != "numpy.dtype" or not kind.args:
         return "", ""
     state = kind.args[-1]
     order = state[1] if isinstance(state, tuple) and len(state) > 1 else "<"

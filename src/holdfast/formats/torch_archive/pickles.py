@@ -1,9 +1,9 @@
 """Reader for foreign pickles that never imports a class or calls a function that a pickle names.
 
-A pickle is a program. The names that it may use are listed (``ALLOWED``); each becomes a ``Record``, which holds the
-arguments and attributes that the pickle gives it, or a tensor that says where its bytes lie. Any other name is refused.
-The interpreter is Python's own, written in Python; the size of the pickle bounds its memory and the work of walking
-through the result.
+A pickle is a program. The names that it may use are listed (``ALLOWED``); each becomes a ``PickledObject``, which holds
+the arguments and attributes that the pickle gives it, or a tensor that says where its bytes lie. Any other name is
+refused. The interpreter is Python's own, written in Python; the size of the pickle bounds its memory and the work of
+walking through the result.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Tensor:
 
 
 @dataclass
-class Record:
+class PickledObject:
     """The arguments and attributes of an object of class or function ``name``, which is never created."""
 
     name: str
@@ -127,7 +127,7 @@ def _drawn_hash(value: Any) -> int:
     """
     if value is None or isinstance(value, str | bytes | float | bool):
         return hash(value)
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return _drawn_hash((value.name, *value.args, *value.fields.values(), *value.items.values()))
     if isinstance(value, list | tuple):
         return hash(tuple(map(_drawn_hash, value)))
@@ -178,7 +178,7 @@ ALLOWED = frozenset({
     "pathlib.PosixPath", "pathlib._local.PosixPath", "types.SimpleNamespace", "copy_reg._reconstructor",
     "copyreg._reconstructor", "builtins.object", "builtins.getattr", "builtins.bytearray", "datetime.timedelta",
 })  # fmt: skip
-"""Names that become a ``Record``. None of them is ever imported."""
+"""Names that become a ``PickledObject``. None of them is ever imported."""
 
 
 def _empty_bytes(given: tuple[Any, ...]) -> bytes:
@@ -248,7 +248,7 @@ def _written_out(value: Any) -> int:
 
 
 def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return [*value.args, value.fields, value.items]
     if isinstance(value, Key):
         return [value.value]
@@ -276,7 +276,7 @@ def _is_spread(key: Any) -> bool:
     """Return whether keys like ``key`` that differ rarely share a hash, even if a file's writer chose them."""
     if type(key) is int:
         return -(1 << 60) < key < 1 << 60
-    return key is None or isinstance(key, str | bytes | bool | float | Record | Key)
+    return key is None or isinstance(key, str | bytes | bool | float | PickledObject | Key)
 
 
 def _spread(keys: Iterable[Any], known: dict[int, list[Any]]) -> list[Any]:
@@ -318,10 +318,10 @@ def _with_short_keys(load: Callable[[Any], None], keys: slice, into: int | None)
 
 
 def _build(reader: Any) -> None:
-    """Set attributes on a ``Record`` only: other objects were checked when they were built, and stay unchanged."""
+    """Set attributes on a ``PickledObject`` only: other objects were checked when they were built, and stay."""
     state = reader.stack.pop()
     made = reader.stack[-1]
-    if isinstance(made, Record):
+    if isinstance(made, PickledObject):
         made.__setstate__(state)
     elif not isinstance(made, OrderedDict):  # torch keeps the versions of modules as attributes of one
         raise ValueError(f"attributes of a {type(made).__name__}, which has none")
@@ -436,13 +436,13 @@ def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:
     return _tensor(*args)
 
 
-def _maker(name: str) -> type[Record]:
-    """Return a class that stands for the class ``name`` and builds a ``Record`` when called or created."""
+def _maker(name: str) -> type[PickledObject]:
+    """Return a class that stands for the class ``name`` and builds a ``PickledObject`` when called or created."""
 
-    class Made(Record):
+    class Made(PickledObject):
         def __new__(cls, *args: Any, **fields: Any) -> Any:
-            made = object.__new__(Record)
-            Record.__init__(made, name, args, fields)
+            made = object.__new__(PickledObject)
+            PickledObject.__init__(made, name, args, fields)
             return made
 
     return Made

@@ -34,7 +34,7 @@ MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
 """Limits for the items of a list or dict, and for the JSON; longer attributes cause a warning and are not stored."""
 
 
-class Attributes:
+class ChangedAttributes:
     """Plain attributes of ``objects``, by name, and which parameters of ``model`` require gradients.
 
     ``left_out`` lists attributes that are no state. Created when the script has set everything up.

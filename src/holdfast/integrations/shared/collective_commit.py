@@ -95,7 +95,7 @@ class OpenedRun:
         ):
             self.store.begin(before, by_saves=True)
         else:
-            self.store.go_on(timelines[newest])
+            self.store.continue_timeline(timelines[newest])
 
     def _drop_others(self) -> None:
         """Remove the files of saves that were interrupted."""

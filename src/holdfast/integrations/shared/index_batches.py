@@ -39,7 +39,7 @@ class WatchedBatches:
         self._states: list[dict[str, Any]] = []
         self._pass_over = False
 
-    def go_on(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
+    def replay_generators(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
         """Set the generators in the next epoch to one of ``states`` at each request, from batch ``first`` on.
 
         With ``pass_over`` earlier batches are skipped.

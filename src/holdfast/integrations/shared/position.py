@@ -17,7 +17,7 @@ from ...state.progress import random_state, restore_random_state
 from .index_batches import Order, WatchedBatches, refuse_other_batches
 
 
-class Place:
+class LoaderPlace:
     """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
 
     def __init__(self, loader: Any, num_ranks: int) -> None:
@@ -76,7 +76,7 @@ class Place:
             self._begun = self._order.now()
             return
         pending = [found["pending"]] if found["pending"] is not None else []
-        self._watched.go_on(found["count"], [*pending, self._random], pass_over=True)
+        self._watched.replay_generators(found["count"], [*pending, self._random], pass_over=True)
         self._order.put_back(found["begun"])
 
     def _pending(self, count: int) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ class Batches:
     def __init__(self, loader: Any, num_ranks: int) -> None:
         """Wrap the loader. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
         self.loader = loader
-        self.place = Place(loader, num_ranks)
+        self.place = LoaderPlace(loader, num_ranks)
         self.epoch = 0
         """The number of passes that have ended."""
         self.count = 0

@@ -27,11 +27,11 @@ from ...optim.state_forms import Form, Slots
 from ...quantities import round_up
 from ...state.capture import BufferPlace, buffer_at
 from ...state.dtypes import FROM_NAME, TO_NAME
-from ...state.layout.regions import Box
-from ...state.tensor_entries import STEP, Atom
+from ...state.layout.regions import Region
+from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import Layout
 from ..model.blocks import Owned
-from .parameter_shards import Piece, copy_parts, range_of
+from .parameter_shards import ParameterShard, copy_parts, range_of
 from .rank_shares import divided
 
 ALIGN = 256
@@ -139,11 +139,11 @@ class BlockState:
         self.trained = [m for m in self.members if m.trained]
         self.frozen = [m for m in self.members if not m.trained]
         self._divide(rank, world_size)
-        self.places: dict[str, tuple[tuple[int, ...], Box]] = {}
+        self.places: dict[str, tuple[tuple[int, ...], Region]] = {}
         """Shape of the whole tensor entry, and the region stored here, by key of each entry that is stored here."""
         self.state_atoms = self._state_atoms()
         self.frozen_atoms = [
-            self._placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
+            self._placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
             for p in self.frozen_pieces
         ]
         self.layout = _layout(self.state_atoms)
@@ -178,11 +178,13 @@ class BlockState:
         shifts = [part.start - part.at for part in self.copy_parts]
         size = self.dtype.itemsize
         self.pieces = [
-            Piece(m, start, stop, m.copy_offset + start * size - shifts[0], m.grad_offset + start * 4 - first)
+            ParameterShard(
+                m, start, stop, m.copy_offset + start * size - shifts[0], m.grad_offset + start * 4 - first
+            )
             for m, start, stop in ((self.trained[i], start, stop) for i, start, stop in trained[rank])
         ]
         self.frozen_pieces = [
-            Piece(m, start, stop, m.copy_offset + start * size - shifts[1], -1)
+            ParameterShard(m, start, stop, m.copy_offset + start * size - shifts[1], -1)
             for m, start, stop in ((self.frozen[i], start, stop) for i, start, stop in frozen[rank])
         ]
         self.share_copy_bytes = self.copy_parts[-1].end
@@ -200,20 +202,22 @@ class BlockState:
         """Number of trained elements."""
         return sum(m.elements for m in self.trained)
 
-    def kept(self, member: ParameterEntry | Piece) -> Slots:
+    def kept(self, member: ParameterEntry | ParameterShard) -> Slots:
         """Return what the optimizer keeps for a parameter, or for a fragment of one."""
         return self._optimizer.slots(member.group, member.shape)
 
-    def member_slots(self, member: ParameterEntry | Piece) -> Slots:
+    def member_slots(self, member: ParameterEntry | ParameterShard) -> Slots:
         """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
         slots = self.kept(member)
         return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
 
-    def _state_atoms(self) -> list[Atom]:
+    def _state_atoms(self) -> list[TensorEntry]:
         """Return the tensor entries of the state: parameters, then state name by state name, then counters and
         buffers."""
         placed = self._placed
-        atoms = [placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in self.pieces]
+        atoms = [
+            placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in self.pieces
+        ]
         slots = [(p, self.member_slots(p), self.member_slots(p.member)) for p in self.pieces]
         names = dict.fromkeys(name for _, here, _ in slots for name in here.tensors)
         for name in names:
@@ -224,18 +228,20 @@ class BlockState:
                         placed(_atom(p, name, here.tensors[name]), tuple(form.shape), p.box_in(form))
                     )
         atoms += [
-            placed(Atom(p.name, name, (), TO_NAME[dtype]))
+            placed(TensorEntry(p.name, name, (), TO_NAME[dtype]))
             for p, here, _ in slots
             for name, dtype in here.scalars.items()
         ]
         for name, place in self.buffers.items():
             buffer = buffer_at(place)
-            atoms.append(placed(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype])))
+            atoms.append(placed(TensorEntry(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype])))
         return atoms
 
-    def _placed(self, atom: Atom, shape: tuple[int, ...] | None = None, box: Box | None = None) -> Atom:
+    def _placed(
+        self, atom: TensorEntry, shape: tuple[int, ...] | None = None, box: Region | None = None
+    ) -> TensorEntry:
         """Note the shape of the whole tensor entry and the region of it that ``atom`` is; by default all of it."""
-        self.places[atom.key] = shape or atom.shape, box or Box.whole(atom.shape)
+        self.places[atom.key] = shape or atom.shape, box or Region.whole(atom.shape)
         return atom
 
     def _file_name(self, prefix: str, name: str, layout: Layout) -> str:
@@ -268,21 +274,21 @@ class BlockState:
         end = member.grad_offset + member.elements * 4
         return grads[member.grad_offset : end].view(torch.float32).view(member.shape)
 
-    def piece_of_copy(self, copy: torch.Tensor, piece: Piece, whole: bool = False) -> torch.Tensor:
+    def piece_of_copy(self, copy: torch.Tensor, piece: ParameterShard, whole: bool = False) -> torch.Tensor:
         """Return a fragment inside this rank's shard of a compute copy, or inside a ``whole`` copy."""
         size = self.dtype.itemsize
         start = piece.member.copy_offset + piece.start * size if whole else piece.copy_at
         flat = copy[start : start + piece.elements * size].view(self.dtype)
         return piece.member.arranged(flat) if piece.is_whole else flat.view(piece.shape)
 
-    def piece_of_grads(self, grads: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def piece_of_grads(self, grads: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         """Return a fragment inside this rank's shard of the gradients."""
         end = piece.grad_at + piece.elements * 4
         return grads[piece.grad_at : end].view(torch.float32).view(piece.shape)
 
     def parameter_state(
         self,
-        piece: Piece,
+        piece: ParameterShard,
         image: torch.Tensor,
         grads: torch.Tensor,
         copy: torch.Tensor | None,
@@ -333,11 +339,11 @@ class BlockState:
                 self.frozen_view(frozen, piece.name).copy_(piece.of(values[piece.name]))
         self.write_buffers(state, self.buffer_values())
 
-    def boxes_of(self, piece: Piece) -> dict[str, Box]:
+    def boxes_of(self, piece: ParameterShard) -> dict[str, Region]:
         """Return the fragment's region of each tensor that the optimizer keeps for its parameter, by state name."""
         return {slot: piece.box_in(form) for slot, form in self.member_slots(piece.member).tensors.items()}
 
-    def write_state(self, piece: Piece, image: torch.Tensor, state: dict[str, Any]) -> None:
+    def write_state(self, piece: ParameterShard, image: torch.Tensor, state: dict[str, Any]) -> None:
         """Write the optimizer state that exists for ``piece``, if there is any."""
         slots = self.member_slots(piece.member)
         for slot in slots.tensors:
@@ -376,11 +382,11 @@ class BlockState:
             buffer_at(place).copy_(self.state_view(state, name, "buffer"))
 
 
-def _atom(piece: Piece, slot: str, form: Form) -> Atom:
-    return Atom(piece.name, slot, form.shape, TO_NAME[form.dtype])
+def _atom(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:
+    return TensorEntry(piece.name, slot, form.shape, TO_NAME[form.dtype])
 
 
-def _layout(atoms: Sequence[Atom]) -> Layout:
+def _layout(atoms: Sequence[TensorEntry]) -> Layout:
     return Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms])
 
 

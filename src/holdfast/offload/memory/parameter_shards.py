@@ -14,15 +14,15 @@ import torch
 
 from ...optim.state_forms import Form
 from ...quantities import PAGE, round_up
-from ...state.layout.regions import Box
-from .rank_shares import Part
+from ...state.layout.regions import Region
+from .rank_shares import RowRange
 
 if TYPE_CHECKING:
     from .block_states import ParameterEntry
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParameterShard:
     """Elements ``start`` to ``stop`` of a parameter, which are whole rows.
 
     ``copy_at`` is their offset in this rank's shard of the compute copy, ``grad_at`` that in its shard of the
@@ -52,26 +52,26 @@ class Piece:
         return self.elements == self.member.elements
 
     @property
-    def box(self) -> Box:
+    def box(self) -> Region:
         """The fragment's region of the parameter."""
         shape = self.member.shape
         if self.is_whole:
-            return Box.whole(shape)
+            return Region.whole(shape)
         width = prod(shape[1:])
-        return Box((self.start // width, *(0 for _ in shape[1:])), (self.stop // width, *shape[1:]))
+        return Region((self.start // width, *(0 for _ in shape[1:])), (self.stop // width, *shape[1:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.box.shape
 
-    def box_in(self, form: Form) -> Box:
+    def box_in(self, form: Form) -> Region:
         """Return the fragment's region of an optimizer state tensor, given the tensor's form for the whole
         parameter."""
         if self.is_whole:
-            return Box.whole(tuple(form.shape))
+            return Region.whole(tuple(form.shape))
         if form.every == 1:
             return self.box
-        return Box((self.start // form.every,), (-(-self.stop // form.every),))
+        return Region((self.start // form.every,), (-(-self.stop // form.every),))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fragment's part of a tensor that is shaped like the parameter."""
@@ -96,7 +96,7 @@ class CopyPart(NamedTuple):
 
 def range_of(
     members: Sequence[ParameterEntry],
-    parts: Sequence[Part],
+    parts: Sequence[RowRange],
     offset: Callable[[ParameterEntry], int],
     itemsize: int,
 ) -> tuple[int, int]:

@@ -17,7 +17,7 @@ GRAIN = 4096
 """Elements."""
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Elements ``start`` to ``stop`` of the tensor number ``index``, which are whole rows."""
 
     index: int
@@ -25,13 +25,15 @@ class Part(NamedTuple):
     stop: int
 
 
-def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) -> list[list[Part]]:
+def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) -> list[list[RowRange]]:
     """Return, for each rank, its parts of ``tensors``: about as many elements each.
 
     Each tensor is given by its shape and whether it may be divided.
 
-    >>> divided([((64, 128), True), ((64,), True)], 2)
-    [[Part(index=0, start=0, stop=4096)], [Part(index=0, start=4096, stop=8192), Part(index=1, start=0, stop=64)]]
+    >>> for shares in divided([((64, 128), True), ((64,), True)], 2):
+    ...     print(*shares)
+    RowRange(index=0, start=0, stop=4096)
+    RowRange(index=0, start=4096, stop=8192) RowRange(index=1, start=0, stop=64)
     """
     bounds = list(accumulate((prod(shape) for shape, _ in tensors), initial=0))
     total = bounds[-1]
@@ -56,12 +58,12 @@ def _nearest(tensors: Sequence[tuple[tuple[int, ...], bool]], bounds: list[int],
     return min(sorted(places), key=lambda place: abs(place - target))
 
 
-def _between(bounds: list[int], first: int, last: int, is_last: bool) -> list[Part]:
+def _between(bounds: list[int], first: int, last: int, is_last: bool) -> list[RowRange]:
     """Return the parts from ``first`` to ``last``. A tensor of no elements lies where the next one begins."""
     parts = []
     for index, (start, stop) in enumerate(pairwise(bounds)):
         begin, end = max(start, first), min(stop, last)
         empty = start == stop and (first <= start < last or (is_last and start == last))
         if begin < end or empty:
-            parts.append(Part(index, begin - start, end - start))
+            parts.append(RowRange(index, begin - start, end - start))
     return parts

@@ -164,7 +164,7 @@ class Residency:
         for place in [place for place in self.loaded if place[0] == phase]:
             self.pool.give(self.loaded.pop(place))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release everything; the memory returns to the system as soon as no tensor refers to it."""
         for held in (self.copies, self.images, self.loaded, self.redone, self.outgoing, self.inputs):
             held.clear()

@@ -30,7 +30,7 @@ KEEPS_GRADIENT = "keeps a gradient of", "the model reads it apart from the block
 
 
 @dataclass(frozen=True)
-class Place:
+class RunningCode:
     """The code of the model that runs for ``micro_batch``: ``block`` itself (``inside``), or the code before it."""
 
     micro_batch: int
@@ -57,7 +57,7 @@ class WatchedTensor:
     """True if the tensor requires grad and ``block`` set it."""
     read_elsewhere: bool = False
 
-    def read(self, place: Place, interleaved: bool) -> None:
+    def read(self, place: RunningCode, interleaved: bool) -> None:
         """Raise ``ModelNotSupported`` if the value read at ``place`` could differ from that of a plain training loop.
 
         Code between two blocks runs for the micro-batches in their order. What that code left in an attribute itself,
@@ -76,7 +76,7 @@ class WatchedTensor:
             raise _refused(self.name, *TAKEN_IN_TURNS)
 
 
-class Attributes:
+class AttributeWatch:
     """Searches the attributes of a model's modules while ``looking``, and watches reads of the suspects."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
@@ -92,7 +92,7 @@ class Attributes:
         self._suspects: dict[tuple[int, str], WatchedTensor] = {}
         self._watches: dict[tuple[type, str], _Watch] = {}
         self.looking = self.interleaved = False
-        self.place: Place | None = None
+        self.place: RunningCode | None = None
         """The model code that runs now; None while none runs."""
 
     @property
@@ -122,7 +122,7 @@ class Attributes:
         """
         modules = (self._outside if block else self._all) if self.looking else []
         before = _look(modules)
-        with self._at(Place(micro_batch, block, False)):
+        with self._at(RunningCode(micro_batch, block, False)):
             yield
         for (holder, name), held in _look(modules).items():
             if _same(held, before.get((holder, name))):
@@ -138,7 +138,7 @@ class Attributes:
         """Watch a run of ``block``: tensors that it keeps in attributes become suspects."""
         modules = self._blocks[block] if self.looking else []
         before = _look(modules)
-        with self._at(Place(micro_batch, block, True)):
+        with self._at(RunningCode(micro_batch, block, True)):
             yield
         for (holder, name), held in _look(modules).items():
             if not _same(held, before.get((holder, name))):
@@ -170,7 +170,7 @@ class Attributes:
         return self._suspects[key]
 
     @contextmanager
-    def _at(self, place: Place) -> Iterator[None]:
+    def _at(self, place: RunningCode) -> Iterator[None]:
         self.place = place
         try:
             yield
@@ -184,7 +184,7 @@ _ABSENT: Any = object()
 class _Watch:
     """Descriptor that stands in a class for one attribute of its instances, and sees reads and writes."""
 
-    def __init__(self, attributes: Attributes, kind: type, name: str) -> None:
+    def __init__(self, attributes: AttributeWatch, kind: type, name: str) -> None:
         self._attributes, self._kind, self._name = attributes, kind, name
         self._own: Any = _ABSENT
         self._installed = False

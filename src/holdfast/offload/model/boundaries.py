@@ -122,7 +122,7 @@ def moving_positions(leaves: list[Any], constants: set[int]) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if _is_float(leaf) and id(leaf) not in constants]
 
 
-class Source:
+class TensorOrigin:
     """The destination of a moving input's gradient.
 
     It is an earlier block's output, or a point of the thread's own graph (the prologue, or code between blocks).
@@ -161,7 +161,7 @@ class Source:
         self.edge = self._grad = None
 
 
-def _collector_at(source_ref: weakref.ref[Source]):
+def _collector_at(source_ref: weakref.ref[TensorOrigin]):
     """Return a hook for a node of the thread's graph.
 
     A backward pass that arrives from elsewhere (the epilogue, code between later blocks) leaves its gradient with the
@@ -194,12 +194,12 @@ class Boundary:
     spec: pytree.TreeSpec
     kept: list[Any]
     autocast: Autocast
-    moving: dict[int, Source] = field(default_factory=dict)
+    moving: dict[int, TensorOrigin] = field(default_factory=dict)
     repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
     host: list[torch.Tensor] | None = None
     forms: list[Form] = field(default_factory=list)
-    roots: list[Source] = field(default_factory=list)
+    roots: list[TensorOrigin] = field(default_factory=list)
     """Points of the thread's own graph that were first seen at this boundary."""
     grads: list[torch.Tensor | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
@@ -288,7 +288,7 @@ class OriginTracker:
 
     def __init__(self) -> None:
         self._deliveries: list[BlockOutput] = []
-        self._thread_sources: dict[GradientEdge, Source] = {}
+        self._thread_sources: dict[GradientEdge, TensorOrigin] = {}
         self.running = threading.Event()
         """Event that is set while a backward pass of this micro-batch runs."""
 
@@ -323,15 +323,15 @@ class OriginTracker:
         refuse_hidden(boundary.kept, name, "input")
         return boundary
 
-    def _source(self, tensor: torch.Tensor, boundary: Boundary) -> Source:
+    def _source(self, tensor: torch.Tensor, boundary: Boundary) -> TensorOrigin:
         for delivery in reversed(self._deliveries):
             index = delivery.index_of(tensor)
             if index is not None:
-                return Source(delivery, index)
+                return TensorOrigin(delivery, index)
         edge = get_gradient_edge(tensor)
         source = self._thread_sources.get(edge)
         if source is None:
-            source = self._thread_sources[edge] = Source(edge=edge, running=self.running)
+            source = self._thread_sources[edge] = TensorOrigin(edge=edge, running=self.running)
             boundary.roots.append(source)
         return source
 

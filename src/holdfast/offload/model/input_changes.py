@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import BlockInputChanged
 
 
-class Watch:
+class InputWatch:
     """Fingerprints of the inputs and the buffers that a block must not change while it runs."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], holders: list[tuple[str, nn.Module]]) -> None:

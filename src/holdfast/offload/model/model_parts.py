@@ -20,7 +20,7 @@ from ...state.capture import Captured, buffer_at, capture
 from ...state.layout.overlaps import Key, overlaps, said_keys
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
-from ..setup.block_measurement import Measured
+from ..setup.block_measurement import MeasuredBlocks
 from .blocks import Blocks, find_blocks, owned_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +93,9 @@ class ModelParts:
     def all_units(self) -> list[BlockState]:
         return [*self.units, self.resident]
 
-    def work(self, measured: Measured | None, unified: bool, *, update_workers: int, guesses: bool) -> Work:
+    def work(
+        self, measured: MeasuredBlocks | None, unified: bool, *, update_workers: int, guesses: bool
+    ) -> Work:
         """Return the model's sizes, for the planner.
 
         Args:

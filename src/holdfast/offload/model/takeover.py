@@ -133,7 +133,7 @@ def _held(name: str) -> BadInput:
     )
 
 
-class Watched:
+class WatchedModel:
     """The modules, their parameters, and which of these are trained, as they were handed over.
 
     A run's files are laid out for them, so they must not change.
@@ -282,7 +282,7 @@ def switch_on_cache(configs: list[Any]) -> None:
         configs.pop().use_cache = True
 
 
-def let_go(model: Captured, taken: TakenModel, were_real: set[str]) -> None:
+def mark_released(model: Captured, taken: TakenModel, were_real: set[str]) -> None:
     """Mark the parameters as no longer in use by an engine, after the engine was closed.
 
     Parameters that were on ``meta`` before are as they were.

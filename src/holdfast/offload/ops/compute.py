@@ -23,7 +23,7 @@ from ..memory.block_states import BlockState
 from ..memory.residency import Gradients
 from ..model.blocks import install
 from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden
-from ..model.input_changes import Watch
+from ..model.input_changes import InputWatch
 from ..model.microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
 from ..runtime import Runtime, Step
 from ..setup.defaults import callers_default
@@ -192,7 +192,7 @@ def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[A
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
     """Run the block's own forward with its random numbers, and check that it changed nothing else."""
-    watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
+    watch = InputWatch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
     attending = step.training and run.attributes.attending
     inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()

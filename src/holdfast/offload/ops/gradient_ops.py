@@ -130,7 +130,7 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
     step.norms = run.fellows.joined_norms(run.fellows.control, step.norms)
     total = run.device.fetch(_joined(step.norms, run.parameter_order))
     step.total_norm = float(total)
-    step.settle()  # the norms of all units have arrived before this one
+    step.decide_clipping()  # the norms of all units have arrived before this one
     if step.shape.clipping == "per_block" or step.skipped:
         return
     if not math.isfinite(step.total_norm):

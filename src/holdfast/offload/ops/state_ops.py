@@ -9,7 +9,7 @@ import torch
 from ...schedule.operations import GUESS, Op
 from ..memory.block_states import BlockState, as_tensor
 from ..memory.residency import Gradients
-from ..runtime import Runtime, Step, Stored, of
+from ..runtime import Runtime, Step, StoredBlock, of
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
@@ -100,7 +100,7 @@ def write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
             done.set_exception(error)
             return
         before = run.newest.get(name)
-        run.newest[name] = Stored(generation, tuple(future.result()))
+        run.newest[name] = StoredBlock(generation, tuple(future.result()))
         if before is not None:
             stored.release(before.generation)
         done.set_result(None)

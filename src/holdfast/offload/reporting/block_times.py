@@ -37,7 +37,7 @@ RANDOM_ELEMENTS = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class BlockTimer:
     """Times of one micro-batch, in seconds."""
 
     forward_seconds: float
@@ -56,7 +56,7 @@ def time_model(
     device: Device,
     loss_fn: Callable[..., Any] | None = None,
     seconds: float = 2.0,
-) -> Times:
+) -> BlockTimer:
     """Time the model for about ``seconds``, at least once.
 
     Raises ``ModelNotSupported`` if the model cannot be run this way.
@@ -86,7 +86,7 @@ class _Timing:
         """Seconds of the head until ``mark``."""
         self.mark = 0.0
 
-    def run(self, sample: Any, loss_fn: Callable[..., Any] | None) -> Times:
+    def run(self, sample: Any, loss_fn: Callable[..., Any] | None) -> BlockTimer:
         inputs = self.device.take_batch(dict(sample) if isinstance(sample, Mapping) else sample)
         ends = time.perf_counter() + self.seconds
         with (
@@ -102,7 +102,7 @@ class _Timing:
         forward, backward, head = (
             median(found[1:]) for found in (self.forward, self.backward, self.head)
         )  # the first has started kernels
-        return Times(forward_seconds=forward, backward_seconds=backward, head_seconds=head)
+        return BlockTimer(forward_seconds=forward, backward_seconds=backward, head_seconds=head)
 
     def once(self, inputs: Any, loss_fn: Callable[..., Any] | None) -> None:
         self.outside, self.mark = 0.0, self.now()

@@ -13,7 +13,7 @@ from ..model.weights import mean_of
 from ..runtime import Runtime, Step
 from ..setup.preflight import Preflight
 from ..setup.process_settings import process_bytes
-from ..setup.step_planning import Plan
+from ..setup.step_planning import RunPlan
 
 Traffic = dict[tuple[str, str], int]
 """Bytes moved, by (lane, kind of operation)."""
@@ -56,7 +56,7 @@ def mean_loss(step: Step) -> float:
     return mean_of([loss for loss, _ in step.losses], [weight for _, weight in step.losses])
 
 
-def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int) -> dict[str, Any]:
+def engine_event(run: Runtime, plan: RunPlan, preflight: Preflight, first_step: int) -> dict[str, Any]:
     """Return the fields of the event for an engine that begins after ``first_step``."""
     memory = plan.memory
     return {

@@ -26,7 +26,7 @@ from ...schedule.planner.placement_search import Choice, Question, answer, play
 from ...schedule.work import StepShape, Work
 from ..memory.device import Device
 from ..model.model_parts import ModelParts
-from ..reporting.block_times import Times, time_model
+from ..reporting.block_times import BlockTimer, time_model
 from .process_settings import give_back_freed
 
 Limits = tuple[int | None, int | None, int | None]
@@ -47,7 +47,7 @@ class Prediction:
     tried: int
     by_linear_program: bool
     known: CachedProfile
-    times: Times | None
+    times: BlockTimer | None
     """None where the model could not be timed; its floating-point operations are used instead."""
     ssd_adjusted: bool
     """True if the SSD's rates are not the profile's (limited, or several SSDs), so the profile learns nothing from
@@ -185,7 +185,7 @@ def least_bytes(work: Work) -> int:
     return 2 * (sum(block.state_bytes for block in work.blocks) + work.resident_state_bytes)
 
 
-def with_times(work: Work, times: Times, machine: MachineProfile) -> Work:
+def with_times(work: Work, times: BlockTimer, machine: MachineProfile) -> Work:
     """Return ``work`` with the floating-point operations that ``machine`` does in the measured ``times``.
 
     Only the first block was timed; other blocks get times in proportion to their floating-point operations.
@@ -232,7 +232,7 @@ def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
 
 def _timed(
     parts: ModelParts, device: Device, sample: Any, loss_fn: Callable[..., Any] | None
-) -> Times | None:
+) -> BlockTimer | None:
     """Return the measured times; None, with a warning, where the model cannot be timed."""
     try:
         times = time_model(parts.model, parts.blocks, sample, parts.resident.dtype, device, loss_fn)
@@ -243,7 +243,7 @@ def _timed(
         return None
 
 
-def _block_times(times: Times | None, work: Work, device: torch.device) -> BlockTimes:
+def _block_times(times: BlockTimer | None, work: Work, device: torch.device) -> BlockTimes:
     """Return a block's times for the machine's profile; without ``times``, those of a matrix product."""
     forward = work.blocks[0].forward_flop
     if times is None:

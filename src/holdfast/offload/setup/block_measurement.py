@@ -36,7 +36,7 @@ from ..model.microbatches import extract_loss, module_call
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredBlocks:
     """The cost of one micro-batch, in bytes and floating-point operations."""
 
     input_bytes: int
@@ -203,7 +203,7 @@ def measure(
     dtype: torch.dtype,
     loss_fn: Any = None,
     backward: bool = True,
-) -> Measured:
+) -> MeasuredBlocks:
     """Trace one micro-batch, forward and, if ``backward``, also backward.
 
     Raises ``ModelNotSupported`` if the model cannot be traced this way. Training may still work; only the prediction is
@@ -219,7 +219,7 @@ def measure(
 
 def _trace(
     model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any, backward: bool
-) -> Measured:
+) -> MeasuredBlocks:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop, backward)
@@ -234,7 +234,7 @@ def _trace(
             if backward:
                 loss.backward()
     head_forward = after - probe.blocks_flop - probe.block_flop
-    return Measured(
+    return MeasuredBlocks(
         input_bytes=probe.input_bytes,
         block_bytes=probe.block_bytes,
         last_bytes=bytes_.peak - probe.last_start,

@@ -26,13 +26,13 @@ from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values
 from ..model.microbatches import hand_over
 from ..model.model_parts import ModelParts
-from ..runtime import InputScratch, Runtime, Stored
+from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import other_layout
 from .existing_state import held_for, part_of
 from .resharded_commit import ReshardedCommit
-from .starting_state import Beginning
-from .step_planning import Plan
+from .starting_state import StartingState
+from .step_planning import RunPlan
 
 
 def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
@@ -48,7 +48,7 @@ def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[s
 
 def build(
     parts: ModelParts,
-    plan: Plan,
+    plan: RunPlan,
     store: LocalStore,
     stored: dict[str, Generations],
     device: Device,
@@ -96,7 +96,7 @@ def build(
     return run
 
 
-def _largest_lent(plan: Plan) -> int:
+def _largest_lent(plan: RunPlan) -> int:
     """Return the most bytes that the plan needs for one input of a block, or for its gradient."""
     holds = (hold for op in plan.operations for hold in op.takes)
     return round_up(max((hold.nbytes for hold in holds if hold.kind in ("inputs", "input_grads")), default=0))
@@ -107,7 +107,7 @@ def _offsets(sizes: list[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beginning | None) -> None:
+def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: StartingState | None) -> None:
     """Fill every unit from the commit ``found``; in a fresh run from ``beginning``, or with initial values."""
     if found is None:
         _fill_fresh(run, init, beginning)
@@ -115,7 +115,7 @@ def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beg
         _fill_from(run, found)
 
 
-def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) -> None:
+def _fill_fresh(run: Runtime, init: Init | None, beginning: StartingState | None) -> None:
     """Write initial values as the first generation of every unit, and derive the unit's compute copy.
 
     All ranks use the values of the first rank.
@@ -141,7 +141,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
 
 
 def _values(
-    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: StartingState | None
 ) -> dict[str, torch.Tensor]:
     """Return the values of a unit's parameters, as the first rank has them."""
     if run.fellows.rank == 0:
@@ -156,7 +156,7 @@ def _values(
 
 
 def _own_values(
-    run: Runtime, unit: BlockState, init: Init | None, beginning: Beginning | None
+    run: Runtime, unit: BlockState, init: Init | None, beginning: StartingState | None
 ) -> dict[str, torch.Tensor]:
     if beginning is None:
         return initial_values(run.model, unit, init, run.seed)
@@ -194,7 +194,7 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, unit: BlockState, name: st
     files.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
     if bytes(image.view[: len(files.layout.header)]) != files.layout.header:
         raise other_layout(ref.path)
-    run.newest[name] = Stored(generation, ref.checksums)
+    run.newest[name] = StoredBlock(generation, ref.checksums)
 
 
 def _images(run: Runtime, block: int) -> tuple[Buffer, Buffer | None]:
@@ -215,7 +215,7 @@ def _write(run: Runtime, name: str, image: Buffer) -> None:
     files = run.stored[name]
     generation = files.acquire()
     checksums = files.write(generation, image.view, kind="state", phase="setup", priority=0).result()
-    run.newest[name] = Stored(generation, tuple(checksums))
+    run.newest[name] = StoredBlock(generation, tuple(checksums))
 
 
 def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> None:

@@ -29,7 +29,7 @@ from ...store.drive_links import HOME, Drive, directories_for, record_of
 from ...store.rank_entry import see_drives
 from ..model.model_parts import ModelParts
 from .automatic_placement import Limits, nearest, to_standard_error
-from .step_planning import Plan
+from .step_planning import RunPlan
 
 SECONDS = 1.0
 """Duration of the measurement of one drive."""
@@ -116,7 +116,7 @@ class Drives:
         rates = [drive.bytes_per_second for drive in self.all]
         return sum(rates) / rates[0] if rates else 1.0
 
-    def shared_out(self, plan: Plan, parts: ModelParts, ranks: Ranks) -> Drives:
+    def shared_out(self, plan: RunPlan, parts: ModelParts, ranks: Ranks) -> Drives:
         """Return the drives with their shares of the state, and with the units of this rank that lie on each.
 
         Shares are computed where they are not decided yet. Collective: all of ``ranks`` must call this. Raises
@@ -147,7 +147,7 @@ class Drives:
         ]
 
 
-def moved_bytes(plan: Plan) -> tuple[int, int]:
+def moved_bytes(plan: RunPlan) -> tuple[int, int]:
     """Return the bytes of state that a step of this rank moves on the SSD, and all other bytes."""
     moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
     state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)

@@ -21,16 +21,16 @@ from ...schedule.memory_use import predict
 from ...schedule.planner.placement import ORDER
 from ...schedule.work import BlockPlacement, StepShape
 from ..model.model_parts import ModelParts
-from ..steps import Rules
-from .starting_state import Beginning
-from .step_planning import LISTS, Plan
+from ..steps import StepRules
+from .starting_state import StartingState
+from .step_planning import LISTS, RunPlan
 
 
 def agree_on_choices(
     ranks: Ranks,
     parts: ModelParts,
     optimizer: torch.optim.Optimizer,
-    rules: Rules,
+    rules: StepRules,
     choices: Mapping[str, Any],
     given: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -56,7 +56,7 @@ def agree_on_choices(
     agree(ranks, "arguments", mine, "Give holdfast.offload the same on all; nothing was written")
 
 
-def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks) -> Plan:
+def agree_on_placement(plan: RunPlan, schedule: str, shape: StepShape, ranks: Ranks) -> RunPlan:
     """Return ``plan`` with a placement that fits on all ranks: of each kind the fewest blocks that any rank keeps.
 
     Collective: every rank must call this.
@@ -79,7 +79,7 @@ def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks
     )
 
 
-def agree_on_source(ranks: Ranks, beginning: Beginning) -> None:
+def agree_on_source(ranks: Ranks, beginning: StartingState) -> None:
     """Raise ``BadInput`` on all ranks unless all begin from the same source state.
 
     Collective: every rank must call this.

@@ -17,7 +17,7 @@ from ...errors import OptimizerNotSupported
 from ...optim.host_optimizer import HostOptimizer
 from ...state.plain_tensors import host_bytes
 from ..memory.block_states import BlockState, ParameterEntry
-from ..memory.parameter_shards import Piece
+from ..memory.parameter_shards import ParameterShard
 from ..model.model_parts import ModelParts
 from .equal_on_ranks import agree
 
@@ -28,7 +28,7 @@ def held_for(optimizer: HostOptimizer, member: ParameterEntry) -> dict[str, Any]
     return {slot: value for slot, value in state.items() if not getattr(value, "is_meta", False)}
 
 
-def part_of(unit: BlockState, piece: Piece, held: Mapping[str, Any]) -> dict[str, Any]:
+def part_of(unit: BlockState, piece: ParameterShard, held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a parameter's state ``held`` that belongs to ``piece``."""
     forms = unit.member_slots(piece.member).tensors
     return {

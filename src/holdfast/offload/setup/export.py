@@ -10,7 +10,7 @@ from ...state.capture import Captured, buffer_at, join, plain_paths
 from ...state.tensor_entries import SEED, STEP
 from ...store.run_store import LocalStore
 from ..memory.block_states import BlockState, ParameterEntry, as_tensor
-from ..memory.parameter_shards import Piece
+from ..memory.parameter_shards import ParameterShard
 from ..runtime import Runtime
 
 
@@ -97,7 +97,7 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 
 def _whole(
-    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[Piece, torch.Tensor]
+    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[ParameterShard, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
 

@@ -15,7 +15,7 @@ from ...store.run_store import LocalStore
 from ..model.model_parts import ModelParts
 from .automatic_placement import Prediction
 from .drive_setup import Drives, device_of
-from .step_planning import Budget, Plan
+from .step_planning import Budget, RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Preflight:
 
 def preflight_of(
     parts: ModelParts,
-    plan: Plan,
+    plan: RunPlan,
     budget: Budget,
     store: LocalStore,
     stored: dict[str, Generations],

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import Damaged, NoCommit
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ...store.format.file_names import Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
@@ -42,7 +42,7 @@ class ReshardedCommit:
         return found
 
     def fill(
-        self, image: memoryview, layout: Layout, places: Mapping[str, tuple[tuple[int, ...], Box]]
+        self, image: memoryview, layout: Layout, places: Mapping[str, tuple[tuple[int, ...], Region]]
     ) -> None:
         """Fill ``image`` with the commit's values of the regions at ``places``, by key of the tensor entry."""
         image[:] = bytes(len(image))

@@ -16,12 +16,12 @@ from ...distributed import Ranks
 from ...errors import RunMismatch
 from ...optim.state_forms import Slots
 from ...state.capture import Captured, buffer_at
-from ...state.layout.regions import Box
+from ...state.layout.regions import Region
 from ..engine_progress import UserState
 from ..model.model_parts import ModelParts
 
 
-class Beginning(Protocol):
+class StartingState(Protocol):
     """A state from any writer, as ``holdfast.From`` opens it."""
 
     @property
@@ -46,16 +46,16 @@ class Beginning(Protocol):
         ...
 
     def parameter(self, name: str) -> torch.Tensor | None: ...
-    def state(self, name: str, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]: ...
+    def state(self, name: str, boxes: Mapping[str, Region]) -> dict[str, torch.Tensor]: ...
     def buffer(self, name: str) -> torch.Tensor | None: ...
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool: ...
 
 
 class Opens(Protocol):
-    def open(self) -> Beginning: ...
+    def open(self) -> StartingState: ...
 
 
-def prepare(source: Opens, parts: ModelParts, user: UserState) -> tuple[Beginning, list[str]]:
+def prepare(source: Opens, parts: ModelParts, user: UserState) -> tuple[StartingState, list[str]]:
     """Open ``source``, and check that it fits this model and optimizer.
 
     Returns the opened state and, as sentences for a person, what it lacks. Raises ``RunMismatch``, with nothing
@@ -70,7 +70,7 @@ def prepare(source: Opens, parts: ModelParts, user: UserState) -> tuple[Beginnin
     return beginning, told
 
 
-def _refuse_others(beginning: Beginning, name: str, slots: Slots) -> None:
+def _refuse_others(beginning: StartingState, name: str, slots: Slots) -> None:
     kept = beginning.kept.get(name)
     here = slots.names
     if kept is not None and kept != here:
@@ -91,7 +91,7 @@ def _listed(slots: Collection[str]) -> str:
     return ", ".join(sorted(slots)) or "nothing"
 
 
-def take_up(beginning: Beginning, told: list[str], captured: Captured, user: UserState) -> None:
+def take_up(beginning: StartingState, told: list[str], captured: Captured, user: UserState) -> None:
     """Set schedule, data position, buffers and hyper-parameters to those of ``beginning``.
 
     Warns of what ``beginning`` does not have, together with the sentences in ``told``.

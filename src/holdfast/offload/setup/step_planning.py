@@ -29,7 +29,7 @@ from ..memory.device import Device
 from ..model.model_parts import ModelParts
 from ..offload_options import Placement
 from .automatic_placement import Planner, Prediction
-from .block_measurement import Measured, measure
+from .block_measurement import MeasuredBlocks, measure
 from .process_settings import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
@@ -97,7 +97,7 @@ AUTO = Budget(device="auto", host="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A run's step, before anything of it exists. Bytes."""
 
     work: Work
@@ -192,7 +192,7 @@ def make_plan(
     wanted: Wanted,
     planner: Planner,
     update_workers: int,
-) -> Plan:
+) -> RunPlan:
     """Choose what stays on the host within the budget, by the ``planner``'s rates if ``wanted`` asks for it.
 
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
@@ -241,7 +241,7 @@ def make_plan(
         recomputed_fraction=usual.recomputed_fraction,
     )
     memory = predict(work, placement, shape, order, together)
-    return Plan(
+    return RunPlan(
         work=work,
         placement=placement,
         operations=order(work, placement, shape),
@@ -302,7 +302,7 @@ def _measured(
     on_host: dict[str, Fraction],
     sample: Any,
     loss_fn: Callable[..., Any] | None,
-) -> Measured | None:
+) -> MeasuredBlocks | None:
     """Return the cost of a micro-batch; None without a ``sample``, or, with a warning, if the model cannot be traced.
 
     Raises ``BadInput`` if what was asked for needs the cost.

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import Hold, Key
-from .parts import DEVICE_SLOTS, GRAD_SLOTS, Schedule
+from .parts import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
 
 
-def spilled(s: Schedule, block: int) -> bool:
+def spilled(s: StepBuilder, block: int) -> bool:
     """Return whether the block's gradients wait on the SSD for the end of the backward pass."""
     return s.waits(block) and not s.placement.gradients[block]
 
 
-def begin(s: Schedule, block: int) -> tuple[Hold, ...]:
+def begin(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the buffer in which the first backward computation begins the sum."""
     return _summing(s, block) if s.work.unified else _device(s, block)
 
 
-def download(s: Schedule, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
+def download(s: StepBuilder, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
     """Bring the sum so far to the host, ``into`` a buffer unless it has one there."""
     return s.add(
         Key("download_grads", block, micro_batch),
@@ -38,7 +38,7 @@ def download(s: Schedule, block: int, micro_batch: int, after: Key, into: tuple[
     )
 
 
-def upload(s: Schedule, block: int, micro_batch: int) -> Key:
+def upload(s: StepBuilder, block: int, micro_batch: int) -> Key:
     """Bring the sum of the micro-batches before ``micro_batch`` back to the device."""
     before: Key = Key("download_grads", block, micro_batch - 1)
     if spilled(s, block):
@@ -52,12 +52,12 @@ def upload(s: Schedule, block: int, micro_batch: int) -> Key:
     )
 
 
-def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
+def host_buffer(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the buffer that a first download fills."""
     return () if s.work.unified else _summing(s, block)
 
 
-def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
+def hand_over(s: StepBuilder, block: int, after: Key, into: tuple[Hold, ...]) -> None:
     """Bring the gradients, summed over all micro-batches, to where they wait to be consumed.
 
     If they will be clipped, they are measured before, where they are. A guess uses them before they go to the SSD.
@@ -71,7 +71,7 @@ def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> No
         store(s, block, s.shape.micro_batches - 1, done)
 
 
-def _reduce(s: Schedule, block: int, after: Key) -> Key:
+def _reduce(s: StepBuilder, block: int, after: Key) -> Key:
     """Sum over the ranks, so that this rank's shard of the sum remains. It is then measured, if it will be clipped."""
     return s.add(
         Key("reduce_grads", block),
@@ -83,14 +83,14 @@ def _reduce(s: Schedule, block: int, after: Key) -> Key:
     )
 
 
-def summed(s: Schedule, block: int) -> Key:
+def summed(s: StepBuilder, block: int) -> Key:
     """Return the operation after which the block's gradients are those of the step."""
     if s.work.ranks > 1:
         return Key("reduce_grads", block)
     return Key("download_grads", block, s.shape.micro_batches - 1)
 
 
-def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
+def store(s: StepBuilder, block: int, micro_batch: int, after: Key) -> None:
     """Spill the sum so far to the SSD."""
     s.add(
         Key("store_grads", block, micro_batch),
@@ -101,7 +101,7 @@ def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
     )
 
 
-def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = False) -> Key:
+def load(s: StepBuilder, block: int, micro_batch: int, *after: Key, redo: bool = False) -> Key:
     """Read spilled gradients back, as they were after ``micro_batch``."""
     return s.add(
         Key("load_grads", block, micro_batch),
@@ -114,7 +114,7 @@ def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = Fa
 
 
 def consume(
-    s: Schedule, block: int, *after: Key, redo: bool = False
+    s: StepBuilder, block: int, *after: Key, redo: bool = False
 ) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
     """Return the operations that an update needs for the block's gradients, and the buffers that it gives back.
 
@@ -125,14 +125,14 @@ def consume(
     return (ready,), _names(s, block)
 
 
-def _summing(s: Schedule, block: int) -> tuple[Hold, ...]:
+def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
     return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=GRAD_SLOTS),)
 
 
-def _host(s: Schedule, block: int) -> tuple[Hold, ...]:
+def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     size = s.work.blocks[block].kept_grad_bytes
     if lent := s.lent(block):
         names = [("kept_inputs", "grads", block, index) for index in range(lent)]
@@ -142,9 +142,9 @@ def _host(s: Schedule, block: int) -> tuple[Hold, ...]:
     return (Hold(("grads", block), size, slots=GRAD_SLOTS),)
 
 
-def _names(s: Schedule, block: int) -> tuple[tuple, ...]:
+def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
     return tuple(hold.name for hold in _host(s, block))
 
 
-def _device(s: Schedule, block: int) -> tuple[Hold, ...]:
+def _device(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, DEVICE_SLOTS)

@@ -14,10 +14,10 @@ from .. import operations
 from ..operations import Hold, Key
 from ..orders import grad_stays, input_stays
 from ..buffers_in_use import AS_LISTED
-from .parts import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
+from .parts import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, StepBuilder
 
 
-def on_ssd(s: Schedule, block: int) -> bool:
+def on_ssd(s: StepBuilder, block: int) -> bool:
     """Return whether the input of ``block`` goes to the SSD.
 
     The last block's never does, because it is used at once. Neither does that of a block whose activations stay.
@@ -25,7 +25,7 @@ def on_ssd(s: Schedule, block: int) -> bool:
     return s.training and block < s.last and not (s.placement.activations[block] or s.kept[block])
 
 
-def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
+def made(s: StepBuilder, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
     """Return the buffers that a computation fills with the inputs of ``blocks``."""
     held: tuple[Hold, ...] = ()
     for block in blocks:
@@ -35,12 +35,12 @@ def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, 
     return held
 
 
-def used_at_once(s: Schedule, block: int, micro_batch: int) -> bool:
+def used_at_once(s: StepBuilder, block: int, micro_batch: int) -> bool:
     """Return whether the input of ``block`` is on the device when its only computation needs it."""
     return s.training and block == s.last and input_stays(s.shape, block, micro_batch)
 
 
-def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
+def keep(s: StepBuilder, block: int, micro_batch: int, made_by: Key) -> None:
     """Bring the input of ``block`` to the host, once ``made_by`` has made or used it."""
     s.add(
         Key("download_input", block, micro_batch),
@@ -51,7 +51,7 @@ def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
     )
 
 
-def store(s: Schedule, block: int, micro_batch: int) -> None:
+def store(s: StepBuilder, block: int, micro_batch: int) -> None:
     """Send a kept input to the SSD, if it goes there, once its forward pass has used it."""
     if not on_ssd(s, block):
         return
@@ -66,7 +66,7 @@ def store(s: Schedule, block: int, micro_batch: int) -> None:
     )
 
 
-def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
+def fetch(s: StepBuilder, phase: str, block: int, micro_batch: int) -> Key:
     """Bring a kept input back to the device."""
     size = s.work.input_bytes
     needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
@@ -90,7 +90,7 @@ def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
     )
 
 
-def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
+def used(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
     """Return the buffers of an input that are given back by the computation which used it."""
     if used_at_once(s, block, micro_batch) and not s.work.unified:
         return (("device_outputs", block, micro_batch),)
@@ -100,7 +100,7 @@ def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, 
     return (*given, *s.off_device(("device_inputs", phase, block, micro_batch)))
 
 
-def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+def activations(s: StepBuilder, block: int, micro_batch: int) -> tuple[Hold, ...]:
     """Return the activations that a forward computation keeps for the backward pass; empty for a recomputed block.
 
     On a separate device they include the block's input.
@@ -112,12 +112,12 @@ def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
     return (Hold(("activations", block, micro_batch), size, place, AS_LISTED),)
 
 
-def used_activations(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+def used_activations(s: StepBuilder, block: int, micro_batch: int) -> tuple[tuple, ...]:
     """Return the names of these activations, given back by the backward computation."""
     return tuple(hold.name for hold in activations(s, block, micro_batch))
 
 
-def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+def made_grad(s: StepBuilder, block: int, micro_batch: int) -> tuple[Hold, ...]:
     """Return the buffers that a backward computation fills with the gradient of its input."""
     size = s.work.input_bytes
     on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, OUTPUT_SLOTS)
@@ -126,7 +126,7 @@ def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
     return (Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1), *on_device)
 
 
-def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
+def keep_grad(s: StepBuilder, block: int, micro_batch: int, made_by: Key) -> None:
     """Bring the gradient of a block's input to the host until the block before it needs the gradient."""
     s.add(
         Key("download_input_grad", block, micro_batch),
@@ -137,7 +137,7 @@ def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
     )
 
 
-def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
+def fetch_grad(s: StepBuilder, block: int, micro_batch: int) -> Key:
     """Bring the gradient of a block's input to the device."""
     size = s.work.input_bytes
     return s.add(
@@ -149,14 +149,14 @@ def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
     )
 
 
-def used_grad(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+def used_grad(s: StepBuilder, block: int, micro_batch: int) -> tuple[tuple, ...]:
     """Return the buffers of an input's gradient that are given back by the computation which used it."""
     if not s.work.unified and grad_stays(s.shape, block, micro_batch):
         return (("device_outputs", "grad", block, micro_batch),)
     return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
 
 
-def enter(s: Schedule, micro_batch: int) -> tuple[Hold, ...]:
+def enter(s: StepBuilder, micro_batch: int) -> tuple[Hold, ...]:
     """Return what a micro-batch that waits between two blocks keeps alive, from block 0 on.
 
     Where the device is host memory, it is the input of the block that the micro-batch waits for.
@@ -166,12 +166,12 @@ def enter(s: Schedule, micro_batch: int) -> tuple[Hold, ...]:
     return (Hold(("frames", micro_batch), s.work.input_bytes, slots=s.in_flight),)
 
 
-def leave(s: Schedule, micro_batch: int) -> tuple[tuple, ...]:
+def leave(s: StepBuilder, micro_batch: int) -> tuple[tuple, ...]:
     """Return the names of these buffers, given back by the last block's computation."""
     return (("frames", micro_batch),) if s.work.unified and s.count > 1 else ()
 
 
-def _held(s: Schedule, block: int, micro_batch: int) -> Hold:
+def _held(s: StepBuilder, block: int, micro_batch: int) -> Hold:
     """Return the buffer of the input of ``block`` in host memory."""
     size = s.work.input_bytes
     if not s.training:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from .. import operations
 from ..operations import Hold, Key
 from ..buffers_in_use import AS_LISTED
-from .parts import PARAM_SLOTS, Schedule
+from .parts import PARAM_SLOTS, StepBuilder
 
 
-def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:
+def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:
     """Bring a compute copy, as the previous step left it, to the device.
 
     Returns the operation after which the copy is there; empty where it is there already.
@@ -53,7 +53,7 @@ def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[Ke
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
 
 
-def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
+def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
     """Return the buffer that the last computation of the pass gives back."""
     if s.kept[block]:
         if phase == "forward":
@@ -67,7 +67,7 @@ def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple
     return () if stays else (name,)
 
 
-def _names(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:
+def _names(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:
     """Return the names of the buffer on the host and of that on a separate device.
 
     Buffers that stay for the backward pass have classes of their own.

@@ -35,7 +35,7 @@ OUTPUT_SLOTS = 4
 
 
 @dataclass(kw_only=True)
-class Schedule:
+class StepBuilder:
     """A growing list of operations for one step of ``work``."""
 
     work: Work

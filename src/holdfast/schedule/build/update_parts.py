@@ -8,15 +8,15 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .parts import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, Schedule
+from .parts import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
-def check_losses(s: Schedule) -> Key:
+def check_losses(s: StepBuilder) -> Key:
     """Add the computation after which all losses are known; a step with a NaN among them is skipped whole."""
     return s.compute(Key("check_losses"))
 
 
-def end_of_backward(s: Schedule) -> Key:
+def end_of_backward(s: StepBuilder) -> Key:
     """Return the last computation of a step.
 
     With clipping it is the norm of all gradients, which several ranks have summed before.
@@ -30,12 +30,12 @@ def end_of_backward(s: Schedule) -> Key:
     return s.computed
 
 
-def update_block(s: Schedule, block: int, *after: Key) -> None:
+def update_block(s: StepBuilder, block: int, *after: Key) -> None:
     """Update a block after ``after``, once its gradients are there."""
     _update(s, block, after)
 
 
-def guess_block(s: Schedule, block: int) -> None:
+def guess_block(s: StepBuilder, block: int) -> None:
     """Update a block at once, as if its gradients were not clipped. They are kept until the norm is known."""
     assert s.shape.commit, "what a guess is undone from is the commit of the step before"
     updated = _update(s, block, phase=GUESS)
@@ -43,7 +43,7 @@ def guess_block(s: Schedule, block: int) -> None:
         gradient_parts.store(s, block, s.shape.micro_batches - 1, updated)
 
 
-def redo_block(s: Schedule, block: int, end: Key) -> None:
+def redo_block(s: StepBuilder, block: int, end: Key) -> None:
     """After ``end``, where the guess was wrong, update a block again.
 
     The state of the step before is read once more, updated with what is known now, and written over what the guess has
@@ -76,7 +76,7 @@ def redo_block(s: Schedule, block: int, end: Key) -> None:
     store_state(s, block, updated, Key("store_state", block, phase=GUESS), gives=(image,), redo=True)
 
 
-def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
+def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
     """Bring a block's state to the host, update it after ``after``, and write it and its compute copy.
 
     A guess leaves the gradients where they are.
@@ -117,7 +117,7 @@ def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "
     return updated
 
 
-def store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
+def store_params(s: StepBuilder, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
     """Write a block's compute copy to the SSD."""
     s.add(
         Key("store_params", block, phase=phase),
@@ -130,7 +130,7 @@ def store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: b
 
 
 def store_state(
-    s: Schedule,
+    s: StepBuilder,
     block: int,
     *after: Key,
     gives: tuple[tuple, ...] = (),
@@ -153,7 +153,7 @@ def store_state(
     )
 
 
-def update_resident(s: Schedule, *after: Key) -> None:
+def update_resident(s: StepBuilder, *after: Key) -> None:
     """Update the prologue and epilogue after ``after``.
 
     On a separate device their gradients come from there, and their compute copy goes back.
@@ -191,7 +191,7 @@ def update_resident(s: Schedule, *after: Key) -> None:
         store_resident(s, updated)
 
 
-def _download_resident_grads(s: Schedule, *after: Key) -> Key:
+def _download_resident_grads(s: StepBuilder, *after: Key) -> Key:
     """Bring the gradients of the prologue and epilogue from a separate device."""
     size = s.work.resident_grad_bytes
     return s.add(
@@ -203,7 +203,7 @@ def _download_resident_grads(s: Schedule, *after: Key) -> Key:
     )
 
 
-def _reduce_resident(s: Schedule) -> Key:
+def _reduce_resident(s: StepBuilder) -> Key:
     """Sum the gradients of the prologue and epilogue over the ranks, once the last computation has added to them."""
     assert s.computed is not None
     work, ready, used = s.work, s.computed, s.off_device(("resident_grads",))
@@ -219,19 +219,19 @@ def _reduce_resident(s: Schedule) -> Key:
     )
 
 
-def committed(s: Schedule) -> tuple[Key, ...]:
+def committed(s: StepBuilder) -> tuple[Key, ...]:
     """Return what a step's last computation needs, so that at most one step is then on its way."""
     return (Key("commit"),) if s.shape.commit else ()
 
 
-def resident_updated(s: Schedule) -> tuple[Key, ...]:
+def resident_updated(s: StepBuilder) -> tuple[Key, ...]:
     """Return what a step's first computation needs."""
     if not s.work.unified:
         return (Key("upload_resident"),)
     return (Key("gather_resident" if s.work.ranks > 1 else "update_resident"),)
 
 
-def store_resident(s: Schedule, *after: Key) -> None:
+def store_resident(s: StepBuilder, *after: Key) -> None:
     """Write the state of the prologue and epilogue. With no ``after``, it is that of the last update."""
     s.add(
         Key("store_resident"),
@@ -243,7 +243,7 @@ def store_resident(s: Schedule, *after: Key) -> None:
     )
 
 
-def commit(s: Schedule) -> None:
+def commit(s: StepBuilder) -> None:
     """Publish the step, if it ends in a commit. State that an earlier step wrote is part of it too."""
     if not s.shape.commit:
         return

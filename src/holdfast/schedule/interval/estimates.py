@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .waste import Measured
+from .waste import MeasuredCosts
 
 
 def mean_between_failures(
@@ -42,7 +42,7 @@ class Estimates:
     weight of those before by ``keep``.
     """
 
-    def __init__(self, prior: Measured, prior_failures: float = 1.0, keep: float = 0.8) -> None:
+    def __init__(self, prior: MeasuredCosts, prior_failures: float = 1.0, keep: float = 0.8) -> None:
         if not prior_failures > 0 or not 0 <= keep < 1:
             raise ValueError(
                 f"prior_failures must be positive and keep lie in [0, 1), got {prior_failures}, {keep}"
@@ -52,12 +52,12 @@ class Estimates:
         self._ran_seconds, self._failures = 0.0, 0
 
     def saw(self, quantity: str, amount: float, per: float = 1.0) -> None:
-        """Add an observation: ``amount`` of a field of ``Measured`` for ``per`` of its unit.
+        """Add an observation: ``amount`` of a field of ``MeasuredCosts`` for ``per`` of its unit.
 
         Examples: ``saw("write_bytes_per_second", nbytes, seconds)``, ``saw("replay_seconds", seconds, num_records)``,
         ``saw("base_stall_seconds", seconds)``.
         """
-        known = {field.name for field in fields(Measured)} - {"mean_seconds_between_failures"}
+        known = {field.name for field in fields(MeasuredCosts)} - {"mean_seconds_between_failures"}
         if quantity not in known:
             raise ValueError(f"{quantity!r} is not one of {', '.join(sorted(known))}")
         if amount < 0 or per <= 0:
@@ -70,7 +70,7 @@ class Estimates:
         self._failures += failures
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredCosts:
         """The current estimates."""
         values: dict[str, Any] = {name: ratio.amount / ratio.per for name, ratio in self._seen.items()}
         for name in ("full_bytes", "record_bytes", "base_steps"):

@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 from ...errors import DoesNotFit
 from ...quantities import GiB, counted
-from .waste import Cadence, Measured, Waste, closed_form, host_bytes, recovery_seconds, storage_bytes, waste
+from .waste import (
+    Cadence,
+    MeasuredCosts,
+    Waste,
+    closed_form,
+    host_bytes,
+    recovery_seconds,
+    storage_bytes,
+    waste,
+)
 
 MOST_STEPS = 1_000_000
 """Most steps between snapshots, where no limit asks for fewer."""
@@ -73,11 +82,11 @@ class Optimum:
     waste: Waste
     binding: tuple[str, ...]
     """The limits without which another cadence would be better."""
-    measured: Measured
+    measured: MeasuredCosts
     limits: Limits
 
 
-def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
+def bounds(measured: MeasuredCosts, limits: Limits) -> tuple[Bound, ...]:
     """Return the bound that each of ``limits`` sets."""
     m, spread = measured, measured.base_steps - 1
     replay = m.replay_record_seconds + m.replay_write_seconds
@@ -101,12 +110,12 @@ def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
     )
 
 
-def storage_cap(measured: Measured, limits: Limits) -> int:
+def storage_cap(measured: MeasuredCosts, limits: Limits) -> int:
     """Return the cap on storage in bytes."""
     return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
 
 
-def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
+def optimum(measured: MeasuredCosts, limits: Limits | None = None) -> Optimum:
     """Return the cadence of least waste under ``limits``, among those where snapshots fall between writes.
 
     Raises ``DoesNotFit``, naming the limits, if they allow none.
@@ -129,7 +138,7 @@ def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
 # -- helpers ----------------------------------------------------------------------------------------
 
 
-def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[Cadence]:
+def _best_of(measured: MeasuredCosts, records: int, low: int, high: int) -> Iterator[Cadence]:
     """Yield the best multiple of ``records`` from ``low`` to ``high``, if there is one."""
     least, most = -(-low // records), high // records
     if least > most:
@@ -153,7 +162,7 @@ def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[
 
 
 def _binding(
-    measured: Measured, best: Cadence, found: Sequence[Bound], low: int, high: int, most: int
+    measured: MeasuredCosts, best: Cadence, found: Sequence[Bound], low: int, high: int, most: int
 ) -> Iterator[str]:
     """Yield the limits that keep ``best`` from its better neighbours."""
     steps, records = best
@@ -178,7 +187,9 @@ def _quotient(amount: float, each: float) -> float:
     return inf if amount == inf or each == 0 else floor(amount / each)
 
 
-def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: float, high: float) -> str:
+def _why_none(
+    measured: MeasuredCosts, limits: Limits, found: Sequence[Bound], low: float, high: float
+) -> str:
     """Return the text of the error: which limits are too small, and what would be enough beside the others."""
     m = measured
     if low == inf:

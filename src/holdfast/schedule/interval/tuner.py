@@ -14,7 +14,7 @@ from ...errors import DoesNotFit
 from ...quantities import GiB, MiB
 from .estimates import Estimates
 from .snapshot_interval import MOST_STEPS, Limits, Optimum, bounds, optimum
-from .waste import HOUR, Measured
+from .waste import HOUR, MeasuredCosts
 
 FIRST_STEPS = 100
 """Steps between snapshots before anything was measured.
@@ -43,7 +43,7 @@ MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
 
 
 @dataclass(frozen=True)
-class Change:
+class IntervalChange:
     """Another number of steps, and the reason."""
 
     steps: int
@@ -51,13 +51,13 @@ class Change:
     binding: tuple[str, ...]
     relaxed: tuple[str, ...]
     """Limits that cannot be kept, and were left out."""
-    measured: Measured
+    measured: MeasuredCosts
 
 
 class Tuner:
     """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``)."""
 
-    def __init__(self, told: int | None, limits: Limits, prior: Measured) -> None:
+    def __init__(self, told: int | None, limits: Limits, prior: MeasuredCosts) -> None:
         self.steps = told or FIRST_STEPS
         self.limits = limits
         self._told = told is not None
@@ -69,7 +69,7 @@ class Tuner:
         self._asked = False
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredCosts:
         """The current estimates."""
         believed = replace(self._estimates.measured, **self._sizes)
         if not self._replay_seen:  # an optimizer takes about a tenth of a step
@@ -116,7 +116,7 @@ class Tuner:
     def records_are(self, nbytes: int) -> None:
         self._sizes["record_bytes"] = nbytes
 
-    def retuned(self) -> Change | None:
+    def retuned(self) -> IntervalChange | None:
         """Return another number of steps, if a snapshot or the first steps have shown that it is better by enough."""
         if not self._asked or self._told:
             return None
@@ -133,9 +133,9 @@ class Tuner:
         if _near(steps, self.steps) and (best is None or self._allowed(best)):
             return None
         was, self.steps = self.steps, steps
-        return Change(steps, was, () if best is None else best.binding, relaxed, measured)
+        return IntervalChange(steps, was, () if best is None else best.binding, relaxed, measured)
 
-    def _best(self, measured: Measured) -> tuple[Optimum | None, tuple[str, ...]]:
+    def _best(self, measured: MeasuredCosts) -> tuple[Optimum | None, tuple[str, ...]]:
         """Return the optimum under as many of the limits as can be kept. Storage is always kept."""
         for relaxed, limits in _relaxations(self.limits):
             try:
@@ -150,9 +150,11 @@ class Tuner:
         return all(self.steps >= bound.value if bound.low else self.steps <= bound.value for bound in found)
 
 
-def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float) -> Measured:
+def prior(
+    full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float
+) -> MeasuredCosts:
     """Return the estimates for a run of which a first snapshot has been written and nothing else is known."""
-    return Measured(
+    return MeasuredCosts(
         step_seconds=1.0,
         full_bytes=full_bytes,
         record_bytes=record_bytes,
@@ -165,7 +167,7 @@ def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_p
     )
 
 
-def _rarest(measured: Measured, limits: Limits) -> int:
+def _rarest(measured: MeasuredCosts, limits: Limits) -> int:
     """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
     most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
     return int(max(1, min(MOST_STEPS, *most)))

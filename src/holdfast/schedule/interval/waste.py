@@ -29,7 +29,7 @@ class Cadence(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredCosts:
     """The measured costs of a run."""
 
     step_seconds: float
@@ -110,7 +110,7 @@ class Waste:
         return sum(astuple(self))
 
 
-def waste(measured: Measured, cadence: Cadence) -> Waste:
+def waste(measured: MeasuredCosts, cadence: Cadence) -> Waste:
     """Return the cost of ``cadence``. A snapshot ends the current group of log records early.
 
     Exact to the first order in (recovery / time between failures), and with repeated failures in recovery.
@@ -138,7 +138,7 @@ def waste(measured: Measured, cadence: Cadence) -> Waste:
     )
 
 
-def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
+def pace(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, float, float]:
     """Return the seconds per step of stalls for snapshots, of stalls for log records, and of contention."""
     m, (steps, records) = measured, cadence
     writes = ceil(steps / records) / steps
@@ -150,13 +150,13 @@ def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
     return base_stall, record_stall, max(m.write_slowdown * writing, behind)
 
 
-def closed_form(measured: Measured) -> tuple[float, float]:
+def closed_form(measured: MeasuredCosts) -> tuple[float, float]:
     """Return the optimum as real numbers: steps between snapshots, and log records per write.
 
     It holds where failures are rare, the disk keeps pace and nothing limits. Where only ``replay_write_seconds``
     counts, it is that of LowDiff:
 
-    >>> m = Measured(
+    >>> m = MeasuredCosts(
     ...     step_seconds=0.1, full_bytes=1_500_000_000, record_bytes=0, write_bytes_per_second=5e8,
     ...     read_bytes_per_second=5e8, base_stall_seconds=3.0, replay_seconds=0.0, replay_write_seconds=0.1,
     ...     mean_seconds_between_failures=3600.0,
@@ -178,7 +178,7 @@ def closed_form(measured: Measured) -> tuple[float, float]:
     return max(1.0, steps), records
 
 
-def recovery_seconds(measured: Measured, cadence: Cadence) -> float:
+def recovery_seconds(measured: MeasuredCosts, cadence: Cadence) -> float:
     """Return the longest load and replay. A failure while a snapshot is made puts that snapshot off."""
     m = measured
     longest = cadence.steps + m.base_steps - 1
@@ -186,14 +186,14 @@ def recovery_seconds(measured: Measured, cadence: Cadence) -> float:
     return m.load_seconds + replay
 
 
-def storage_bytes(measured: Measured, cadence: Cadence, retain: int = 2) -> int:
+def storage_bytes(measured: MeasuredCosts, cadence: Cadence, retain: int = 2) -> int:
     """Return the most bytes of snapshots, one of them being made, and of log records since the oldest."""
     spread = measured.base_steps - 1
     num_records = retain * (cadence.steps + spread) + spread
     return (retain + 1) * measured.full_bytes + num_records * measured.record_bytes
 
 
-def host_bytes(measured: Measured, cadence: Cadence) -> int:
+def host_bytes(measured: MeasuredCosts, cadence: Cadence) -> int:
     """Return the host memory that a Checkpointer needs.
 
     It holds the log records that wait and as many that are being written. For the snapshot it holds a quarter of the
@@ -203,7 +203,7 @@ def host_bytes(measured: Measured, cadence: Cadence) -> int:
     return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
 
 
-def _at_a_failure(measured: Measured, cadence: Cadence) -> tuple[float, float]:
+def _at_a_failure(measured: MeasuredCosts, cadence: Cadence) -> tuple[float, float]:
     """Return the steps in no full group, and the seconds to replay the others, when a failure comes.
 
     Both are means over the interval between two snapshots. The last group of it may hold fewer than the others.

@@ -19,7 +19,7 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Change:
+class WhatIf:
     """Another machine or method with the same number of micro-batches; ``solution`` is None where nothing fits."""
 
     what: str
@@ -52,7 +52,7 @@ def memory_is_full(solution: Solution) -> bool:
     return solution.of(formulas.host_bytes) >= 0.999 * solution.setting.machine.host_memory_bytes
 
 
-def what_if(case: Case, best: Solution) -> list[Change]:
+def what_if(case: Case, best: Solution) -> list[WhatIf]:
     """Return the effect of more host memory, one more SSD, and other ways to clip, each by itself."""
     machine, method = case.machine, case.method
     cases = {
@@ -78,6 +78,6 @@ def life(solution: Solution) -> Life:
     return Life(written, rated, steps, steps * solution.step_seconds / DAY)
 
 
-def _change(what: str, solution: Solution | None, best: Solution) -> Change:
+def _change(what: str, solution: Solution | None, best: Solution) -> WhatIf:
     gain = solution.tokens_per_second / best.tokens_per_second - 1 if solution else -1.0
-    return Change(what, solution, gain)
+    return WhatIf(what, solution, gain)

@@ -15,7 +15,7 @@ from ..work import CLIPPING, ClippingMode
 from .duplex import Duplex
 
 
-class Model(Protocol):
+class PlannedModel(Protocol):
     """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
 
     @property
@@ -114,7 +114,7 @@ class Setting:
     """One step, except the placement."""
 
     machine: MachineProfile
-    model: Model
+    model: PlannedModel
     method: Method = field(default_factory=Method)
     micro_batches: int
     delayed_fraction: float = 0.0

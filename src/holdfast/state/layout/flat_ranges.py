@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ModelNotSupported
 from .fragments import flat_boxes
-from .regions import Box, joined
+from .regions import Region, joined
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,10 @@ FLAT = "flat"
 
 
 @dataclass(frozen=True, order=True)
-class Stretch:
+class FlatRange:
     """The elements ``first`` to ``stop`` of a tensor of the shape ``whole`` in C order.
 
-    >>> stretch = Stretch((3, 4), 3, 9)
+    >>> stretch = FlatRange((3, 4), 3, 9)
     >>> stretch.shape, [box.to_json() for box in stretch.boxes]
     ((6,), [[[0, 3], [1, 4]], [[1, 0], [2, 4]], [[2, 0], [3, 1]]])
     """
@@ -37,13 +37,13 @@ class Stretch:
     stop: int
 
     @classmethod
-    def joined(cls, whole: tuple[int, ...], ranges: Iterable[Sequence[int]]) -> Stretch:
+    def joined(cls, whole: tuple[int, ...], ranges: Iterable[Sequence[int]]) -> FlatRange:
         """Return the stretch made of ranges of elements that follow each other, in any order.
 
         Raises ``ValueError`` if there is a gap.
 
-        >>> Stretch.joined((3, 4), [(5, 9), (3, 5)])
-        Stretch(whole=(3, 4), first=3, stop=9)
+        >>> FlatRange.joined((3, 4), [(5, 9), (3, 5)])
+        FlatRange(whole=(3, 4), first=3, stop=9)
         """
         in_order = sorted((first, stop) for first, stop in ranges)
         if any(before[1] != after[0] for before, after in pairwise(in_order)):
@@ -59,7 +59,7 @@ class Stretch:
         return self.stop - self.first
 
     @property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[Region]:
         """The regions of the whole tensor that make up the stretch, in order: at most 2 r - 1 for r axes."""
         return flat_boxes(self.whole, self.first, self.stop)
 
@@ -68,15 +68,15 @@ class Stretch:
         """The elements of the flattened tensor that each of ``boxes`` holds."""
         return list(pairwise(accumulate((box.elements for box in self.boxes), initial=self.first)))
 
-    def rows(self, rows: range) -> Stretch:
+    def rows(self, rows: range) -> FlatRange:
         """Return the part with only the elements ``rows``, counted from the start of the stretch.
 
-        >>> Stretch((3, 4), 3, 9).rows(range(1, 3))
-        Stretch(whole=(3, 4), first=4, stop=6)
+        >>> FlatRange((3, 4), 3, 9).rows(range(1, 3))
+        FlatRange(whole=(3, 4), first=4, stop=6)
         """
-        return Stretch(self.whole, self.first + rows.start, self.first + rows.stop)
+        return FlatRange(self.whole, self.first + rows.start, self.first + rows.stop)
 
-    def views(self, held: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    def views(self, held: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
         """Return the boxes, each with its view of ``held``, which has the stretch's own shape."""
         found = held.split([box.elements for box in self.boxes])
         return [(box, view.view(box.shape)) for box, view in zip(self.boxes, found, strict=True)]
@@ -85,32 +85,32 @@ class Stretch:
         return [self.first, self.stop]
 
 
-Region = Box | Stretch
+AnyRegion = Region | FlatRange
 """The part of a tensor that a process holds."""
 
 
-def views_of(region: Region, held: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+def views_of(region: AnyRegion, held: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """Return the boxes of ``region``, each with its view of ``held``, which has the region's shape."""
-    return region.views(held) if isinstance(region, Stretch) else [(region, held)]
+    return region.views(held) if isinstance(region, FlatRange) else [(region, held)]
 
 
-def boxes_of(region: Region) -> list[Box]:
+def boxes_of(region: AnyRegion) -> list[Region]:
     """Return the boxes of ``region``."""
-    return region.boxes if isinstance(region, Stretch) else [region]
+    return region.boxes if isinstance(region, FlatRange) else [region]
 
 
-def regions_of(shape: Sequence[int], fragments: Sequence[Mapping[str, Any]]) -> list[Region]:
+def regions_of(shape: Sequence[int], fragments: Sequence[Mapping[str, Any]]) -> list[AnyRegion]:
     """Return the regions that one writer stored of a tensor of ``shape``: one stretch, or boxes.
 
     ``fragments`` are its fragments in the index.
     """
     flat = [fragment[FLAT] for fragment in fragments if FLAT in fragment]
     if flat:
-        return [Stretch.joined(tuple(shape), flat)]
-    return [*joined(Box.from_json(fragment["global"]) for fragment in fragments)]
+        return [FlatRange.joined(tuple(shape), flat)]
+    return [*joined(Region.from_json(fragment["global"]) for fragment in fragments)]
 
 
-def copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, there: Region) -> None:
+def copy_common(held: torch.Tensor, here: AnyRegion, value: torch.Tensor, there: AnyRegion) -> None:
     """Copy from ``value``, the region ``there``, the elements that are also in ``held``, the region ``here``."""
     for one, target in views_of(here, held):
         for other, source in views_of(there, value):
@@ -120,17 +120,17 @@ def copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, there: Re
                 target[into.slices].copy_(source[out_of.slices])
 
 
-def refuse_gaps(held: Sequence[Mapping[str, Region]], here: Mapping[str, Region]) -> None:
+def refuse_gaps(held: Sequence[Mapping[str, AnyRegion]], here: Mapping[str, AnyRegion]) -> None:
     """Raise ``ModelNotSupported`` unless the stretches of all ranks make up the whole parameter.
 
     Each element must be held once, or once in each of several copies. Only parameters that are a stretch ``here`` are
     checked.
     """
     for name, mine in here.items():
-        if not isinstance(mine, Stretch):
+        if not isinstance(mine, FlatRange):
             continue
         regions = {rank[name] for rank in held if name in rank}
-        stretches = sorted(region for region in regions if isinstance(region, Stretch))
+        stretches = sorted(region for region in regions if isinstance(region, FlatRange))
         ends = [0, *(stretch.stop for stretch in stretches)]
         whole = {stretch.whole for stretch in stretches} == {mine.whole} and ends[-1] == prod(mine.whole)
         if len(stretches) < len(regions) or not whole or ends[:-1] != [each.first for each in stretches]:
@@ -141,9 +141,9 @@ def refuse_gaps(held: Sequence[Mapping[str, Region]], here: Mapping[str, Region]
             )
 
 
-def is_nothing(region: Region | None) -> bool:
+def is_nothing(region: AnyRegion | None) -> bool:
     """Return whether the region is an empty stretch.
 
     The rank then has neither gradients nor optimizer state for the parameter.
     """
-    return isinstance(region, Stretch) and not region.elements
+    return isinstance(region, FlatRange) and not region.elements

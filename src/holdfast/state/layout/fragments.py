@@ -1,6 +1,6 @@
 """Fragments: where the elements of a tensor are in the arrays that hold it.
 
-A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of a foreign file. A ``Piece``
+A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of a foreign file. A ``Fragment``
 gives the place of one region of the tensor in a part: its element at ``index`` is at ``offset + sum((index[d] -
 start[d]) * strides[d])`` of the part, in elements. Every layout is a list of pieces: shards, flat partitions of ZeRO
 and FSDP, fused and interleaved projections, transposes.
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .regions import Box
+from .regions import Region
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """One region of a tensor, and its place in the part of number ``part``."""
 
-    box: Box
+    box: Region
     part: int
     offset: int
     strides: tuple[int, ...]
@@ -44,7 +44,7 @@ class Fragments:
     strides: np.ndarray
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece], rank: int) -> Fragments:
+    def of(cls, pieces: Iterable[Fragment], rank: int) -> Fragments:
         """Return the columns for ``pieces`` of a tensor of ``rank`` axes, in this order.
 
         >>> pieces = Fragments.of(flat((4, 6), 8, 20, part=3), rank=2)
@@ -63,13 +63,13 @@ class Fragments:
     def __len__(self) -> int:
         return len(self.part)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Fragment]:
         return map(self.piece, range(len(self)))
 
-    def piece(self, number: int) -> Piece:
+    def piece(self, number: int) -> Fragment:
         """Return the piece of that number."""
-        box = Box(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
-        return Piece(
+        box = Region(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
+        return Fragment(
             box, int(self.part[number]), int(self.offset[number]), tuple(self.strides[number].tolist())
         )
 
@@ -88,14 +88,14 @@ class Fragments:
         """The number of elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
 
-    def within(self, box: Box) -> Fragments:
+    def within(self, box: Region) -> Fragments:
         """Return the parts of the pieces in ``box``, in the coordinates of the tensor, without empty ones."""
         start = np.maximum(self.start, np.array(box.start, dtype=np.int64))
         stop = np.minimum(self.stop, np.array(box.stop, dtype=np.int64))
         offset = self.offset + ((start - self.start) * self.strides).sum(axis=1)
         return Fragments(start, stop, self.part, offset, self.strides).only(np.all(start < stop, axis=1))
 
-    def overlap(self) -> tuple[Box, Box] | None:
+    def overlap(self) -> tuple[Region, Region] | None:
         """Return two boxes with an element in common, or None if there are none."""
         groups = [np.arange(len(self))[self.elements > 0]]
         while groups:
@@ -117,7 +117,7 @@ class Fragments:
         reached = np.maximum.accumulate(self.stop[order, axis])
         return np.split(order, np.flatnonzero(self.start[order[1:], axis] >= reached[:-1]) + 1)
 
-    def _meeting(self, group: np.ndarray) -> tuple[Box, Box] | None:
+    def _meeting(self, group: np.ndarray) -> tuple[Region, Region] | None:
         for number, one in enumerate(group[:-1]):
             others = group[number + 1 :]
             low, high = (
@@ -151,7 +151,7 @@ class Fragments:
 
     def sliced(self, index: int) -> Fragments:
         """Return the pieces of slice ``index`` along the first axis, as a tensor of its own."""
-        box = Box(
+        box = Region(
             (index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist())
         )
         inside = self.within(box)
@@ -159,7 +159,7 @@ class Fragments:
             inside.start[:, 1:], inside.stop[:, 1:], inside.part, inside.offset, inside.strides[:, 1:]
         )
 
-    def through(self, cut: Iterable[tuple[Box, Box]]) -> Fragments:
+    def through(self, cut: Iterable[tuple[Region, Region]]) -> Fragments:
         """Return these pieces of a rank's local tensor as pieces of the whole tensor.
 
         ``cut`` lists what the rank holds: each first box of the whole tensor is at the second box of the local one.
@@ -190,24 +190,24 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def dense(box: Box, part: int, offset: int = 0) -> Piece:
+def dense(box: Region, part: int, offset: int = 0) -> Fragment:
     """Return the piece of ``box`` in C order, from the element ``offset`` of the part on."""
-    return Piece(box, part, offset, row_major(box.shape))
+    return Fragment(box, part, offset, row_major(box.shape))
 
 
-def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0) -> list[Piece]:
+def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0) -> list[Fragment]:
     """Return the pieces of the elements ``start`` to ``stop`` of a flattened tensor.
 
     These elements are in the part from ``offset`` on. There are at most 2 r - 1 pieces for r axes.
     """
     strides = row_major(shape)
     return [
-        Piece(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)
+        Fragment(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)
         for box in flat_boxes(shape, start, stop)
     ]
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Region]:
     """Return the regions that make up the elements ``start`` to ``stop`` of a flattened tensor, in their order.
 
     >>> [box.to_json() for box in flat_boxes((3, 4), 3, 9)]
@@ -216,7 +216,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if start >= stop:
         return []
     if not shape:
-        return [Box((), ())]
+        return [Region((), ())]
     row, rest = prod(shape[1:]), tuple(shape[1:])
     (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
     if first == last:
@@ -224,9 +224,9 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     boxes = _rows_of(first, flat_boxes(rest, head, row)) if head else []
     whole = first + 1 if head else first
     if whole < last:
-        boxes.append(Box((whole, *[0] * len(rest)), (last, *rest)))
+        boxes.append(Region((whole, *[0] * len(rest)), (last, *rest)))
     return boxes + (_rows_of(last, flat_boxes(rest, 0, tail)) if tail else [])
 
 
-def _rows_of(row: int, boxes: list[Box]) -> list[Box]:
-    return [Box((row, *box.start), (row + 1, *box.stop)) for box in boxes]
+def _rows_of(row: int, boxes: list[Region]) -> list[Region]:
+    return [Region((row, *box.start), (row + 1, *box.stop)) for box in boxes]

@@ -130,7 +130,7 @@ def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key],
     return found
 
 
-class Memory:
+class OverlappingMemory:
     """Memory in which the tensors of one group of ``Shared`` overlap as described."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int) -> None:
@@ -139,7 +139,7 @@ class Memory:
         self._made: dict[Any, torch.Tensor] = {}
 
     @classmethod
-    def empty(cls, group: Sequence[Sequence[Any]], like: Mapping[Key, torch.Tensor]) -> Memory:
+    def empty(cls, group: Sequence[Sequence[Any]], like: Mapping[Key, torch.Tensor]) -> OverlappingMemory:
         """Return new memory for those of the ``group`` that are in ``like``."""
         there = [(like[tuple(key)], offset, strides) for key, offset, strides in group if tuple(key) in like]
         nbytes = max(
@@ -148,7 +148,7 @@ class Memory:
         return cls(torch.empty(nbytes, dtype=torch.uint8, device=there[0][0].device).untyped_storage(), 0)
 
     @classmethod
-    def around(cls, tensor: torch.Tensor, offset: int) -> Memory:
+    def around(cls, tensor: torch.Tensor, offset: int) -> OverlappingMemory:
         """Return the memory in which ``tensor`` lies at ``offset``."""
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize - offset)
 

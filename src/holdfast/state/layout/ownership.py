@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ...errors import ModelNotSupported
-from .flat_ranges import Region
-from .regions import Box
+from .flat_ranges import AnyRegion
+from .regions import Region
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -34,10 +34,10 @@ def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:
     return tensor.shape == like.shape and placements == getattr(like, "placements", None)
 
 
-def box_of(name: str, tensor: torch.Tensor) -> Box:
+def box_of(name: str, tensor: torch.Tensor) -> Region:
     """Return the region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one region."""
     if not is_distributed(tensor):
-        return Box.whole(tuple(tensor.shape))
+        return Region.whole(tuple(tensor.shape))
     distributed = cast(Any, tensor)
     if any(placement.is_partial() for placement in distributed.placements):
         raise ModelNotSupported(
@@ -54,7 +54,7 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
     local = tuple(local_of(tensor).shape)
     if sizes != local:
         raise ModelNotSupported(f"{name} says that it holds {sizes} here, and its local tensor is {local}")
-    return Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+    return Region(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
 
 
 def _has_gaps(distributed: Any) -> bool:
@@ -73,18 +73,18 @@ def _has_gaps(distributed: Any) -> bool:
     )  # fmt: skip
 
 
-def owners(held: Sequence[Mapping[str, tuple[Region, int]]]) -> list[set[str]]:
+def owners(held: Sequence[Mapping[str, tuple[AnyRegion, int]]]) -> list[set[str]]:
     """Return the names of the tensors that each rank stores.
 
     ``held`` gives, by rank, the region and the bytes of each tensor that the rank holds. Every region is stored once,
     by the holder that has the least bytes so far.
 
-    >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
+    >>> one, two = (Region((0,), (4,)), 16), (Region((0,), (2,)), 8)
     >>> [sorted(names) for names in owners([{"a": one, "b": two}, {"a": one, "b": two}])]
     [['a'], ['b']]
     """
-    holders: dict[tuple[str, Region], list[int]] = {}
-    nbytes: dict[tuple[str, Region], int] = {}
+    holders: dict[tuple[str, AnyRegion], list[int]] = {}
+    nbytes: dict[tuple[str, AnyRegion], int] = {}
     for rank, tensors in enumerate(held):
         for name, (box, size) in tensors.items():
             holders.setdefault((name, box), []).append(rank)
@@ -101,24 +101,24 @@ class ReplicatedRegion(NamedTuple):
     """A region of a parameter that several ranks hold, of ``nbytes``. The first of ``ranks`` stores it."""
 
     name: str
-    box: Region
+    box: AnyRegion
     nbytes: int
     ranks: tuple[int, ...]
 
 
 def copies(
-    held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]
+    held: Sequence[Mapping[str, tuple[AnyRegion, int]]], stored: Sequence[set[str]]
 ) -> tuple[ReplicatedRegion, ...]:
     """Return the regions that several ranks hold, in an order that is the same on all ranks.
 
     The arguments say what each rank holds and stores (``owners``).
 
-    >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
+    >>> one, two = (Region((0,), (4,)), 16), (Region((0,), (2,)), 8)
     >>> held = [{"a": one, "b": two}, {"a": one}]
     >>> [(each.name, each.ranks) for each in copies(held, [{"b"}, {"a"}])]
     [('a', (1, 0))]
     """
-    holders: dict[tuple[str, Region, int], list[int]] = {}
+    holders: dict[tuple[str, AnyRegion, int], list[int]] = {}
     for rank, tensors in enumerate(held):
         for name, (box, nbytes) in tensors.items():
             holders.setdefault((name, box, nbytes), []).append(rank)

@@ -11,7 +11,7 @@ from math import prod
 
 
 @dataclass(frozen=True, order=True)
-class Box:
+class Region:
     """The region of elements with ``start[d] <= index[d] < stop[d]`` on every axis ``d``."""
 
     start: tuple[int, ...]
@@ -24,7 +24,7 @@ class Box:
             raise ValueError(f"no box from {self.start} to {self.stop}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> Region:
         """Return the region of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -36,31 +36,31 @@ class Box:
     def elements(self) -> int:
         return prod(self.shape)
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: Region) -> Region | None:
         """Return the common region, or None if there is none.
 
-        >>> Box((0, 0), (4, 4)).intersect(Box((2, 1), (6, 3)))
-        Box(start=(2, 1), stop=(4, 3))
+        >>> Region((0, 0), (4, 4)).intersect(Region((2, 1), (6, 3)))
+        Region(start=(2, 1), stop=(4, 3))
         """
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Region(start, stop)
 
-    def moved(self, offset: tuple[int, ...]) -> Box:
+    def moved(self, offset: tuple[int, ...]) -> Region:
         """Return this region moved by ``offset`` elements along each axis."""
-        return Box(
+        return Region(
             tuple(a + o for a, o in zip(self.start, offset, strict=True)),
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
-    def rows(self, rows: range) -> Box:
+    def rows(self, rows: range) -> Region:
         """Return the part with only ``rows`` of the first axis, counted from the start of the region.
 
-        >>> Box((2, 0), (8, 4)).rows(range(1, 3))
-        Box(start=(3, 0), stop=(5, 4))
+        >>> Region((2, 0), (8, 4)).rows(range(1, 3))
+        Region(start=(3, 0), stop=(5, 4))
         """
         first = self.start[0]
-        return Box((first + rows.start, *self.start[1:]), (first + rows.stop, *self.stop[1:]))
+        return Region((first + rows.start, *self.start[1:]), (first + rows.stop, *self.stop[1:]))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -71,22 +71,22 @@ class Box:
         return [list(self.start), list(self.stop)]
 
     @classmethod
-    def from_json(cls, value: list[list[int]]) -> Box:
+    def from_json(cls, value: list[list[int]]) -> Region:
         return cls(tuple(value[0]), tuple(value[1]))
 
 
-def joined(boxes: Iterable[Box]) -> list[Box]:
+def joined(boxes: Iterable[Region]) -> list[Region]:
     """Return ``boxes`` sorted, with those merged that follow each other along the first axis.
 
-    >>> joined([Box((2, 0), (4, 3)), Box((0, 0), (2, 3)), Box((4, 0), (5, 2))])
-    [Box(start=(0, 0), stop=(4, 3)), Box(start=(4, 0), stop=(5, 2))]
+    >>> joined([Region((2, 0), (4, 3)), Region((0, 0), (2, 3)), Region((4, 0), (5, 2))])
+    [Region(start=(0, 0), stop=(4, 3)), Region(start=(4, 0), stop=(5, 2))]
     """
-    found: list[Box] = []
+    found: list[Region] = []
     for box in sorted(boxes):
         last = found[-1] if found else None
         follows = last is not None and box.start and (last.stop[0], *last.start[1:]) == box.start
         if last is not None and follows and last.stop[1:] == box.stop[1:]:
-            found[-1] = Box(last.start, box.stop)
+            found[-1] = Region(last.start, box.stop)
         else:
             found.append(box)
     return found

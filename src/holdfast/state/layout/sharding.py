@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from ..rules.expressions import Expression, Value
 from ..rules.layouts import Span, along, repeated, spans, widths_of
 from .fragments import Fragments, dense, flat, joined
-from .regions import Box
+from .regions import Region
 
 Shape = tuple[int, ...]
 Names = Mapping[str, Value]
 """The names that expressions may use, with their values."""
 
-Regions = Sequence[tuple[Box, Box]]
+RegionPairs = Sequence[tuple[Region, Region]]
 """The regions that a rank holds of a divided tensor, each with its place in the rank's own tensor."""
 
 
@@ -36,11 +36,11 @@ class TensorLayout:
     copies: tuple[Fragments, ...]
     averaged: bool = False
 
-    def held(self, regions: Regions) -> list[Fragments]:
+    def held(self, regions: RegionPairs) -> list[Fragments]:
         """Return, for each copy, its part in each second box of ``regions``, moved to the first box."""
         return [pieces.through(regions) for pieces in self.copies]
 
-    def taken(self, shape: Shape, regions: Regions) -> TensorLayout:
+    def taken(self, shape: Shape, regions: RegionPairs) -> TensorLayout:
         """Return the tensor of ``shape`` made of each second box of ``regions``, moved to the first box."""
         return replace(self, shape=shape, copies=tuple(self.held(regions)))
 
@@ -49,13 +49,13 @@ class TensorLayout:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class SharedHeads:
     """Widths where more ranks than heads share the heads: each rank holds the one that it needs."""
 
     units: Expression
 
 
-Widths = str | tuple[Expression, ...] | Repeated | None
+Widths = str | tuple[Expression, ...] | SharedHeads | None
 """A rule of ``layouts.widths_of``, or explicit widths; None takes the stored widths."""
 
 
@@ -148,7 +148,7 @@ class Shard(Sharding):
         for number in sorted(parts):
             laid = parts[number]
             _need_alike(first, laid, self.dim)
-            local = Box.whole(laid.shape)
+            local = Region.whole(laid.shape)
             moved = along(laid.shape, self.dim, found[number])
             if moved.elements:  # ranks that hold nothing are no copies of each other
                 cells.setdefault(found[number], []).extend(laid.held([(moved, local)]))
@@ -156,7 +156,7 @@ class Shard(Sharding):
         return _tiled(first, shape, list(cells.values()))
 
     def _spans(self, stored: Mapping[int, int], count: int, size: int, names: Names) -> list[Span]:
-        if isinstance(self.widths, Repeated):
+        if isinstance(self.widths, SharedHeads):
             units = self.widths.units.value(names)
             total = size if self.size or count <= units else max(stored.values()) * units
             return repeated(total, count, units)
@@ -199,7 +199,7 @@ class Blocks(Sharding):
         return _tiled(first, _with(first.shape, self.dim, sum(sizes)), cells)
 
     def _spans(self, widths: Widths, size: int, count: int, names: Names) -> list[Span]:
-        if isinstance(widths, Repeated):
+        if isinstance(widths, SharedHeads):
             return repeated(size, count, widths.units.value(names))
         found = _widths(widths, {}, count, size, names)
         if sum(found) != size:
@@ -208,16 +208,16 @@ class Blocks(Sharding):
 
 
 @dataclass(frozen=True)
-class Boxes(Sharding):
+class RegionSharding(Sharding):
     """A tensor of which each rank has the region in ``at``; None means nothing."""
 
-    at: tuple[Box | None, ...]
+    at: tuple[Region | None, ...]
 
     def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if len(self.at) != count:
             raise ValueError(f"{len(self.at)} boxes are given, of {count} ranks")
         first = next(iter(parts.values()))
-        cells: dict[Box, list[Fragments]] = {}
+        cells: dict[Region, list[Fragments]] = {}
         for number, box in enumerate(self.at):
             if (box is None) != (number not in parts) or (box and box.shape != parts[number].shape):
                 stored = list(parts[number].shape) if number in parts else "nothing"
@@ -225,11 +225,11 @@ class Boxes(Sharding):
                     f"{number} of {count} should hold {box and list(box.shape)}, and holds {stored}"
                 )
             if box is not None and box.elements:
-                cells.setdefault(box, []).extend(parts[number].held([(box, Box.whole(box.shape))]))
+                cells.setdefault(box, []).extend(parts[number].held([(box, Region.whole(box.shape))]))
         shape = tuple(max(ends) for ends in zip(*(box.stop for box in self.at if box), strict=True))
         covered = sum(box.elements for box in cells)
         meeting = Fragments.of([dense(box, 0) for box in cells], len(shape)).overlap()
-        if covered != Box.whole(shape).elements or meeting is not None:
+        if covered != Region.whole(shape).elements or meeting is not None:
             raise ValueError(f"its boxes do not cover {list(shape)} once")
         return _tiled(first, shape, list(cells.values()))
 
@@ -243,7 +243,7 @@ class Flat(Sharding):
     def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         shape = tuple(size.value(names) for size in self.shape)
-        need, first, at, cells = Box.whole(shape).elements, parts[0], 0, []
+        need, first, at, cells = Region.whole(shape).elements, parts[0], 0, []
         for number in range(count):
             laid = parts[number]
             if len(laid.shape) != 1:
@@ -266,7 +266,7 @@ def unflattened(pieces: Fragments, shape: Shape, start: int, stop: int, offset: 
     """
     if start >= stop:
         return Fragments.of((), len(shape))
-    inside = pieces.within(Box((offset,), (offset + stop - start,)))
+    inside = pieces.within(Region((offset,), (offset + stop - start,)))
     found = []
     for piece in inside:
         low, high = piece.box.start[0] - offset, piece.box.stop[0] - offset

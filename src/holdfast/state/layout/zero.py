@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import BadInput, ModelNotSupported
-from .flat_ranges import Stretch
+from .flat_ranges import FlatRange
 from .zero_shares import cut, dealt, share_of, starts_of
 
 ALIGNED = 16
@@ -42,7 +42,7 @@ class PartitionMember(NamedTuple):
     """The ``stretch`` of a ``parameter`` that this rank holds, at ``offset`` of a partition."""
 
     parameter: nn.Parameter
-    stretch: Stretch
+    stretch: FlatRange
     offset: int
 
 
@@ -124,7 +124,7 @@ def _member(parameter: nn.Parameter, whole: tuple[int, ...], start: int, size: i
     """
     elements = prod(whole)
     first, stop = (min(max(at - start, 0), elements) for at in (0, size))
-    return PartitionMember(parameter, Stretch(whole, first, stop), start + first if first < stop else 0)
+    return PartitionMember(parameter, FlatRange(whole, first, stop), start + first if first < stop else 0)
 
 
 def _undealt(parameters: Sequence[nn.Parameter], share: int, size: int) -> list[PartitionMember]:
@@ -204,7 +204,7 @@ def _part(optimizer: Any, parameter: Any, at: int) -> tuple[PartitionMember, int
     each = -(-elements // ranks)
     _need(held.dim() == 1 and held.numel() == held.ds_numel == each, f"how {list(whole)} is cut")
     _need(held.dtype == parameter.dtype, "that it is of the type that it computes in")
-    return PartitionMember(parameter, Stretch(whole, first, stop), at), each
+    return PartitionMember(parameter, FlatRange(whole, first, stop), at), each
 
 
 def _place_in(group: Any) -> tuple[int, int]:

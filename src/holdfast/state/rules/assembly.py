@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ...errors import RuleError
 from ..layout.fragments import Fragments, joined
-from ..layout.regions import Box
+from ..layout.regions import Region
 from ..layout.sharding import Average, Replicate, Sharding, TensorLayout, Unique, unflattened
-from ..tensor_entries import DTYPE_BYTES, Atom
+from ..tensor_entries import DTYPE_BYTES, TensorEntry
 from .expressions import Template
 from .layouts import flat_shares
 from .reshaping import FREE, Place, place_of, reshaped
@@ -33,7 +33,7 @@ class Ruled:
     of the rule, from 1.
     """
 
-    atom: Atom
+    atom: TensorEntry
     pieces: Fragments
     copies: tuple[Fragments, ...]
     average: bool
@@ -123,7 +123,7 @@ def _unpacked(rule: Rule, flat: Tensors, group: Sequence[Row]) -> Iterator[Row]:
     parts = {index: _leaf(rows) for index, rows in grouped.items()}
     shapes = [tuple(size.value(first.names) for size in shape) for shape in flat.shapes]
     shares, full = flat_shares(
-        [Box.whole(shape).elements for shape in shapes], world, buckets=flat.buckets,
+        [Region.whole(shape).elements for shape in shapes], world, buckets=flat.buckets,
         align=world if flat.align is None else flat.align.value(first.names),
         tensor_align=flat.tensor_align.value(first.names),
     )  # fmt: skip
@@ -245,7 +245,7 @@ def _leaf(rows: Sequence[Row]) -> TensorLayout:
 
 def _add(found: Assembled, rules: Rules, made: _Made) -> None:
     rule = _rule(rules, made.row)
-    atom = Atom(made.name, made.slot, made.laid.shape, _dtype(rule, made))
+    atom = TensorEntry(made.name, made.slot, made.laid.shape, _dtype(rule, made))
     if atom.key in found.atoms:
         raise RuleError(
             f"{rule.label}: {made.row.name} would be {atom.key}, which rule {found.atoms[atom.key].rule} has made of"

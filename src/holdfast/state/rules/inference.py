@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..layout.regions import Box
-from ..tensor_entries import Atom
+from ..layout.regions import Region
+from ..tensor_entries import TensorEntry
 from .layouts import along
 from .rule_language import VERSION
 from .rule_matching import PARAM
@@ -27,14 +27,14 @@ class HeldRegion(NamedTuple):
     """The region of a tensor that a rank stored."""
 
     rank: int
-    box: Box
+    box: Region
 
 
-def inferred(atoms: Iterable[tuple[Atom, Sequence[HeldRegion]]], world: int) -> str:
+def inferred(atoms: Iterable[tuple[TensorEntry, Sequence[HeldRegion]]], world: int) -> str:
     """Return the text of a rule file for ``atoms`` that ``world`` ranks stored under their names.
 
-    >>> halves = [HeldRegion(0, Box((0, 0), (3, 4))), HeldRegion(1, Box((3, 0), (5, 4)))]
-    >>> print(inferred([(Atom("h.0.w", "param", (5, 4), "F32"), halves)], 2).partition("version = 1")[2].strip())
+    >>> halves = [HeldRegion(0, Region((0, 0), (3, 4))), HeldRegion(1, Region((3, 0), (5, 4)))]
+    >>> print(inferred([(TensorEntry("h.0.w", "param", (5, 4), "F32"), halves)], 2).partition("version = 1")[2].strip())
     # 1 tensor: h.0.w [5, 4]
     [[rule]]
     match = 'h\\.(\\d+)\\.w'
@@ -42,13 +42,13 @@ def inferred(atoms: Iterable[tuple[Atom, Sequence[HeldRegion]]], world: int) -> 
     dim = 0
     widths = [3, 2]
     """
-    by_pattern: dict[str, list[tuple[Atom, str]]] = {}
+    by_pattern: dict[str, list[tuple[TensorEntry, str]]] = {}
     for atom, held in atoms:
         by_pattern.setdefault(_pattern(atom.name), []).append((atom, _cut(atom.shape, held, world)))
     return HEAD + "".join(rule for pattern, cuts in by_pattern.items() for rule in _rules(pattern, cuts))
 
 
-def _rules(pattern: str, cuts: list[tuple[Atom, str]]) -> list[str]:
+def _rules(pattern: str, cuts: list[tuple[TensorEntry, str]]) -> list[str]:
     """Return one rule if all matching tensors are sharded alike.
 
     Otherwise return one for each group of slots that are, and otherwise one for each name too.
@@ -66,13 +66,13 @@ def _rules(pattern: str, cuts: list[tuple[Atom, str]]) -> list[str]:
             _rule(pattern, cut, [(atom, c) for atom, c in cuts if atom.slot in some], some)
             for cut, some in alike.items()
         ]
-    by_name: dict[str, list[tuple[Atom, str]]] = {}
+    by_name: dict[str, list[tuple[TensorEntry, str]]] = {}
     for atom, cut in cuts:
         by_name.setdefault(re.escape(atom.name), []).append((atom, cut))
     return [rule for name, some in by_name.items() for rule in _rules(name, some)]
 
 
-def _rule(pattern: str, cut: str, cuts: Sequence[tuple[Atom, str]], slots: Sequence[str] = ()) -> str:
+def _rule(pattern: str, cut: str, cuts: Sequence[tuple[TensorEntry, str]], slots: Sequence[str] = ()) -> str:
     shapes = {atom.name: list(atom.shape) for atom, _ in reversed(cuts) if atom.slot == PARAM or atom.shape}
     names = list(dict.fromkeys(atom.name for atom, _ in cuts))
     note = f"{len(names)} tensor{'s' * (len(names) > 1)}: {names[0]} {shapes.get(names[0], [])}"
@@ -89,7 +89,7 @@ def _pattern(name: str) -> str:
 def _cut(shape: tuple[int, ...], held: Sequence[HeldRegion], world: int) -> str:
     """Return the lines that say which rank has which region."""
     boxes = {one.rank: one.box for one in held}
-    whole = Box.whole(shape)
+    whole = Region.whole(shape)
     if list(boxes.values()) == [whole]:
         return f'unique = "{AXIS}"\n' if world > 1 else ""
     for dim in range(len(shape)):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..layout.regions import Box
+from ..layout.regions import Region
 
 Span = tuple[int, int]
 WIDTHS = ("even", "ceil", "balanced")
@@ -61,7 +61,7 @@ def repeated(size: int, count: int, units: int) -> list[Span]:
     return [(number * width, (number + 1) * width) for number in first]
 
 
-def along(shape: Sequence[int], dim: int, span: Span) -> Box:
+def along(shape: Sequence[int], dim: int, span: Span) -> Region:
     """Return the region of all that is in ``span`` along ``dim``.
 
     >>> along((4, 6), 1, (2, 5)).to_json()
@@ -69,7 +69,7 @@ def along(shape: Sequence[int], dim: int, span: Span) -> Box:
     """
     start, stop = [0] * len(shape), list(shape)
     start[dim], stop[dim] = span
-    return Box(tuple(start), tuple(stop))
+    return Region(tuple(start), tuple(stop))
 
 
 def interleaved(heads: int, kv_heads: int, head_dim: int) -> list[tuple[Span, Span]]:

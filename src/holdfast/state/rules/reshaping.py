@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
-from ..layout.regions import Box
+from ..layout.regions import Region
 from ..layout.sharding import Names, Replicate, Shard, TensorLayout
 from .expressions import Value
 from .layouts import along, interleaved, spans
@@ -146,7 +146,7 @@ def _split(rule: Rule, laid: TensorLayout, names: Names) -> Iterator[Called]:
         raise ValueError(f"dim {dim} is {length} long, and not the sum of {each}")
     for part, span in zip(parts, spans(each)):
         box = along(laid.shape, dim, span)
-        yield {"part": part}, laid.taken(box.shape, [(Box.whole(box.shape), box)])
+        yield {"part": part}, laid.taken(box.shape, [(Region.whole(box.shape), box)])
 
 
 def _transposed(rule: Rule, laid: TensorLayout) -> TensorLayout:

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import RuleError
-from ..layout.regions import Box
+from ..layout.regions import Region
 from ..layout.sharding import (
     Average,
     Blocks,
-    Boxes,
     Flat,
-    Repeated,
+    RegionSharding,
     Replicate,
     Shard,
     Sharding,
+    SharedHeads,
     Unique,
     Widths,
 )
@@ -320,7 +320,7 @@ def _cut(table: Table) -> tuple[Sharding, ...] | Tensors:
     if kind == "blocks":
         return (_blocks(table, axes),)
     if kind == "boxes":
-        return (Boxes(axes, tuple(_box(table, value) for value in table.required("at", list))),)
+        return (RegionSharding(axes, tuple(_box(table, value) for value in table.required("at", list))),)
     if kind == "flat":
         return _tensors(table, axes) if "tensors" in table else (Flat(axes, table.expressions("shape")),)
     if kind == "replicate":
@@ -358,20 +358,20 @@ def _width(table: Table, value: Any) -> Widths:
     if isinstance(value, list):
         return tuple(table.as_expression("widths", one) for one in value)
     if isinstance(value, dict) and set(value) == {"repeat"}:
-        return Repeated(table.as_expression("repeat", value["repeat"]))
+        return SharedHeads(table.as_expression("repeat", value["repeat"]))
     return table.wrong(
         f"has widths {value!r}: {', '.join(WIDTHS)}, a list, or {{repeat = the number of heads}}"
     )
 
 
-def _box(table: Table, value: Any) -> Box | None:
+def _box(table: Table, value: Any) -> Region | None:
     if value == []:
         return None
     try:
         start, stop = (tuple(end) for end in value)
         if not all(type(number) is int for number in start + stop):
             raise TypeError
-        return Box(start, stop)
+        return Region(start, stop)
     except (TypeError, ValueError):
         return table.wrong(f"has {value!r} in `at`, which is no box: [[starts], [stops]], or [] for nothing")
 

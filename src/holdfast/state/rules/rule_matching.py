@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from ...errors import RuleError
 from ...quantities import shown
-from ..layout.fragments import Fragments, Piece, row_major
-from ..layout.regions import Box
+from ..layout.fragments import Fragment, Fragments, row_major
+from ..layout.regions import Region
 from ..layout.sharding import Names, Shape, TensorLayout
 from .expressions import Value
 from .rule_language import Rule, Rules
@@ -62,7 +62,7 @@ class Row:
             if not 0 <= index < count:
                 raise RuleError(f"{stored.name} is said to be at {axis} {index} of {count}")
         strides = row_major(stored.shape) if stored.strides is None else stored.strides
-        piece = Piece(Box.whole(stored.shape), stored.part, stored.offset, strides)
+        piece = Fragment(Region.whole(stored.shape), stored.part, stored.offset, strides)
         laid = TensorLayout(stored.shape, stored.dtype, (Fragments.of([piece], len(stored.shape)),))
         return cls(stored.name, stored.slot, stored.at, laid)
 

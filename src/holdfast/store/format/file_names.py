@@ -31,7 +31,7 @@ MOST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInFile:
     """A tensor in a file. ``offset`` is absolute, ``dtype`` is the safetensors name."""
 
     key: str
@@ -49,16 +49,16 @@ class Entry:
 class Layout:
     """The header of a payload file and its meaning. ``entries`` and ``pads`` are in file order."""
 
-    entries: tuple[Entry, ...]
-    pads: tuple[Entry, ...]
+    entries: tuple[TensorInFile, ...]
+    pads: tuple[TensorInFile, ...]
     header: bytes
     file_bytes: int
 
     @cached_property
-    def _by_key(self) -> dict[str, Entry]:
+    def _by_key(self) -> dict[str, TensorInFile]:
         return {entry.key: entry for entry in self.entries}
 
-    def __getitem__(self, key: str) -> Entry:
+    def __getitem__(self, key: str) -> TensorInFile:
         return self._by_key[key]
 
     def __contains__(self, key: str) -> bool:
@@ -103,7 +103,7 @@ class Layout:
             table = json.loads(bytes(header[8:length]))
             table.pop("__metadata__", None)
             placed = [
-                Entry(key, item["dtype"], tuple(item["shape"]), length + item["data_offsets"][0],
+                TensorInFile(key, item["dtype"], tuple(item["shape"]), length + item["data_offsets"][0],
                       item["data_offsets"][1] - item["data_offsets"][0])
                 for key, item in table.items()
             ]  # fmt: skip
@@ -124,14 +124,14 @@ class Layout:
         return cls._of(placed, bytes(header[:length]))
 
     @classmethod
-    def _of(cls, placed: list[Entry], header: bytes) -> Layout:
+    def _of(cls, placed: list[TensorInFile], header: bytes) -> Layout:
         entries = without_pads(placed, len(header))
         left = {entry.key for entry in entries}
         pads = tuple(entry for entry in placed if entry.key not in left)
         return cls(tuple(entries), pads, header, placed[-1].end if placed else len(header))
 
 
-def without_pads(placed: list[Entry], header_bytes: int) -> list[Entry]:
+def without_pads(placed: list[TensorInFile], header_bytes: int) -> list[TensorInFile]:
     """Return the tensors of a file that are not fillers, in file order.
 
     In a file of another writer, a tensor with the name of a filler is an ordinary tensor.
@@ -161,28 +161,30 @@ def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         seen.add(key)
 
 
-def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int) -> list[Entry]:
+def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int) -> list[TensorInFile]:
     """Return entries in file order, filler included, that cover all bytes from the header to a whole page."""
-    placed: list[Entry] = []
+    placed: list[TensorInFile] = []
     position = header_bytes
     num_pads = 0
 
     def fill(target: int) -> None:
         nonlocal position, num_pads
         if target > position:
-            placed.append(Entry(f"{PAD}{num_pads}", "U8", (target - position,), position, target - position))
+            placed.append(
+                TensorInFile(f"{PAD}{num_pads}", "U8", (target - position,), position, target - position)
+            )
             position, num_pads = target, num_pads + 1
 
     for key, dtype, shape in tensors:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
         fill(round_up(position, LARGE_ALIGNMENT if nbytes >= LARGE else SMALL_ALIGNMENT))
-        placed.append(Entry(key, dtype, tuple(shape), position, nbytes))
+        placed.append(TensorInFile(key, dtype, tuple(shape), position, nbytes))
         position += nbytes
     fill(round_up(position, PAGE))
     return placed
 
 
-def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | None) -> bytes:
+def _encode(placed: list[TensorInFile], header_bytes: int, metadata: dict[str, str] | None) -> bytes:
     """Return the header for ``placed``: at least ``header_bytes``, more if the table needs it."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     for entry in placed:
@@ -193,7 +195,7 @@ def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | N
     return struct.pack("<Q", length - 8) + text.ljust(length - 8, b" ")
 
 
-def _check_placed(placed: list[Entry], header_bytes: int) -> None:
+def _check_placed(placed: list[TensorInFile], header_bytes: int) -> None:
     position = header_bytes
     for entry in placed:
         if not all(type(size) is int and 0 <= size < MOST for size in entry.shape):

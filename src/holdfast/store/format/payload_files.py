@@ -17,7 +17,7 @@ from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.regular_files import load_json
 from holdfast.state.layout.flat_ranges import boxes_of, regions_of
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk
 from holdfast.store.drive_links import lost_drive
@@ -56,13 +56,13 @@ def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
     return first
 
 
-def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str, list[tuple[int, Box]]]:
+def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str, list[tuple[int, Region]]]:
     """Return the regions that each rank stored of each of ``atoms``, by key.
 
     A region that one rank divided into several files counts as one.
     """
     ranks = {unit: rank for rank, stream in enumerate(manifest.streams) for unit in manifest.files_of(stream)}
-    found: dict[str, list[tuple[int, Box]]] = {}
+    found: dict[str, list[tuple[int, Region]]] = {}
     for key, atom in atoms.items():
         by_rank: dict[int, list[dict[str, Any]]] = {}
         for fragment in atom["fragments"]:

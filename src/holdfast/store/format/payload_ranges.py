@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from holdfast.errors import Damaged, FileMissing
-from holdfast.state.layout.regions import Box
+from holdfast.state.layout.regions import Region
 from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk, OpenFile
@@ -133,10 +133,10 @@ class VerifiedFiles:
 
 def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
     """Return the bytes of one tensor entry of the index in C order, joined from its fragments."""
-    return read_box(VerifiedFiles(disk), manifest, atom, Box.whole(tuple(atom["shape"])))
+    return read_box(VerifiedFiles(disk), manifest, atom, Region.whole(tuple(atom["shape"])))
 
 
-def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box: Box) -> bytearray:
+def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box: Region) -> bytearray:
     """Return the bytes of the region ``box`` of a tensor entry in C order.
 
     Raises ``Damaged`` where the fragments do not cover the region.
@@ -146,7 +146,7 @@ def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box
     target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(box.shape)
     covered = 0
     for fragment in atom["fragments"]:
-        there, local = Box.from_json(fragment["global"]), Box.from_json(fragment["local"])
+        there, local = Region.from_json(fragment["global"]), Region.from_json(fragment["local"])
         common = there.intersect(box)
         if common is None:
             continue
@@ -162,7 +162,7 @@ def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box
     return result
 
 
-def _within(box: Box, other: Box) -> Box:
+def _within(box: Region, other: Region) -> Region:
     """Return ``box``, which lies in ``other``, relative to the start of ``other``."""
     return box.moved(tuple(-start for start in other.start))
 

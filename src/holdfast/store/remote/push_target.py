@@ -26,11 +26,11 @@ class Url(PurePosixPath):
 
 
 @dataclass(frozen=True)
-class Target:
+class NamedCommit:
     """A commit as a person named it; without a step the newest one.
 
-    >>> Target.parse("runs/7b@1200.t2")
-    Target(run=PosixPath('runs/7b'), step=1200, timeline=2)
+    >>> NamedCommit.parse("runs/7b@1200.t2")
+    NamedCommit(run=PosixPath('runs/7b'), step=1200, timeline=2)
     """
 
     run: Path | Url
@@ -38,7 +38,7 @@ class Target:
     timeline: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> NamedCommit:
         match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
         if match is None or home_path(text).is_dir():
             return cls(place_of(text))

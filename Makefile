@@ -25,9 +25,9 @@ $(STAMP): $(RUNS) constraints-dev.txt
 	$(BIN)/pip $(PIP_INSTALL) $(PINNED) -e ".[dev]"
 	@touch $@
 
-# make train ARGS="--set train.steps=30"
+# About three minutes on any machine. make train ARGS="--seconds 60"
 train: $(RUNS)
-	$(BIN)/holdfast train examples/first-light.toml $(ARGS)
+	$(BIN)/holdfast train $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

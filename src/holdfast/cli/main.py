@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import HoldfastError
+from ..errors import ConfigError, HoldfastError
 from .grouped_help import GroupedCommand
 from .machine import launched
 from .plan import plan_commands
@@ -78,18 +79,32 @@ def train(
             "--set", metavar="KEY=VALUE", help="Set a key, such as train.steps=200; may be repeated."
         ),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            min=1,
+            metavar="S",
+            help="Size a new run without CONFIG.toml, --model and keys of [model] and [train] to end in about this "
+            "time; 180 if not given.",
+        ),
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration, every key explained, and leave.")
     ] = False,
 ) -> None:
     """Train a language model, or continue the run where it was.
 
-    Ctrl-C ends the step, commits it and leaves; the same command goes on from there. On several ranks: torchrun
-    --standalone --nproc-per-node=N -m holdfast train ..., with any number that divides train.micro_batches.
+    Ctrl-C ends the step, commits it and leaves; the same command goes on from there. Without a configuration, a new
+    run has the size that this machine trains in three minutes. On several ranks: torchrun --standalone
+    --nproc-per-node=N -m holdfast train ..., with any number that divides train.micro_batches.
     """
     from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring, Visible, beside
 
+    began = time.perf_counter()
+    if config is not None and seconds is not None:
+        raise ConfigError(f"--seconds chooses the size, and {config} gives it. Leave one of the two out.")
     if model is not None:
         sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
@@ -104,9 +119,10 @@ def train(
     # torch's threads share the cores with ours, so waiting ones may spin only briefly (read when torch is loaded)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from .train.sizing import Wish
     from .train.train_job import train as run
 
-    run(chosen, stated={key_of(text) for text in sets or ()})
+    run(chosen, {key_of(text) for text in sets or ()}, None if config else Wish(seconds, began))
 
 
 @app.command()

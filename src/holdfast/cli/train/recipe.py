@@ -33,6 +33,11 @@ OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
 
 PROMPT = "def __init__(self"
 
+SAMPLE_TOKENS = 240
+
+SAMPLE_SECONDS = 20.0
+"""The seconds after which a sample ends: each token reads the whole model from the SSD."""
+
 PROMPT_TOKENS = 12
 """The tokens of held-out text in a prompt, where the model has its own tokenizer."""
 

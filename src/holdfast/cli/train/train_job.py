@@ -41,33 +41,34 @@ from .engine_build import make_engine
 from .kept_config import changes_to_run, describe, kept_dtype, state_directory, write_record
 from .launched_ranks import console_of, first_alone, refuse_encoding_here, share_of, together
 from .orderly_stop import StopRequest
-from .recipe import Recipe, recipe_of
+from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
+from .sizing import Wish, sized
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
 
 SAME = "Start all ranks with the same settings and files"
 
-SAMPLE_TOKENS, TEMPERATURE = 240, 0.7
-
-SAMPLE_SECONDS = 20.0
-"""The seconds after which a sample ends: each token reads the whole model from the SSD."""
+TEMPERATURE = 0.7
 
 
-def train(config: Config, stated: Collection[str] = ()) -> None:
+def train(config: Config, stated: Collection[str] = (), wish: Wish | None = None) -> None:
     """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped.
 
-    ``stated`` are the keys that may change the computations of a continued run. Raises ``RunMismatch`` for changes of
-    others.
+    ``stated`` are the keys that may change the computations of a continued run. ``wish`` sizes a run that no
+    CONFIG file describes; None if one does. Raises ``RunMismatch`` for changes of keys that are not stated.
     """
     with together() as ranks:
-        _train(ranks, config, stated)
+        _train(ranks, config, stated, wish)
 
 
-def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
+def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | None) -> None:
     console, run = console_of(ranks), Path(config.run.dir)
     agree(ranks, "configurations", to_values(config), SAME)
     config = ranks.first_does(lambda: with_dtype(config))
+    if wish is not None:
+        alone = ranks.world_size == 1
+        config = ranks.first_does(lambda: sized(config, stated, wish, alone, lambda text: say(console, text)))
     with ranks.agreeing():
         micro_batches = share_of(config, ranks)
         changed = changes_to_run(config, stated)

@@ -1,4 +1,4 @@
-"""Sources to begin from: a run, a step that its log records lead to, or a state of another library."""
+"""Starting points for a training: a run, a step replayed from its log, or a checkpoint of another library."""
 
 from __future__ import annotations
 

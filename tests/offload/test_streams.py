@@ -298,15 +298,15 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
 UNCLOSED = """
 import sys
 import holdfast
-from holdfast.offload import engine, entry
-from holdfast.optim import optimizer
+from holdfast.offload import api, engine
+from holdfast.optim import host_optimizer
 from streams import Apart
 from training import adamw, batches, decoder
 
-entry.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
-optimizer.SHARED_TILE_ELEMENTS = 4096
+api.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
+host_optimizer.SHARED_TILE_ELEMENTS = 4096
 model = decoder(blocks=2, width=128)
-made = holdfast.offload(model, adamw(model), sys.argv[1], dtype="fp32")
+made = holdfast.offload(model, adamw(model), sys.argv[1], precision="fp32")
 for step in range(3):
     made.step(batches(step, 2))
 """

@@ -182,7 +182,7 @@ def _row(number: int, atom: TensorEntry, name: str) -> StoredTensor:
 
 
 def _lies(ruled: Ruled | None, atom: TensorEntry, boxes: Mapping[int, Region]) -> bool:
-    """Return whether ``ruled`` consists of exactly these regions of these parts."""
+    """Return whether ``ruled`` matches ``atom`` and consists of exactly the regions in ``boxes``, by part."""
     if ruled is None or ruled.atom != atom:
         return False
     full = {part: box for part, box in boxes.items() if box.elements}

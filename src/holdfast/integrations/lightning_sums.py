@@ -1,4 +1,4 @@
-"""Sums that Lightning keeps of values logged by epoch, stored so that callbacks and schedules can monitor them further.
+"""Saves and restores Lightning's running sums of values logged per epoch, which callbacks and schedules monitor.
 
 Lightning saves none of them, because it begins an epoch anew. A sum is stored with its reduction and the way it is
 logged: both follow from the call of ``log``, which may not come again in the epoch.
@@ -21,7 +21,7 @@ COUNTS = ("has_reset", "_update_count")
 
 
 def sums_of(trainer: Any) -> dict[str, Any]:
-    """Return the sums of training, by key, and where in an epoch logging is."""
+    """Return the running sums of the training epoch, by key, and the position of logging in the epoch."""
     connector = trainer._logger_connector
     kept = {key: _about(each) for key, each in trainer.fit_loop.epoch_loop._results.items() if _is_kept(each)}
     return {"kept": kept, "first": connector._first_loop_iter, "fx": connector._current_fx}

@@ -1,4 +1,4 @@
-"""Work: the numbers that describe a step of a model, and the places of its bytes.
+"""Work: sizes and FLOPs of a model's step, which blocks stay in host memory, and the options of the step.
 
 Sizes are bytes as they are moved, rounded to pages where the SSD is concerned, so that traffic computed from them is
 exact. ``Work`` is what the engine measures from a model.
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 ClippingMode = Literal["none", "defer", "speculate", "per_block"]
-"""The time at which updates know the factor that clips their gradients (``docs/schedule.md``)."""
+"""The way in which an update gets the factor that clips its gradients (``docs/schedule.md``)."""
 
 CLIPPING = ("none", "defer", "speculate", "per_block")
 
@@ -36,7 +36,7 @@ class BlockWork:
     grad_share_bytes: int | None = None
     """Bytes of the gradients that this rank updates with; None is all of them."""
     grad_reduce_bytes: int = 0
-    """Bytes of their gradients that the other ranks send."""
+    """Bytes of this block's gradients that the other ranks send to this rank."""
     forward_flop: float = 0.0
     """Floating-point operations of one forward pass of one micro-batch."""
     backward_flop: float | None = None
@@ -116,7 +116,7 @@ def spread(count: int, fraction: float) -> tuple[bool, ...]:
 
 
 NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
-"""Names for a person of what stays on the host or does not."""
+"""Names, in messages, of the kinds of data that a placement may keep in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ It returns None for all other values.
 """
 
 Resolve = Callable[[dict[str, Any]], Any]
-"""The inverse of ``Known``: a function that returns the value of a JSON dict, or None for dicts of others."""
+"""The inverse of ``Known``: a function that returns the value of a JSON dict, or None if the dict is not its own."""
 
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """The factories that a ``defaultdict`` may have."""

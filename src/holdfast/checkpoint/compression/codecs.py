@@ -1,4 +1,4 @@
-"""Codecs: the conversion of the gradients that an optimizer step consumes into a part of a log record, and back.
+"""Codecs write the gradients that an optimizer step consumes into a part of a log record, and read them back.
 
 ``Exact`` copies gradients. Other codecs *change what training consumes* (``lossy``). A record holds exactly what
 training consumed, so replay is exact with every codec. Each record names its codec, so a run may be resumed with
@@ -135,7 +135,7 @@ def trained_of(state: LiveState, everywhere: bool = False) -> list[list[Captured
 
 
 def _width(part: memoryview) -> int:
-    """Return the bytes of one element, for the most frequent width in the part."""
+    """Return the element size, in bytes, of the tensors that make up most of the part."""
     nbytes: dict[int, int] = {}
     for entry in Layout.parse(part).entries:
         width = entry.nbytes // max(torch.Size(entry.shape).numel(), 1)
@@ -213,7 +213,7 @@ def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype
 
 
 def multiply_low_rank(take: Take, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the flat gradient that PowerSGD, of an earlier version, stored as two narrow matrices, or as it was.
+    """Return a flat gradient that an earlier version's PowerSGD stored, as two narrow matrices or uncompressed.
 
     Only one ``bmm`` of the whole matrix, of operands that were copied, gives the bits that training consumed.
     """
@@ -230,7 +230,7 @@ def multiply_low_rank(take: Take, elements: int, dtype: torch.dtype) -> torch.Te
 def expand_into(held: Mapping[str, Any], take: Take, given: torch.Tensor) -> torch.Tensor | None:
     """Write what ``expand`` would return into the flat tensor ``given``.
 
-    Returns the indices of all elements that are not zero; None where these may be anywhere.
+    Returns indices that include every nonzero element, or None if they are not known.
     """
     if held["kind"] == "sparse":
         return spread_into(given, take, held["block"])

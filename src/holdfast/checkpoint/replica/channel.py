@@ -54,7 +54,7 @@ class Inbox:
 
     @property
     def has_more(self) -> bool:
-        """Return whether sent data has not become a message yet. Read it before the last call of ``next``."""
+        """Return whether data has arrived that is not a message yet. Read this before the last call of ``next``."""
         return self._channel.has_unread
 
     def _read(self) -> None:

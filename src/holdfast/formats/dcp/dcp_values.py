@@ -1,4 +1,4 @@
-"""Values that entries and files of ``torch.save`` hold beside tensors, as JSON."""
+"""Reader of the values other than tensors in DCP entries and ``torch.save`` files, as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The repeated blocks of a model, and which parameter belongs to which block.
 
-Blocks are the ``nn.ModuleList`` of one class that has most bytes of parameters, or modules that the user names. A
+Blocks are modules that the user names, or those of the ``nn.ModuleList`` that ``candidates`` ranks first. A
 parameter belongs to a block if every module that holds it lies in that block. A parameter that the prologue, the
 epilogue or several blocks hold is resident.
 """
@@ -98,9 +98,9 @@ class Patch:
         held.update(self._before[index])
 
     def _forward(self, index: int) -> Callable[..., Any]:
-        """Return the block's own forward; of a block compiled in place, its compiled call.
+        """Return the block's own forward, or its compiled call if the block was compiled in place.
 
-        The compiled call is made with nothing in between.
+        The patch is removed from the block while the compiled call runs.
         """
         module = self.blocks.modules[index]
         compiled = self._before[index].get(COMPILED)

@@ -1,4 +1,4 @@
-"""Rollback of updates that were made before the gradient norm was known, where the norm is not as guessed.
+"""Redo of updates that were made before the gradient norm was known, for steps that must be clipped or skipped.
 
 The commit of the step before is still whole: none of its files is written before the next commit is published. So the
 state before the guess is read from that commit, whether it lives on the SSD or in host memory. The new state goes to
@@ -51,7 +51,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Write the state in place of what the guess has written. The state of a skipped step is written already."""
+    """Write the corrected state over the guessed one. In a skipped step the old state is already stored."""
     if not step.redone:
         return None
     failpoints.reach("before_redone_write")

@@ -52,7 +52,7 @@ def overlaps(tensors: Mapping[Key, torch.Tensor]) -> list[list[Key]]:
 
 
 def _clusters(held: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the numbers of the tensors whose spans in memory, from the first to the last byte, meet."""
+    """Return groups of indices of tensors whose memory ranges, from first to last byte, overlap."""
     spans = sorted(_span(number, tensor) for number, tensor in enumerate(held) if _has_memory(tensor))
     clusters: list[list[int]] = []
     device, stop = None, -1
@@ -117,7 +117,7 @@ def described(tensors: Mapping[Key, torch.Tensor]) -> Shared:
 
 
 def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key], frozenset[Any]]:
-    """Return the relative positions of the tensors at ``ways`` in each group, by their keys."""
+    """Return for each group the relative positions and strides of its tensors whose keys end in one of ``ways``."""
     found = {}
     for group in shared:
         members = [

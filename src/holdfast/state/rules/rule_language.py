@@ -1,4 +1,4 @@
-"""Rules: the layout of a format that does not record it, in TOML that a person can write and read.
+"""Rules: readable TOML that describes how a format lays out its tensors, where the format does not record it.
 
 A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and
 the operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md
@@ -63,7 +63,7 @@ class Split(NamedTuple):
 
 
 class Join(NamedTuple):
-    """A join: this tensor is the ``part`` of several that make one along ``dim``."""
+    """A join: this tensor is the part named ``part`` of a tensor that is made by concatenation along ``dim``."""
 
     dim: int
     names: tuple[str, ...]
@@ -71,7 +71,7 @@ class Join(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """A stack: this tensor is the slice ``index`` of one that also has the dim ``dim``."""
+    """A stack: this tensor is slice ``index``, along the extra dimension ``dim``, of a larger tensor."""
 
     dim: int
     index: Template

@@ -9,8 +9,8 @@ import pytest
 from formats.deepspeed_files import random_state, write
 from holdfast.cli import foreign_states
 from holdfast.cli.inspect import _facts
-from holdfast.cli.runs import Target
 from holdfast.store.reader import RunReader
+from holdfast.store.remote.push_target import NamedCommit
 from tiny_run import TinyRun
 
 
@@ -254,10 +254,10 @@ def test_looking_changes_nothing(run, holdfast):
 
 def test_a_directory_with_an_at_sign_is_a_directory(tmp_path):
     (tmp_path / "run@3").mkdir()
-    assert Target.parse(str(tmp_path / "run@3")) == Target(tmp_path / "run@3")
-    assert Target.parse("run@3") == Target(Target.parse("run").run, 3)
-    assert Target.parse("run@3.t12") == Target(Target.parse("run").run, 3, 12)
-    assert Target.parse("run@x").step is None
+    assert NamedCommit.parse(str(tmp_path / "run@3")) == NamedCommit(tmp_path / "run@3")
+    assert NamedCommit.parse("run@3") == NamedCommit(NamedCommit.parse("run").run, 3)
+    assert NamedCommit.parse("run@3.t12") == NamedCommit(NamedCommit.parse("run").run, 3, 12)
+    assert NamedCommit.parse("run@x").step is None
 
 
 @pytest.mark.parametrize("words", [["ls"], ["show"], ["show", "--json"], ["verify"], ["verify", "--json"]])

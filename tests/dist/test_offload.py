@@ -195,7 +195,7 @@ def test_a_snake_and_losses_by_tokens_are_those_of_all_ranks(world, tmp_path):
     [
         ({"schedule": "horizontal"}, "schedule='horizontal' is of one process"),
         ({"host_budget": 1000}, "and its budget is 1000 B"),
-        ({"clip_norm": -1.0}, "clip_norm = -1.0 must be a positive number"),
+        ({"clip_norm": -1.0}, "norm = -1.0 must be a positive number"),
     ],
 )
 def test_what_one_rank_is_refused_all_are_told_and_nothing_is_written(world, tmp_path, wrong, message):
@@ -260,7 +260,7 @@ def test_what_stays_is_chosen_for_all_ranks_alike(world, tmp_path, way):
         ({"commit_every": 2}, "commit_every is 2 on rank 1 and 1 on rank 0"),
         ({"clip_norm": 1.0}, "clip_norm is 1.0 on rank 1 and 0.5 on rank 0"),
         ({"clipping": "speculate"}, "clipping is speculate on rank 1 and defer on rank 0"),
-        ({"params_on_host": 0.5}, "params is 0.5 on rank 1 and None on rank 0"),
+        ({"params_on_host": 0.5}, "params_on_host is 0.5 on rank 1 and None on rank 0"),
         ({"dtype": "bf16"}, "dtype is bf16 on rank 1 and fp32 on rank 0"),
     ],
     ids=str,

@@ -308,14 +308,17 @@ def test_what_optimizers_hold_otherwise_is_refused_on_all_ranks_and_nothing_is_w
     [
         (
             {"options": {"dtype": "fp16", **CLIPPING["per_block"]}},
-            "BadInput: dtype='fp16' skips a step in which",
+            "BadInput: precision='fp16' skips a step in which",
         ),
         ({"optimizer": "mezo"}, "BadInput: 2 ranks train together here, and MeZO is of one process"),
         (
             {"options": {"schedule": "horizontal"}},
             "BadInput: 2 ranks .* schedule='horizontal' is of one process",
         ),
-        ({"options": {"clipping": "speculate", "commit_every": 2}}, "BadInput: clipping='speculate' undoes"),
+        (
+            {"options": {"clipping": "speculate", "commit_every": 2}},
+            "BadInput: clipping: the mode 'speculate' undoes",
+        ),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 import holdfast
+from holdfast.errors import BadInput
 from training import adamw, batches, decoder
 
 
@@ -94,3 +95,10 @@ def test_a_resumed_engine_goes_on_with_its_next_step(tmp_path, capsys):
                 engine.step(batches(number, 2))
         assert numbers == expected
     assert "loss" not in capsys.readouterr().err
+
+
+def test_a_body_without_a_step_is_an_error():
+    """It would get the same number for ever."""
+    with pytest.raises(BadInput, match="did not call engine.step for step 0"):
+        for _ in holdfast.progress_bar(terminal()).steps(StandIn(), 2):
+            pass

@@ -143,6 +143,8 @@ def test_another_list_waits_for_downloads_of_the_one_before_and_the_same_list_do
     executor.run(first, object())
     executor.run(first, object())
     assert log.events.count("a ends") == 3
+    executor.run([*first, op("commit", COMMIT)], object())  # the same on the device
+    assert log.events.count("a ends") == 4
     log.futures["download"].set_result(None)
     executor.drain()
 

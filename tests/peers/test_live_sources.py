@@ -244,7 +244,7 @@ def test_zero_that_is_off_is_refused(refused):
 
 
 def test_a_save_into_a_run_that_something_else_wrote_is_refused(root, refused):
-    assert_refused(refused["saved elsewhere"], "RunMismatch", "adapters.deepspeed.save did not write")
+    assert_refused(refused["saved elsewhere"], "RunMismatch", "integrations.deepspeed.save did not write")
 
 
 def test_a_save_of_what_cannot_be_told_writes_nothing(root, refused):

@@ -42,7 +42,7 @@ def write(shown: ShownState, run: str | Path, step: int, keep: Keep, ranks: Rank
     opened: list[OpenedRun] = []
 
     def open_run() -> dict[str, Any]:
-        opened.append(OpenedRun(run, keep, step, lambda told: ENGINE in told, "adapters.deepspeed.save"))
+        opened.append(OpenedRun(run, keep, step, lambda told: ENGINE in told, "integrations.deepspeed.save"))
         return asdict(opened[0].store.opened)
 
     stores: list[LocalStore] = []

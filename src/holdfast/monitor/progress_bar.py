@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from ..errors import BadInput
 from ..quantities import format_seconds
 from .gantt import milliseconds
 from .training_panel import RECENT, number
@@ -53,7 +54,7 @@ class ProgressBar:
         progress, task = self._recovery
         progress.update(task, description=recovery.text, completed=recovery.done_share)
         if recovery.over:
-            progress.stop()
+            self._stop(progress)
         elif not progress.live.is_started:
             self._start(progress)
 
@@ -65,6 +66,8 @@ class ProgressBar:
         Args:
             engine: The engine that the loop calls ``step`` of.
             until: The number of steps done when the loop ends.
+
+        Raises ``BadInput`` where the body of the loop has not called ``engine.step``.
         """
         nowrap = Column(no_wrap=True)
         columns = (
@@ -81,8 +84,8 @@ class ProgressBar:
             while engine.steps_done < until:
                 before = engine.steps_done
                 yield before
-                if engine.steps_done == before:  # the loop left this one out, and gets its number again
-                    continue
+                if engine.steps_done == before:
+                    raise BadInput(f"the body of the loop did not call engine.step for step {before}")
                 recent.append(engine.last)
                 said = step_said(recent, engine.durable_step, until)
                 progress.update(task, completed=engine.steps_done, description=said)
@@ -91,7 +94,7 @@ class ProgressBar:
                     progress.refresh()
                     drawn_at = now
         finally:
-            progress.stop()
+            self._stop(progress)
 
     def _progress(self, *columns: Any, disable: bool = False, **options: Any) -> Progress:
         out = self._console
@@ -103,6 +106,10 @@ class ProgressBar:
             redirect_stderr=sys.stderr.isatty(),
             **options,
         )
+
+    def _stop(self, progress: Progress) -> None:
+        if not progress.disable:  # rich 13.7 would print an empty line
+            progress.stop()
 
     def _start(self, progress: Progress) -> None:
         progress.start()

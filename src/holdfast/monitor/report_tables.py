@@ -115,7 +115,7 @@ def _reason(row: dict[str, Any], found: dict[str, Any]) -> str:
 
 def _samples_said(found: dict[str, Any]) -> str:
     full, tokens = found["scheduled_tokens"], found["tokens"]
-    if full is None:
+    if full is None or tokens is None:
         said = "Block inputs grow with the tokens of a step. The schedule counts those that were measured beforehand"
         return said + (f"; these steps had {tokens:,.0f} tokens on the average." if tokens else ".")
     return (

@@ -53,6 +53,7 @@ from .setup.checks import (
     check_choices,
     check_compiled,
     check_graphs,
+    check_objects,
     check_recorded,
     check_renormalised,
     check_sample,
@@ -318,8 +319,7 @@ def _checked(
 ) -> str:
     """Raise ``BadInput`` for arguments that cannot be meant, and return the schedule, which MeZO replaces."""
     check_choices(schedule, order, normalize)
-    for options in (placement, clipping, precision, durability, io):
-        options.check()
+    check_objects(placement=placement, clipping=clipping, precision=precision, durability=durability, io=io)
     check_together(clipping, precision, schedule, durability)
     if isinstance(optimizer, MeZO):
         check_zeroth(optimizer.param_groups, schedule, order, placement, clipping, precision)

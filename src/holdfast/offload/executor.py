@@ -69,6 +69,14 @@ class Span:
     """Number of the training step, counted from 0; -1 outside training steps."""
 
 
+def _same_on_device(one: Sequence[Op], other: Sequence[Op]) -> bool:
+    """Return whether two lists have the same computations and downloads, as steps with and without a commit have."""
+    if one is other:
+        return True
+    keys = [[op.key for op in each if op.lane in (COMPUTE, DOWNLOAD)] for each in (one, other)]
+    return keys[0] == keys[1]
+
+
 class Executor:
     """Runs operation lists with one handler per kind of operation."""
 
@@ -155,7 +163,7 @@ class Executor:
         with self._changed:
             self._raise_failure()
             earlier, mine = self._latest, {}
-            held = [] if operations is self._listed else self._downloads()
+            held = [] if _same_on_device(operations, self._listed) else self._downloads()
             self._listed = operations
             for priority, op in enumerate(operations):
                 task = mine[op.key] = Task(op, step, priority)
@@ -180,8 +188,8 @@ class Executor:
     def _downloads(self) -> list[Task]:
         """Return the downloads that are not over.
 
-        The first computation of another list waits for them: ``needs_previous`` counts the buffers on the device only
-        from one step to the next of the same list.
+        The first computation of a list with other device operations waits for them: ``needs_previous`` counts the
+        buffers on the device only from one step to the next of the same kind.
         """
         return [task for task in self._left if task.op.lane == DOWNLOAD]
 

@@ -71,7 +71,8 @@ class Clipping:
         return given if isinstance(given, Clipping) else cls(given)
 
     def check(self) -> None:
-        if self.norm is not None and not (isinstance(self.norm, (int, float)) and self.norm > 0):
+        number = isinstance(self.norm, (int, float)) and not isinstance(self.norm, bool)
+        if self.norm is not None and not (number and self.norm > 0):
             raise BadInput(f"clipping: norm = {self.norm!r} must be a positive number; None is no clipping")
         if self.mode not in CLIPPING[1:]:
             raise BadInput(f"clipping: mode = {self.mode!r} is not one of {', '.join(CLIPPING[1:])}")
@@ -139,6 +140,15 @@ class IO:
     """Threads that run optimizer steps."""
 
     def check(self) -> None:
+        if isinstance(self.drives, (str, Path)):
+            raise BadInput(f"drives = {self.drives!r} is one directory; give a list of them")
+        paths = isinstance(self.drives, (list, tuple)) and all(
+            isinstance(d, (str, Path)) for d in self.drives
+        )
+        if not paths:
+            raise BadInput(f"drives = {self.drives!r} is not a list of directories")
+        if not isinstance(self.direct, bool):
+            raise BadInput(f"direct = {self.direct!r} must be True or False")
         require_whole("threads", self.threads, 1)
         require_whole("update_workers", self.update_workers, 1)
         for name in ("read_limit", "write_limit", "total_limit"):

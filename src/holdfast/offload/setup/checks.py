@@ -16,7 +16,7 @@ from ...measure.host_rates import product_seconds
 from ...optim.mezo import epsilon_of
 from ...schedule.orders import ORDERS
 from ..model.blocks import Blocks, candidates, configurations, parameter_bytes
-from ..offload_options import Clipping, Durability, Placement, Precision
+from ..offload_options import IO, Clipping, Durability, Placement, Precision
 from .step_planning import SCHEDULES, Budget
 
 
@@ -33,6 +33,20 @@ def check_choices(schedule: str, order: str, normalize: Any) -> None:
             "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
             " by itself. Leave one of the two out."
         )
+
+
+OBJECTS = {
+    "placement": Placement, "clipping": Clipping, "precision": Precision, "durability": Durability, "io": IO,
+}  # fmt: skip
+"""The arguments that are objects, and their classes."""
+
+
+def check_objects(**options: Any) -> None:
+    """Raise ``BadInput`` for an argument of ``OBJECTS`` that is no such object, or one that cannot be meant."""
+    for name, given in options.items():
+        if not isinstance(given, OBJECTS[name]):
+            raise BadInput(f"{name} = {given!r} is not a holdfast.{OBJECTS[name].__name__}")
+        given.check()
 
 
 def check_together(clipping: Clipping, precision: Precision, schedule: str, durability: Durability) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ...distributed import Ranks
-from ...errors import BadInput, DoesNotFit
+from ...errors import DoesNotFit
 from ...io.drive_queues import DriveQueues
 from ...io.queue import IOQueue
 from ...measure.ssd import LEAST_BYTES, measure_ssd
@@ -77,8 +77,6 @@ class Drives:
         limits: Limits,
         say: Callable[[str], object] | None,
     ) -> Drives:
-        if isinstance(drives, (str, Path)):
-            raise BadInput(f"drives={drives!r} is one directory; give a list of them")
         if not drives:
             return cls()
         disk = Disk(ssd)
@@ -161,7 +159,7 @@ def rate_of(directory: Path, limits: Limits) -> float:
     if free < 2 * LEAST_BYTES:
         raise DoesNotFit(
             f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free, and"
-            f" {format_bytes(2 * LEAST_BYTES)} are needed. Free some, or leave it out of drives=."
+            f" {format_bytes(2 * LEAST_BYTES)} are needed. Free some, or leave it out of drives."
         )
     found = measure_ssd(there, min(FILE_BYTES, free // 2), SECONDS)
     read, write, both = limits

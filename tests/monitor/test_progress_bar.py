@@ -99,6 +99,6 @@ def test_a_resumed_engine_goes_on_with_its_next_step(tmp_path, capsys):
 
 def test_a_body_without_a_step_is_an_error():
     """It would get the same number for ever."""
-    with pytest.raises(BadInput, match="did not call engine.step for step 0"):
+    with pytest.raises(BadInput, match=r"did not call engine\.step for step 0"):
         for _ in holdfast.progress_bar(terminal()).steps(StandIn(), 2):
             pass

@@ -597,13 +597,18 @@ def test_a_forked_child_ends_on_sigterm(tmp_path):
 
 
 def closed_elsewhere_then_terminated(root):
+    closed_elsewhere(root)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+
+def closed_elsewhere(root):
+    """A run whose Checkpointer was closed on another thread, which leaves its handler of SIGTERM."""
     _loop, checkpointer = start(root, "")
     checkpointer.resume()
     thread = threading.Thread(target=checkpointer.close)
     thread.start()
     thread.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(20)
 
 
 def test_a_process_ends_on_sigterm_after_close_on_another_thread(tmp_path):
@@ -616,6 +621,17 @@ def test_a_process_ends_on_sigterm_after_close_on_another_thread(tmp_path):
     code = child.exitcode
     child.kill()
     assert code == -signal.SIGTERM
+
+
+def test_the_handler_that_a_closed_checkpointer_left_does_not_keep_the_next_from_watching(tmp_path):
+    closed_elsewhere(tmp_path)
+    loop, checkpointer = start(tmp_path, "")
+    checkpointer.resume()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        loop.iteration(0, checkpointer.step)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def no_memory(*_, **__):

@@ -19,10 +19,15 @@ class SigTerm:
 
     @classmethod
     def watched(cls) -> Self | None:
-        """Return an active watcher; None where the script has its own handler, or outside the main thread."""
+        """Return an active watcher; None where the script has its own handler, or outside the main thread.
+
+        The handler of a watcher that is over is not the script's.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        handler = signal.getsignal(signal.SIGTERM)
+        before = getattr(handler, "__self__", None)
+        if handler is not signal.SIG_DFL and not (isinstance(before, cls) and before._over):
             return None
         self = cls()
         signal.signal(signal.SIGTERM, self._note)

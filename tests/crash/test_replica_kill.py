@@ -183,9 +183,9 @@ def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
     wait_for_end(outcome.replica, seconds=40)
     assert not shared_memory.place_of(tmp_path, shared_memory.MEMORY).exists()
     last = go_on_to_the_end(server, undisturbed, tmp_path, 0)
-    # Some runs on a busy machine have step 11, with the bits of an undisturbed run: why that replica had not drifted is
-    # not known. A drifted state would have other bits.
-    assert last.resumed in (0, 11) and resumed_from_memory(tmp_path) == []
+    # Where the trainer heard of it all the same, it may have handed over its own state, which is that of step 11.
+    heard = any(event["event"] == "drift" for event in read_events(tmp_path / "events.jsonl"))
+    assert last.resumed in ((0, 11) if heard else (0,)) and resumed_from_memory(tmp_path) == []
 
 
 @pytest.mark.crash

@@ -19,7 +19,7 @@ from torch import nn
 
 from holdfast.data.corpus import Corpus
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini, rounding
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, adamw, apollo_mini
 
 LR, DECAY, ROWS = 2e-3, 0.1, 8
 
@@ -128,13 +128,13 @@ def batch(windows, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 @contextmanager
 def rounds_to_nearest(wanted: bool) -> Iterator[None]:
     """Inside, if ``wanted``, what would be rounded by chance goes to the nearest value."""
-    by_chance = rounding.chances
+    by_chance = adamw.chances
     if wanted:
-        rounding.chances = lambda value, step, salt: torch.full(value.shape, 0x8000, dtype=torch.int32)
+        adamw.chances = lambda value, step, salt: torch.full(value.shape, 0x8000, dtype=torch.int32)
     try:
         yield
     finally:
-        rounding.chances = by_chance
+        adamw.chances = by_chance
 
 
 def state_bytes(config: DecoderConfig, name: str) -> float:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.models.llama import llama_config
+from holdfast.models.exports import llama_config
 
 SIZES = DecoderConfig(vocabulary=256, blocks=4, width=64, heads=4, kv_heads=2, context=64)
 ROWS = 12  # of the global batch: divides by 4, 3 and 1

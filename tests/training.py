@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.state.dtypes import FROM_NAME
+from holdfast.state.plain_tensors import FROM_NAME
 from holdfast.store.run_store import LocalStore
 
 VOCABULARY, CONTEXT = 17, 8

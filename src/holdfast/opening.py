@@ -13,7 +13,7 @@ from .formats.source import Source
 from .regular_files import home_path
 from .store.log.chain import last_step
 from .store.reader import RunReader
-from .store.remote.push_target import NamedCommit, Url, holds_run
+from .store.remote.object_store import NamedCommit, Url, holds_run
 from .store.run_store import LocalStore
 
 
@@ -44,7 +44,7 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
-    from .checkpoint.recovery.state_at_step import state_at
+    from .checkpoint.recovery.run_recovery import state_at
     from .checkpoint.snapshot.snapshot_state import replay_info
     from .formats.memory_source import InMemory
 

@@ -19,19 +19,18 @@ from .errors import BadInput
 from .formats import packs
 from .formats.coverage_check import refuse_unequal
 from .formats.entry_matching import Allowed, ExpectedTensor, Match, match
-from .formats.hyperparameters import kept_by, set_hyper_parameters
 from .formats.load import check_all
-from .formats.restore import needs_of, read_tensors, restore
+from .formats.restore import kept_by, needs_of, read_tensors, restore, set_hyper_parameters
 from .formats.rules_source import UnderRules
 from .formats.source import Source, SourceTensor
 from .formats.split_verification import Need, divided
 from .opening import source_of
 from .regular_files import home_path
 from .state.capture import Captured, buffer_at
-from .state.dtypes import TO_NAME
 from .state.encoding import decode
 from .state.layout.regions import Region
-from .store.remote.push_target import NamedCommit, Url
+from .state.plain_tensors import TO_NAME
+from .store.remote.object_store import NamedCommit, Url
 from .store.run_store import LocalStore
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"

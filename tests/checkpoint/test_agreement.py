@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.checkpoint.coordinator import HEARD_SECONDS, RankCoordinator
-from holdfast.checkpoint.snapshot.collective_snapshot import CollectiveSnapshot
+from holdfast.checkpoint.storage_share import CollectiveSnapshot
 from holdfast.distributed import Ranks
 
 

@@ -8,7 +8,7 @@ from threading import Barrier
 import torch
 from torch import nn
 
-from holdfast.checkpoint.joint_scan import seen_together
+from holdfast.checkpoint.rank_consistency import seen_together
 from holdfast.state.live_state import LiveState
 
 

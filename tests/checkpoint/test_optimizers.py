@@ -176,7 +176,7 @@ def test_what_several_ranks_recorded_of_whole_tensors_is_not_replayed_without_th
     for kind in (
         "torch.optim.adafactor.Adafactor",
         "holdfast.optim.apollo.Apollo",
-        "holdfast.optim.grass.Grass",
+        "holdfast.optim.apollo.Grass",
     ):
         with pytest.raises(
             BadInput, match=r"needs whole tensors, and 2 ranks recorded parts of them.* call save\(\)"

@@ -31,9 +31,8 @@ from holdfast.events import read_events
 from holdfast.formats.rules_source import check, infer
 from holdfast.io.queue import Throttle
 from holdfast.state.rules.rule_language import Rules
-from holdfast.store.commit.retention import Keep
+from holdfast.store.commit.retention import Keep, used_bytes
 from holdfast.store.disk import Disk
-from holdfast.store.disk_usage import used_bytes
 from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.run_store import LocalStore
 from test_checkpointer import Orthogonal, go_on, reference, start

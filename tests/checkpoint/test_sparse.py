@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.compression.byte_shuffle import CHUNK, squeeze, unsqueeze
-from holdfast.checkpoint.compression.codecs import Exact
-from holdfast.checkpoint.compression.quantise import quantise, scaled
+from holdfast.checkpoint.compression.codecs import CHUNK, Exact, quantise, scaled, squeeze, unsqueeze
 from holdfast.checkpoint.compression.sparse import BITS, SparseScratch, pick, spread
 from holdfast.errors import BadInput
 from training import same_bits

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.cli.train.chosen_optimizer import make_optimizer
+from holdfast.cli.train.engine_build import make_optimizer
 from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import from_values
 from holdfast.events import read_events

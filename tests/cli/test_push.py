@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from holdfast.cli import push
+from holdfast.cli import maintenance
 from holdfast.errors import Damaged, DiskFailed
 from holdfast.store.log.chain import last_step
 from holdfast.store.reader import RunReader
@@ -118,9 +118,9 @@ def test_a_run_is_followed_whatever_the_network_does(run, monkeypatch, capsys):
             return found
         raise found
 
-    monkeypatch.setattr(push, "SECONDS", 0)
+    monkeypatch.setattr(maintenance, "SECONDS", 0)
     monkeypatch.setattr(Pusher, "push", answer)
-    assert push.push_run(run, "s3://bucket/run", keep_last=None, follow=True, as_json=True) is False
+    assert maintenance.push_run(run, "s3://bucket/run", keep_last=None, follow=True, as_json=True) is False
     assert capsys.readouterr().err == 2 * "no answer. It is tried again until Ctrl-C.\n"
 
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.order import sample_index
+from holdfast.data.loader import sample_index
 
 
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))

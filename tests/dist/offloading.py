@@ -22,7 +22,7 @@ from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.offload import api
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.schedule.operations import traffic
-from holdfast.store import rank_entry
+from holdfast.store import run_store
 from support.grouped import grouped
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
@@ -146,7 +146,7 @@ def main(
     if rates is not None:
         drive_setup.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
     if rank in blind:
-        rank_entry.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
+        run_store.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
     if full:
         preflight.Disk = lambda path: SimpleNamespace(
             free_bytes=lambda: 0 if Path(path).name in full else 1 << 40

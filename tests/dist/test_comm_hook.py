@@ -13,7 +13,7 @@ import torch
 import hook_run
 from holdfast.checkpoint.compression.codecs import ArrayReader, expand
 from holdfast.checkpoint.compression.lossy import Sparse
-from holdfast.state.dtypes import TO_NAME
+from holdfast.state.plain_tensors import TO_NAME
 from training import same_bits
 
 TESTS = Path(__file__).parent.parent

@@ -36,7 +36,7 @@ from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.replica import multi_rank_server, replica_process, replica_rendezvous, replica_server
 from holdfast.checkpoint.replica import replica_client as replica
 from holdfast.checkpoint.replica.multi_rank_client import Replicas
-from holdfast.checkpoint.snapshot.collective_snapshot import CollectiveSnapshot
+from holdfast.checkpoint.storage_share import CollectiveSnapshot
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
 from holdfast.errors import BadInput, DiskFull

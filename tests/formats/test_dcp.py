@@ -27,10 +27,10 @@ from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
-from holdfast.formats import small_tensors
+from holdfast.formats import state_dict_progress
 from holdfast.formats.dcp import dcp_entries as module
 from holdfast.formats.dcp import dcp_writer
-from holdfast.formats.dcp.dcp_folder import DcpFolder, is_dcp
+from holdfast.formats.dcp.dcp_entries import DcpFolder, is_dcp
 from holdfast.formats.dcp.dcp_writer import boxes_of, write_dcp
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.memory_source import InMemory
@@ -220,7 +220,7 @@ def test_the_model_and_its_optimizer_are_found_in_whatever_they_are(tmp_path, fo
 
 
 def test_a_large_tensor_that_is_nobodys_is_an_atom(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_tensors, "SMALL_BYTES", 10)
+    monkeypatch.setattr(state_dict_progress, "SMALL_BYTES", 10)
     source = save({"model": {"w": torch.ones(3)}, "other": {"w": torch.arange(9.0)}}, tmp_path / "x")
     assert {key: stored.atom.shape for key, stored in source.atoms.items()} == {
         "w/param": (3,),

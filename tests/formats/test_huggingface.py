@@ -31,8 +31,8 @@ from holdfast.formats.readers.safetensors_files import INDEX, SafetensorsFiles, 
 from holdfast.formats.restore import read_tensors
 from holdfast.formats.run_writer import write_run
 from holdfast.opening import source_of
-from holdfast.state.dtypes import FROM_NAME
 from holdfast.state.layout.regions import Region
+from holdfast.state.plain_tensors import FROM_NAME
 from holdfast.state.tensor_entries import DTYPE_BYTES
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
-from holdfast.formats import small_tensors
+from holdfast.formats import state_dict_progress
 from holdfast.formats.dcp.dcp_writer import write_dcp
 from holdfast.formats.readers import open_source
 from holdfast.formats.restore import read_tensors
@@ -414,7 +414,7 @@ def test_views_and_types_are_what_they_were(tmp_path):
 
 
 def test_what_is_neither_is_kept_beside(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_tensors, "SMALL_BYTES", 10)
+    monkeypatch.setattr(state_dict_progress, "SMALL_BYTES", 10)
     beside = {"numpy": np.float64(2.5), "rng": (1, (2, 3)), "raw": b"\0x", "ema": {"w": torch.ones(9)}}
     torch.save({"model": {"w": torch.zeros(9)}, "args": beside, "list": [{"a": 1}]}, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")

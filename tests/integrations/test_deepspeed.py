@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.errors import BadInput, OptimizerNotSupported
 from holdfast.formats.source import Source
 from holdfast.integrations.deepspeed import _count, _scale, load, save
-from holdfast.integrations.zero_optimizers import refuse_unknown
+from holdfast.integrations.zero_state import refuse_unknown
 
 
 def source_with(**extra):

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import BatchSampler
 
-from holdfast.integrations.shared.index_batches import WatchedBatches
+from holdfast.integrations.shared.position import WatchedBatches
 from holdfast.state.progress import random_state
 
 

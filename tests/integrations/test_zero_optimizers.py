@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.integrations.zero_optimizers import number_for, optimizer_beside, shown_number, told_of_left
+from holdfast.integrations.zero_state import number_for, optimizer_beside, shown_number, told_of_left
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
 

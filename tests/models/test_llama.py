@@ -13,7 +13,7 @@ from holdfast.formats import packs
 from holdfast.formats.readers.huggingface import write_huggingface
 from holdfast.formats.rules_source import UnderRules
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.models.llama import PACK, llama_config
+from holdfast.models.exports import PACK, llama_config
 from holdfast.opening import source_of
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import logged
 from holdfast.monitor import facts
-from holdfast.monitor.drive_wear import Drive
+from holdfast.monitor.facts import Drive
 from holdfast.monitor.history import History
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 import logged
-from holdfast.monitor.drive_wear import Drive, drive_of, percent
+from holdfast.monitor.facts import Drive, drive_of, percent
 from holdfast.monitor.history import History
 from holdfast.monitor.run_report import Look, document, html
 

@@ -14,8 +14,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
-from holdfast.io.drive_queues import DriveQueues
-from holdfast.io.queue import IOQueue, Request, Throttle
+from holdfast.io.queue import DriveQueues, IOQueue, Request, Throttle
 from holdfast.measure import ssd as probe
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.store.commit.pruning import prune

@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.io.queue import IOQueue
-from holdfast.offload.interrupts import deferred
+from holdfast.offload.exit_hook import deferred
 from holdfast.offload.setup import drive_setup
 from training import adamw, batches, decoder
 

@@ -7,7 +7,7 @@ from math import lcm, prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.offload.memory.rank_shares import GRAIN, divided
+from holdfast.offload.memory.parameter_shards import GRAIN, divided
 
 SHAPES = st.one_of(
     st.just(()),

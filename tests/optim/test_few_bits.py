@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16
-from holdfast.optim.rounding import BLOCK, decode, dynamic_map, encode, to_bf16
+from holdfast.optim.adamw import BLOCK, decode, dynamic_map, encode, to_bf16
 
 KINDS = [AdamWBF16, AdamW8bit]
 

@@ -12,8 +12,8 @@ from torch import nn
 from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.optim import host_optimizer as host
+from holdfast.optim.declared_state import Form, Slots
 from holdfast.optim.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
-from holdfast.optim.state_forms import Form, Slots
 from holdfast.optim.torch_threads import update_helpers
 from holdfast.state.tensor_entries import STEP
 

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.profiles import load_model
-from holdfast.profiles.config_json import GATED, PLAIN
+from holdfast.profiles.profile_files import GATED, PLAIN
 
 transformers = pytest.importorskip("transformers")
 

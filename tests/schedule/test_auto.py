@@ -10,8 +10,7 @@ from holdfast.profiles import load_machine
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.planner import placement_search
-from holdfast.schedule.planner.measured_model import MeasuredModel
-from holdfast.schedule.planner.placement_search import Question, answer, play
+from holdfast.schedule.planner.placement_search import MeasuredModel, Question, answer, play
 from holdfast.schedule.vertical import vertical
 from holdfast.schedule.work import BlockPlacement, BlockWork, StepShape, Work
 

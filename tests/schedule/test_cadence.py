@@ -7,8 +7,8 @@ from math import inf
 import pytest
 
 from holdfast.errors import DoesNotFit
-from holdfast.schedule.interval.estimates import Estimates
 from holdfast.schedule.interval.snapshot_interval import MOST_STEPS, Limits, bounds, optimum, storage_cap
+from holdfast.schedule.interval.tuner import Estimates
 from holdfast.schedule.interval.waste import (
     Cadence,
     MeasuredCosts,

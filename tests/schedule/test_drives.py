@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.schedule.planner.drive_shares import shares_of_state, spread
+from holdfast.offload.setup.drive_setup import shares_of_state, spread
 
 
 @pytest.mark.parametrize("seed", range(20))

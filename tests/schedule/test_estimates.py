@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.schedule.interval.estimates import Estimates, mean_between_failures
+from holdfast.schedule.interval.tuner import Estimates, mean_between_failures
 from schedule.test_waste import RUN
 
 

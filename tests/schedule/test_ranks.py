@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.schedule.operations import COMPUTE, EXCHANGE, SSD_READ, SSD_WRITE, Key, Op, traffic
-from holdfast.schedule.orders import kept_blocks
 from holdfast.schedule.vertical import forward_only, vertical
-from holdfast.schedule.work import BlockPlacement, StepShape, Work
+from holdfast.schedule.work import BlockPlacement, StepShape, Work, kept_blocks
 from plan_steps import grid, uneven
 from support.schedules import check_schedule
 

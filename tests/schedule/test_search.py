@@ -6,10 +6,18 @@ import pytest
 
 from holdfast.errors import DoesNotFit
 from holdfast.profiles import load_machine, load_model
-from holdfast.schedule.planner import explain, formulas
-from holdfast.schedule.planner.explain import binding, life, memory_is_full, what_if
+from holdfast.schedule.planner import formulas, plan_search
 from holdfast.schedule.planner.linear_program import solve
-from holdfast.schedule.planner.plan_search import Case, best_at, engine_case, search
+from holdfast.schedule.planner.plan_search import (
+    Case,
+    best_at,
+    binding,
+    engine_case,
+    life,
+    memory_is_full,
+    search,
+    what_if,
+)
 from holdfast.schedule.planner.setting import Method
 
 
@@ -83,7 +91,7 @@ def test_what_would_help_is_solved_again():
     chosen = case()
     best = best_at(chosen, 4)
     changes = {change.what: change for change in what_if(chosen, best)}
-    more = replace(chosen, machine=chosen.machine.with_more(host_bytes=explain.MORE_HOST_BYTES))
+    more = replace(chosen, machine=chosen.machine.with_more(host_bytes=plan_search.MORE_HOST_BYTES))
     gain = best_at(more, 4).tokens_per_second / best.tokens_per_second - 1
     assert changes["64 GiB more host memory"].gain == pytest.approx(gain)
     assert gain > 0.02

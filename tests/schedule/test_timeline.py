@@ -5,10 +5,9 @@ import json
 import pytest
 
 from holdfast.schedule import operations
-from holdfast.schedule.drawn_lanes import busy_columns, chrome_trace, text_timeline, window
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
-from holdfast.schedule.simulate import simulate
+from holdfast.schedule.simulate import busy_columns, chrome_trace, simulate, text_timeline, window
 
 READS = [
     Op(Key("read"), operations.SSD_READ, nbytes=2),

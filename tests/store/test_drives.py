@@ -13,8 +13,8 @@ import pytest
 from holdfast.errors import DiskFailed, HoldfastError, RunLocked, RunMismatch
 from holdfast.io.queue import IOQueue
 from holdfast.store import drive_links
+from holdfast.store.commit.retention import SMALL
 from holdfast.store.disk import Disk, alone_in
-from holdfast.store.disk_usage import SMALL
 from holdfast.store.drive_links import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
 from holdfast.store.run_store import LocalStore
 from killed import Killed

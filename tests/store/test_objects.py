@@ -18,8 +18,7 @@ from holdfast.store.log.chain import last_step, verify_records
 from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.reader import RunReader
 from holdfast.store.remote import copying, object_store
-from holdfast.store.remote.object_store import ObjectDisk
-from holdfast.store.remote.push_target import NamedCommit, Url
+from holdfast.store.remote.object_store import NamedCommit, ObjectDisk, Url
 from holdfast.store.remote.pushing import Pusher, object_path
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import BadInput, HoldfastError
 from ..events import EventLog
 from ..store.commit.retention import Keep
-from ..store.remote.push_target import Url, place_of
+from ..store.remote.object_store import Url, place_of
 from ..store.remote.pushing import Pusher
 
 SECONDS = 1.0

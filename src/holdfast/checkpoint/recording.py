@@ -13,7 +13,7 @@ from holdfast import failpoints
 from ..accelerators import devices_of
 from ..events import EventLog
 from ..quantities import counted, format_seconds
-from ..store import rank_entry
+from ..store import run_store
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
@@ -24,10 +24,9 @@ from .options import Options
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
 from .replica import retained_state
-from .snapshot.collective_snapshot import CollectiveSnapshot
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
-from .storage_share import StorageShare
+from .storage_share import CollectiveSnapshot, StorageShare
 from .training_state import TrainingState
 
 
@@ -103,7 +102,7 @@ class LogBackend(DurabilityBackend):
         loop, self._store = self._loop, store
         self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         loop.ranks.first_does(store.enter)
-        rank_entry.see_alike(store, loop.ranks)
+        run_store.see_alike(store, loop.ranks)
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
@@ -122,7 +121,7 @@ class LogBackend(DurabilityBackend):
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
-        rank_entry.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
+        run_store.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)

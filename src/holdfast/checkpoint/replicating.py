@@ -8,8 +8,7 @@ from typing import Any
 
 from ..accelerators import devices_of
 from ..events import EventLog
-from ..store.rank_entry import see_alike
-from ..store.run_store import LocalStore
+from ..store.run_store import LocalStore, see_alike
 from .capture.early_averages import averaging
 from .capture.layer_copies import LayerHooks
 from .capture.optimizer_hooks import OptimizerHooks, Update

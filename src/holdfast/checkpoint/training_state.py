@@ -27,7 +27,6 @@ from .capture.transient_buffers import TransientBuffers
 from .compression.codecs import Codec
 from .compression.comm_hook import HookState, hooked, warn_of_hook_state
 from .compression.lossy import Sparse, TopK
-from .joint_scan import look
 from .options import (
     optimizers_of,
     refuse_renormalised,
@@ -35,6 +34,7 @@ from .options import (
     refuse_taken,
     refuse_without_values,
 )
+from .rank_consistency import look
 from .recovery.run_recovery import RecoveryResult
 from .snapshot.snapshot_state import replay_info
 from .user_state import ScriptState

@@ -31,10 +31,9 @@ from ..models.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep
 from ..opening import source_of
 from ..quantities import counted, format_bytes, parse_bytes
 from ..store.disk import Disk, write_durably
-from ..store.remote.push_target import NamedCommit, Url
-from .flags import parsed
+from ..store.remote.object_store import NamedCommit, Url
 from .foreign_states import passed_over
-from .output import print_json, transfer_progress
+from .output import parsed, print_json, transfer_progress
 from .runs import open_run
 from .train.kept_config import NAME, read_record
 
@@ -138,7 +137,7 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
     refuse_unequal(opened, opened.atoms.values())  # a folder holds no copies
     as_llama, config = None, b""
     if trained is not None:
-        from ..models.llama import PACK, llama_config
+        from ..models.exports import PACK, llama_config
 
         as_llama = UnderRules(opened, packs.load(PACK))
         config = json.dumps(llama_config(trained), indent=2).encode()

@@ -17,8 +17,7 @@ from rich.markup import escape
 from ..formats.load import read_flat
 from ..formats.source import Source, SourceTensor
 from ..quantities import format_bytes
-from ..state.numbers import values_of
-from ..state.tensor_entries import DTYPE_BYTES, TensorEntry
+from ..state.tensor_entries import DTYPE_BYTES, TensorEntry, values_of
 from .foreign_states import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 

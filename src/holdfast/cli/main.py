@@ -2,6 +2,11 @@
 
 A command imports what it needs when it runs, so that ``holdfast ls`` does not import torch. Every error, of usage too,
 is one clear line on stderr and an exit code: ``EXIT_CODES``. ``HOLDFAST_DEBUG=1`` adds the traceback.
+
+Help of a command with many options: one section for each ``rich_help_panel``, in plain lines like all other help.
+
+typer draws panels only where rich formats the whole help. Here all help is plain, so that it can be read in a pipe and
+in any width; the sections are written by ``GroupedCommand``.
 """
 
 from __future__ import annotations
@@ -17,13 +22,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import __version__
 from ..errors import ConfigError, HoldfastError
-from .grouped_help import GroupedCommand
 from .machine import launched
 from .plan import plan_commands
 from .plan.plan_commands import AsJson
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose options are listed by panel; those without a panel come last."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then a section of options for each panel in order of appearance."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        others: list[tuple[str, str]] = []
+        for param in self.get_params(ctx):
+            panel = getattr(param, "rich_help_panel", None)
+            if param.param_type_name == "argument":
+                panel = "Arguments"
+            if (record := param.get_help_record(ctx)) is not None:
+                (sections.setdefault(panel, []) if panel else others).append(record)
+        rest = "Other options" if sections.keys() - {"Arguments"} else "Options"
+        for title, records in (*sections.items(), (rest, others)):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
 
 EXIT_CODES = (
     "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
@@ -179,7 +204,7 @@ def prune(
 ) -> None:
     """Remove old bases and records of a run that nobody writes."""
     from ..store.commit.retention import Keep
-    from .prune import prune_run
+    from .maintenance import prune_run
 
     prune_run(run, Keep(keep_last, every, hours), dry_run=dry_run, as_json=json)
 
@@ -199,7 +224,7 @@ def compact(
 
     It is made of the base before it and the log records.
     """
-    from .compact import compact_run
+    from .maintenance import compact_run
 
     compact_run(run, to, as_json=json)
 
@@ -227,7 +252,7 @@ def push(
     Copies what is not there yet, and verifies every block on its way. RUN of other verbs may then be
     s3://BUCKET/PREFIX.
     """
-    from .push import push_run
+    from .maintenance import push_run
 
     good = push_run(run, destination, keep_last=keep_last, follow=follow, as_json=json)
     raise typer.Exit(0 if good else 1)
@@ -309,7 +334,7 @@ def report(
 
     It shows loss, times, lanes, traffic, memory, commits, and wear of the SSD.
     """
-    from .report import report as write_report
+    from .monitoring import report as write_report
 
     write_report(run, out=out, trace=trace, predicted=predicted, as_json=json)
 
@@ -324,7 +349,7 @@ def watch(
 
     It shows steps, lanes, memory, and what is durable.
     """
-    from .watch import watch as watch_run
+    from .monitoring import watch as watch_run
 
     watch_run(run, once=once, as_json=json)
 
@@ -338,7 +363,7 @@ app.add_typer(rules, name="rules")
 @rules.command("infer")
 def rules_infer(commit: Commit) -> None:
     """Print the rules that a run is cut by, to edit."""
-    from .rules import infer
+    from .maintenance import infer
 
     infer(commit)
 
@@ -351,7 +376,7 @@ def rules_check(
     json: AsJson = False,
 ) -> None:
     """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""
-    from .rules import check
+    from .maintenance import check
 
     raise typer.Exit(0 if check(file, commit, values, as_json=json) else 1)
 
@@ -361,7 +386,7 @@ def rules_packs(
     name: Annotated[str | None, typer.Argument(metavar="PACK", help="Print this one.")] = None,
 ) -> None:
     """List the packs of rules that come with this."""
-    from .rules import show_packs
+    from .maintenance import show_packs
 
     show_packs(name)
 

@@ -1,4 +1,7 @@
-"""Output of the commands: plain tables and facts that fit a terminal and read as well from a file."""
+"""Output of the commands: plain tables and facts that fit a terminal and read as well from a file.
+
+Parsing of options that are numbers or paths; bad values are refused before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -25,6 +29,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import ConfigError
 from ..quantities import visible
 
 PIPE_COLUMNS = 200
@@ -195,3 +200,23 @@ def _cut_of(atom: dict[str, Any]) -> str:
     """Describe the number of fragments and copies of a tensor; empty for a tensor that is stored whole, once."""
     parts, copies = atom["parts"], atom.get("copies", 1)
     return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))
+
+
+T = TypeVar("T")
+
+
+def parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """Return the result of ``parse`` for ``text``.
+
+    Raises ``ConfigError``, which names ``flag``, for a ``ValueError``.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def refuse_no_directory(flag: str, file: Path | None) -> None:
+    """Raise ``ConfigError`` if the directory of ``file``, given with ``flag``, does not exist."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {file}: there is no directory {file.absolute().parent}; make it first")

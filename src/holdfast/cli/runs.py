@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ..errors import BadInput, NoCommit
 from ..store.format.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
-from ..store.remote.push_target import NamedCommit, Url, place_of
+from ..store.remote.object_store import NamedCommit, Url, place_of
 from ..store.run_store import LocalStore
 from .train.kept_config import NAME, read_record, state_directory
 

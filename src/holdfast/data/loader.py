@@ -4,24 +4,39 @@ Sample ``n`` of a run is a pure function of (seed, n), random augmentation inclu
 under any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after
 all of these have changed. By default the stream has no end, and a batch may straddle two epochs: no sample is
 dropped.
+
+Draws: random numbers of a dataset that depend only on the sample.
+
+A dataset's code uses the generators of the process: ``random``, NumPy's global one, and torch's on the CPU. While
+samples are read, these are seeded anew for each, and afterwards restored. So reading in the trainer's process and in
+a worker's gives the same samples and leaves the trainer's streams alone.
+
+Order: the order of samples, as a pure function of (seed, number of the sample).
+
+Samples are numbered globally from 0, over all ranks and epochs. Every epoch visits each sample once, in an order of
+its own. Nothing is stored: the permutation is a small block cipher on the sample's index, so sample 10**12 costs what
+sample 0 costs, and a position is one integer.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ..errors import BadInput, RunMismatch
 from .corpus import Windowed
-from .draws import seed_streams, streams_put_back
-from .order import sample_index
 
 OWN = ("batch_sampler", "collate_fn", "drop_last", "generator", "sampler", "shuffle")
 """The options of torch's ``DataLoader`` that the loader must set itself."""
@@ -282,3 +297,67 @@ def micro_batches_of(
 ) -> list[dict[str, Tensor]]:
     """Return ``samples`` stacked ``size`` at a time."""
     return [stack(list(samples[start : start + size])) for start in range(0, len(samples), size)]
+
+
+@contextmanager
+def streams_put_back() -> Iterator[None]:
+    """Restore the process's generators after the block, whatever is seeded or drawn within it."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_streams(*key: int) -> None:
+    """Seed the process's generators with ``key``: integers from 0 to ``2**64 - 1``.
+
+    >>> with streams_put_back():
+    ...     seed_streams(3, 1)
+    ...     first = random.random()
+    ...     seed_streams(3, 1)
+    ...     first == random.random()
+    True
+    """
+    seed = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(key)}Q", *key))
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+ROUNDS = 6
+
+
+def sample_index(number: int, *, size: int, seed: int) -> int:
+    """Return the index, in a dataset of ``size`` samples, of global sample ``number``.
+
+    >>> sorted(sample_index(number, size=5, seed=1) for number in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    epoch, position = divmod(number, size)
+    return permute(position, size, seed, epoch)
+
+
+def permute(position: int, size: int, *key: int) -> int:
+    """Return the place of ``position`` in the permutation of ``range(size)`` named by ``key``.
+
+    A Feistel network permutes the next larger 4**half values. A value outside the range goes through the network
+    again until it is inside, which keeps the map one-to-one and takes four turns at most on average.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    value = position
+    while True:
+        value = _feistel(value, half, key)
+        if value < size:
+            return value
+
+
+def _feistel(value: int, half: int, key: tuple[int, ...]) -> int:
+    mask = (1 << half) - 1
+    left, right = value >> half, value & mask
+    for turn in range(ROUNDS):
+        mixed = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(key) + 2}Q", *key, turn, right))
+        left, right = right, left ^ (mixed & mask)
+    return left << half | right

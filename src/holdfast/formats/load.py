@@ -115,7 +115,7 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
     """Return the bytes of ``values``, which has one axis, as a tensor of ``dtype``. Shares memory with ``values``."""
     import torch  # imported here so that commands start without torch
 
-    from ..state.dtypes import FROM_NAME
+    from ..state.plain_tensors import FROM_NAME
 
     return torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])
 
@@ -132,7 +132,7 @@ def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
     """Convert ``values`` from ``dtype`` to ``wanted`` and return the bytes."""
     if dtype == wanted:
         return values.view(np.uint8)
-    from ..state.dtypes import FROM_NAME
+    from ..state.plain_tensors import FROM_NAME
 
     return array_of(tensor_of(values, dtype).to(FROM_NAME[wanted])).view(np.uint8)
 

@@ -26,8 +26,8 @@ from torch import nn
 from ..checkpointer import Checkpointer
 from ..errors import BadInput
 from ..quantities import shown
+from .shared.changed_attributes import innermost, refuse_unless_torchs
 from .shared.position import Batches
-from .shared.wrapped import innermost, refuse_unless_torchs
 
 TAKEN = ("model", "optimizer", "scheduler", "loader", "scaler", "also")
 """Options of a ``Checkpointer`` that come from the accelerator."""

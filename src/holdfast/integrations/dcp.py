@@ -30,12 +30,11 @@ from ..formats.load import ReadPlan, ReadRange, ReadTarget, array_of, in_threads
 from ..formats.readers.run_directory import CommitSource
 from ..formats.source import SourceTensor
 from ..quantities import MiB, packed
-from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
 from ..state.layout.regions import Region
+from ..state.plain_tensors import FROM_NAME
 from ..store.reader import RunReader
-from .dcp_items import RunPlace
-from .dcp_write import StorageWriter
+from .dcp_write import RunPlace, StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
 

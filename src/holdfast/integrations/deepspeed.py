@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.joint_scan import seen_together
+from ..checkpoint.rank_consistency import seen_together
 from ..checkpoint.user_state import ScriptState
 from ..distributed import Ranks
 from ..errors import BadInput
@@ -31,9 +31,8 @@ from ..formats.source import Source
 from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, opened_alike, told_of
 from ..store.commit.retention import Keep
 from .shared.collective_commit import check_step
-from .zero_optimizers import told_of_left
 from .zero_save import write
-from .zero_state import ShownState, numbers_of, put_back, refresh, show
+from .zero_state import ShownState, numbers_of, put_back, refresh, show, told_of_left
 
 __all__ = ["load", "save"]
 

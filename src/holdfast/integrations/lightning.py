@@ -31,8 +31,7 @@ from ..monitor.progress_bar import progress_bar
 from ..regular_files import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
-from .lightning_state import HostState, averages_of, refuse_callbacks
-from .lightning_sums import restore_sums, sums_of
+from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.position import LoaderPlace

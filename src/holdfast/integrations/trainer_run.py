@@ -23,10 +23,16 @@ from ..errors import RunMismatch
 from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
-from .shared.changed_attributes import ChangedAttributes, datasets_of, modules_of, names_in, set_up_again
+from .shared.changed_attributes import (
+    ChangedAttributes,
+    datasets_of,
+    innermost,
+    modules_of,
+    names_in,
+    set_up_again,
+)
 from .shared.collective_commit import newest_progress
-from .shared.index_batches import Order, WatchedBatches, refuse_other_batches
-from .shared.wrapped import innermost
+from .shared.position import Order, WatchedBatches, refuse_other_batches
 
 STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",

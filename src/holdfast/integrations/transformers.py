@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
 from ..regular_files import home_path
-from .shared.wrapped import refuse_unless_torchs
+from .shared.changed_attributes import refuse_unless_torchs
 from .trainer_run import Training
 
 COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")

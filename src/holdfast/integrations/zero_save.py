@@ -28,8 +28,7 @@ from ..store.commit.retention import Keep
 from ..store.format.manifest import Timeline
 from ..store.run_store import LocalStore
 from .shared.collective_commit import OpenedRun, joined_run, unit_of
-from .zero_optimizers import shown_number
-from .zero_state import ShownState
+from .zero_state import ShownState, shown_number
 
 ENGINE = "deepspeed_engine"
 """The key in a commit's progress that names the writer."""

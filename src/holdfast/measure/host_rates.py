@@ -1,20 +1,29 @@
-"""The rates of the host: optimizer updates with a run's tiles and threads, checksums, matrix products."""
+"""The rates of the host: optimizer updates with a run's tiles and threads, checksums, matrix products.
+
+Repeated timing of an action, as often as a time allows and at least once.
+
+Copies between pinned host memory and a device, each way alone and both at once.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import nn
 
+from .. import accelerators
+from ..io.buffers import Buffer
 from ..optim.host_optimizer import SHARED_TILE_ELEMENTS, HostOptimizer, ParameterState
 from ..optim.torch_threads import keep_torch_threads, one_torch_thread
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
-from .clock import median_seconds
 
 WORKERS = 2
 """The number of optimizer threads of a run."""
@@ -81,3 +90,77 @@ def product_seconds(dtype: str) -> float:
         torch.mm(one, one)  # the first one prepares the kernel
         taken.append(time.perf_counter() - start)
     return min(taken)
+
+
+def median_seconds(action: Callable[[], object], seconds: float) -> float:
+    """Return the median seconds of one ``action`` over the runs that fit into ``seconds``.
+
+    A first run, which does not count, goes before.
+    """
+    action()
+    found: list[float] = []
+    ends = time.perf_counter() + seconds
+    while not found or time.perf_counter() < ends:
+        start = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+COPY_BYTES = 256 * MiB
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The rates of copies between pinned memory and the device, in bytes per second."""
+
+    upload: float
+    download: float
+    both: float
+    """The rate of copies in both directions at once, in all."""
+
+
+def measure_copies(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> Copies | None:
+    """Measure copies of ``nbytes`` for about ``seconds``; None where the device computes in host memory."""
+    if not accelerators.is_accelerator(device):
+        return None
+    with _pinned(device, nbytes) as up, _pinned(device, nbytes) as down:
+        return _measure(device, up, down, seconds)
+
+
+def _measure(device: torch.device, source: torch.Tensor, target: torch.Tensor, seconds: float) -> Copies:
+    there = [torch.empty_like(source, device=device) for _ in range(2)]
+    streams = [accelerators.new_stream(device) for _ in range(2)]
+
+    def copy(up: bool, down: bool) -> None:
+        with accelerators.on_stream(streams[0]) if up else nullcontext():
+            if up:
+                there[0].copy_(source, non_blocking=True)
+        with accelerators.on_stream(streams[1]) if down else nullcontext():
+            if down:
+                target.copy_(there[1], non_blocking=True)
+        accelerators.synchronize(device)
+
+    up = source.nbytes / median_seconds(lambda: copy(True, False), seconds / 3)
+    down = source.nbytes / median_seconds(lambda: copy(False, True), seconds / 3)
+    both = 2 * source.nbytes / median_seconds(lambda: copy(True, True), seconds / 3)
+    return Copies(up, down, both)
+
+
+@contextmanager
+def _pinned(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
+    """Yield host memory, pinned where possible, that returns to the system afterwards.
+
+    torch would keep the memory that it pins itself until the process ends, and the engine's host budget would count
+    it.
+    """
+    buffer = Buffer(nbytes, "probe")
+    unpin = None
+    try:
+        with suppress(accelerators.CannotPin):  # the engine's copies would use unpinned memory, too
+            unpin = accelerators.pin(buffer.view, device)
+        yield torch.frombuffer(buffer.view, dtype=torch.uint8)
+    finally:
+        if unpin is not None:
+            unpin()
+        buffer.free()

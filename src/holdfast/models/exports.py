@@ -3,6 +3,8 @@
 ``from_pretrained`` fills a tensor that it does not find with random values and says so only in a log line. So the
 names and shapes of a folder are compared, before a byte is written, with those of the model that its ``config.json``
 describes. Called by ``holdfast convert --to huggingface``.
+
+The reference decoder in the format of Hugging Face's library, whose Llama computes the same.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 from ..errors import BadInput, RunMismatch
 from ..formats.entry_matching import groups_of
 from ..formats.source import Source
+from .decoder import DecoderConfig
 from .keeping import ADAPTER_CONFIG
 from .naming import as_folder, by_model
 from .pretrained import empty_model
@@ -217,3 +220,31 @@ def _refuse_trained_beside(source: Source, adapter: Adapter) -> None:
                     f"{name} of {source.path} was trained beside the adapter, and a folder of the adapter would lose"
                     " it. Resume the run and write it with model.save_pretrained() or merge_and_unload()."
                 )
+
+
+PACK = "decoder-to-llama"
+"""The rules that give the decoder's tensors their names in that library."""
+
+
+def llama_config(config: DecoderConfig) -> dict[str, Any]:
+    """Return the content of ``config.json`` beside the tensors."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden_width,
+        "num_hidden_layers": config.blocks,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": config.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }

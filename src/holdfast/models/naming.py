@@ -22,10 +22,9 @@ from ..errors import Damaged
 from ..formats.load import read_flat
 from ..formats.restore import read_tensors
 from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
-from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.layout.fragments import Fragments, dense
 from ..state.layout.regions import Region
-from ..state.plain_tensors import host_bytes
+from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
 
 KEPT_GROUPS = 2

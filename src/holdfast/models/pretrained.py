@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..formats.entry_matching import Allowed
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
-from ..offload.interrupts import deferred
+from ..offload.exit_hook import deferred
 from ..offload.model.blocks import empty_parameters
 from ..quantities import shown
 from ..sources import OpenedSource

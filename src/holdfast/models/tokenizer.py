@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BadInput
-from ..offload.interrupts import deferred
+from ..offload.exit_hook import deferred
 from .pretrained import checked, transformers_for
 
 FILES = (

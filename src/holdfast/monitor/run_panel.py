@@ -22,7 +22,7 @@ from ..quantities import counted, format_bytes, format_seconds
 from ..regular_files import open_regular
 from ..schedule.operations import SSD_READ, SSD_WRITE
 from . import facts
-from .drive_wear import percent
+from .facts import percent
 from .gantt import milliseconds
 from .history import History
 from .lanes import NAMES

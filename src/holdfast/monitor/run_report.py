@@ -10,12 +10,11 @@ from typing import Any
 from ..quantities import counted, format_bytes
 from . import facts
 from .charts import Curve, Level, Scale, chart
-from .drive_wear import Drive, percent
+from .facts import Drive, percent
 from .gantt import gantt, milliseconds
 from .history import History
 from .lanes import NAMES
-from .page import Section, absent, page, paragraph, table
-from .report_tables import happened, memory, predictions, traffic
+from .report_tables import Section, absent, happened, memory, page, paragraph, predictions, table, traffic
 from .training_panel import number
 
 LOSS = Scale(number, from_zero=False)

@@ -28,12 +28,11 @@ from ..store.commit.generations import Generations
 from ..store.disk import AnyDisk
 from ..store.format.manifest import Manifest
 from ..store.path_checks import check_place
-from ..store.rank_entry import begin, see_alike
-from ..store.run_store import LocalStore
+from ..store.run_store import LocalStore, begin, see_alike
 from .data_parallel import DataParallelGroup, refuse_alone_only
 from .engine import Engine
 from .engine_progress import UserState
-from .interrupts import deferred
+from .exit_hook import deferred
 from .memory.device import open_device
 from .model.model_parts import ModelParts
 from .model.takeover import (
@@ -63,13 +62,12 @@ from .setup.checks import (
     warn_of_resident,
     warn_of_slow_bf16,
 )
-from .setup.defaults import on_host_by_default
 from .setup.drive_setup import Drives
 from .setup.engine_resume import newest_commit, progress_here, same_files
 from .setup.equal_on_ranks import agree_on_choices, agree_on_placement, agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
-from .setup.process_settings import share_heaps
+from .setup.process_settings import on_host_by_default, share_heaps
 from .setup.starting_state import Opens, StartingState, prepare, take_up
 from .setup.step_planning import AUTO, ZEROTH, Budget, RunPlan, Wanted, make_plan
 from .steps import StepRules

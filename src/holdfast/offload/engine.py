@@ -29,10 +29,8 @@ from ..store.format.manifest import Manifest
 from . import rng
 from .engine_progress import UserState
 from .executor import Executor
-from .exit_hook import closed, finish_at_exit
-from .external_edits import ExternalEdits
-from .external_edits import told as told_of_edits
-from .interrupts import deferred
+from .exit_hook import closed, deferred, finish_at_exit
+from .loss_scaling import first_label_counts, mean_of, questions
 from .model.blocks import install
 from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .model.takeover import (
@@ -45,7 +43,6 @@ from .model.takeover import (
     refuse_use,
     switch_on_cache,
 )
-from .model.weights import first_label_counts, mean_of, questions
 from .ops import handlers
 from .ops.commit_ops import publish
 from .reporting.operation_times import Timelines
@@ -60,10 +57,11 @@ from .reporting.step_reports import (
 )
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
-from .setup.defaults import on_host_by_default
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.export import newest_values, state_dict, trained_values
+from .setup.export import ExternalEdits, newest_values, state_dict, trained_values
+from .setup.export import told as told_of_edits
 from .setup.preflight import Preflight
+from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
 from .steps import StepMaker, StepRules

@@ -25,7 +25,7 @@ from ..store.commit.generations import Generations
 from ..store.run_store import LocalStore
 from ..store.scratch import Scratch
 from .data_parallel import DataParallelGroup
-from .loss_scaling import LossScale
+from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.residency import Gradients, Residency
@@ -34,7 +34,6 @@ from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
 from .model.microbatches import Coroutine
-from .model.weights import mean_of
 
 
 @dataclass

@@ -9,12 +9,10 @@ from typing import Any
 
 from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
-from ..schedule.orders import kept_blocks
 from ..schedule.vertical import commit_only, forward_only
-from ..schedule.work import ClippingMode, StepShape
-from .loss_scaling import LossScale
+from ..schedule.work import ClippingMode, StepShape, kept_blocks
+from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, autocast_state, casts, late_call
-from .model.weights import depends_on_shift, shares, target_tokens
 from .offload_options import Clipping, Durability, Precision
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan

@@ -1,8 +1,7 @@
 """Optimizers for plain loops and for out-of-core training: variants with less state, and joined ones."""
 
 from .adamw import AdamW8bit, AdamWBF16
-from .apollo import Apollo, apollo_mini
-from .grass import Grass
+from .apollo import Apollo, Grass, apollo_mini
 from .joined import Joined
 from .mezo import MeZO
 

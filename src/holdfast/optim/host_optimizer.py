@@ -19,10 +19,10 @@ from torch import nn
 
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
+from .declared_state import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
-from .state_forms import Slots
 from .torch_threads import Lane, one_torch_thread, shared_out
 
 TILE_ELEMENTS = 256 * 1024

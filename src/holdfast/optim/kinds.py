@@ -18,11 +18,9 @@ from torch import nn
 
 from ..errors import OptimizerNotSupported
 from .adamw import AdamW8bit, AdamWBF16
-from .apollo import Apollo
-from .declared_state import ShapedStateOptimizer
-from .grass import Grass
+from .apollo import Apollo, Grass
+from .declared_state import Form, ShapedStateOptimizer, Slots
 from .mezo import MeZO
-from .state_forms import Form, Slots
 
 ELEMENTWISE = (
     "Adadelta",

@@ -21,8 +21,7 @@ import torch
 from ..accelerators import devices_of
 from ..errors import OptimizerNotSupported
 from ..state.tensor_entries import PENDING, SEED, STEP
-from .declared_state import ShapedStateOptimizer
-from .state_forms import Slots
+from .declared_state import ShapedStateOptimizer, Slots
 
 TILE = 256 * 1024
 """The elements of a tile. It is part of the format: another size draws other numbers."""

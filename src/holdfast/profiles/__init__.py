@@ -5,8 +5,7 @@ that it runs on. A key is declared once, as a field of ``MachineProfile`` or ``M
 the written file follow from that. Sizes and rates are text such as ``"80GB"`` and ``"12GB/s"``.
 """
 
-from .machine_profile import MachineProfile
-from .model_profile import ModelProfile
 from .profile_files import known, load_machine, load_model, to_toml
+from .profile_keys import MachineProfile, ModelProfile
 
 __all__ = ["MachineProfile", "ModelProfile", "known", "load_machine", "load_model", "to_toml"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .build import gradient_parts, input_parts, parameter_parts, update_parts
+from .build import gradient_parts, input_parts, update_parts
 from .build.parts import StepBuilder
 from .operations import Key, Op
 from .work import BlockPlacement, StepShape, Work
@@ -26,9 +26,9 @@ def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[
     for m in range(shape.micro_batches):
         passes += [("forward", block, m) for block in range(s.last)]
         passes += [("backward", block, m) for block in range(s.last, -1, -1)]
-    there = parameter_parts.load(s, *passes[0])
+    there = input_parts.load(s, *passes[0])
     for (phase, block, m), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, parameter_parts.load(s, *following) if following else ()  # one pass ahead
+        uploaded, there = there, input_parts.load(s, *following) if following else ()  # one pass ahead
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
     end = update_parts.end_of_backward(s)
     update_parts.update_resident(s, end)
@@ -55,7 +55,7 @@ def _forward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> N
             *input_parts.activations(s, block, m),
             *(() if block else input_parts.enter(s, m)),
         ),
-        gives=parameter_parts.release(s, "forward", block, m),
+        gives=input_parts.release(s, "forward", block, m),
     )
     for made in makes:
         input_parts.keep(s, made, m, key)
@@ -66,7 +66,7 @@ def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> 
     """Add the backward of one micro-batch of ``block``, which adds to the sum of those before it."""
     is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()
-    given = (*parameter_parts.release(s, "backward", block, m), *input_parts.used_activations(s, block, m))
+    given = (*input_parts.release(s, "backward", block, m), *input_parts.used_activations(s, block, m))
     if is_last:
         given = (*given, *input_parts.leave(s, m))
     else:

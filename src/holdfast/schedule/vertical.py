@@ -11,11 +11,10 @@ comes first. So the next step needs no information about them.
 
 from __future__ import annotations
 
-from .build import gradient_parts, input_parts, parameter_parts, update_parts
+from .build import gradient_parts, input_parts, update_parts
 from .build.parts import StepBuilder
 from .operations import Key, Op
-from .orders import grad_stays, input_stays, micro_batches
-from .work import BlockPlacement, StepShape, Work
+from .work import BlockPlacement, StepShape, Work, grad_stays, input_stays, micro_batches
 
 
 def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
@@ -30,9 +29,9 @@ def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op
     )
     passes = [("forward", block) for block in range(s.last)]
     passes += [("backward", block) for block in range(s.last, -1, -1)]
-    there = parameter_parts.load(s, *passes[0])
+    there = input_parts.load(s, *passes[0])
     for (phase, block), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, parameter_parts.load(s, *following) if following else ()  # one pass ahead
+        uploaded, there = there, input_parts.load(s, *following) if following else ()  # one pass ahead
         if phase == "forward":
             _forward(s, block, phase, uploaded)
             continue
@@ -58,9 +57,9 @@ def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> lis
     s = StepBuilder(
         work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False
     )
-    there = parameter_parts.load(s, "evaluate", 0)
+    there = input_parts.load(s, "evaluate", 0)
     for block in range(s.count):
-        uploaded, there = there, parameter_parts.load(s, "evaluate", block + 1) if block < s.last else ()
+        uploaded, there = there, input_parts.load(s, "evaluate", block + 1) if block < s.last else ()
         _forward(s, block, "evaluate", uploaded)
     return s.finish()
 
@@ -99,7 +98,7 @@ def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) 
             ),
             gives=(
                 *(() if there else input_parts.used(s, phase, block, m)),
-                *(parameter_parts.release(s, phase, block) if m == order[-1] else ()),
+                *(input_parts.release(s, phase, block) if m == order[-1] else ()),
                 *(input_parts.leave(s, m) if is_last else ()),
             ),
         )
@@ -136,7 +135,7 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
             gives=(
                 *given,
                 *input_parts.used_activations(s, block, m),
-                *(parameter_parts.release(s, "backward", block) if m == order[-1] else ()),
+                *(input_parts.release(s, "backward", block) if m == order[-1] else ()),
                 *(input_parts.leave(s, m) if is_last else ()),
             ),
         )

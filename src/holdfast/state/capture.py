@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
-from .dtypes import TO_NAME
 from .layout.flat_ranges import FlatRange
-from .plain_tensors import odd_kind, repeats_itself
+from .plain_tensors import TO_NAME, odd_kind, repeats_itself
 from .tensor_entries import WRAPPED
 
 FSDP1_INSIDE = "_fsdp_wrapped_module"

@@ -192,8 +192,7 @@ def _encode_of_torch(value: Any, where: str) -> Any:
 def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
     import torch
 
-    from .dtypes import TO_NAME
-    from .plain_tensors import host_bytes, odd_kind
+    from .plain_tensors import TO_NAME, host_bytes, odd_kind
 
     kind = "on meta" if value.is_meta else odd_kind(value)
     if kind is None and type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -275,7 +274,7 @@ def _decode_array(told: dict[str, Any], key: str = "__array__") -> Any:
 def _decode_tensor(told: dict[str, Any]) -> Any:
     import torch
 
-    from .dtypes import FROM_NAME
+    from .plain_tensors import FROM_NAME
 
     dtype, raw = FROM_NAME[told["__tensor__"]], bytearray(base64.b64decode(told["bytes"]))
     made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)

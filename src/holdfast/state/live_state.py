@@ -16,7 +16,6 @@ from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .capture import BufferPlace, Captured, CapturedParameter, buffer_at, capture
-from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
 from .layout.flat_ranges import AnyRegion, copy_common, is_nothing
 from .layout.overlaps import (
@@ -32,7 +31,7 @@ from .layout.overlaps import (
 )
 from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
 from .layout.regions import Region
-from .plain_tensors import is_plain, odd_kind
+from .plain_tensors import TO_NAME, is_plain, odd_kind
 from .tensor_entries import RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"

@@ -3,12 +3,16 @@
 A plain tensor has strides, and no class or transform that computes instead of torch. Every room that writes, sends or
 digests a tensor takes its bytes from here. A plain view as bytes would need a stride of 1 even for a single element,
 and would ignore conjugate and negative views.
+
+Types of tensors: torch's own by the names of safetensors, and the reverse.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+from .tensor_entries import TORCH_NAMES
 
 _DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
 
@@ -80,3 +84,7 @@ def host_bytes(tensor: torch.Tensor) -> np.ndarray:
 def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
     """Return the tensor whose bytes ``flat_bytes`` returned, in the memory of ``raw``."""
     return raw.view(dtype).view(shape)
+
+
+FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
+TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}

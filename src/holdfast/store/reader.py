@@ -31,8 +31,7 @@ from holdfast.store.format.manifest import (
 )
 from holdfast.store.format.payload_ranges import read_atom
 from holdfast.store.log.segments import timelines_of_segments
-from holdfast.store.remote.object_store import remote_disk
-from holdfast.store.remote.push_target import place_of
+from holdfast.store.remote.object_store import place_of, remote_disk
 from holdfast.store.verifying import Report
 
 T = TypeVar("T")

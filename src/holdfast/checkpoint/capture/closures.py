@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...errors import BadInput
-from ...state.dtypes import TO_NAME
 from ...state.encoding import decode, encode
+from ...state.plain_tensors import TO_NAME
 
 WAY_OUT = (
     "Take an optimizer whose step() needs no closure and computes the gradients in the loop, such as"

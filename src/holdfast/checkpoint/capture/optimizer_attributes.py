@@ -31,9 +31,9 @@ from torch import nn
 
 from ...errors import BadInput
 from ...optim.kinds import is_elementwise
-from ...state.dtypes import TO_NAME
 from ...state.encoding import decode, encode
 from ...state.live_state import LiveState
+from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import CARRIED
 from .mutation_check import GENERATORS, generator_state, mark_of
 

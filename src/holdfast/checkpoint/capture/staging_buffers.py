@@ -16,7 +16,7 @@ import torch
 
 from ...io.buffers import Buffer
 from ...quantities import PAGE
-from ...state.dtypes import FROM_NAME
+from ...state.plain_tensors import FROM_NAME
 from ...store.format.file_names import Layout
 from .async_copy import DeviceCopies, pinned
 

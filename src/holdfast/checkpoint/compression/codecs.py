@@ -3,6 +3,13 @@
 ``Exact`` copies gradients. Other codecs *change what training consumes* (``lossy``). A record holds exactly what
 training consumed, so replay is exact with every codec. Each record names its codec, so a run may be resumed with
 another one. Sizes are bytes.
+
+Lossless compression in place: bytes of one significance are grouped, then compressed by zstd.
+
+Signs and exponents of neighbouring numbers are similar, while mantissas are noise. Separated, the former shrink and the
+latter are stored as they are. Sizes are bytes.
+
+Quantization of a flat tensor to 8-bit integers with a scale for each block.
 """
 
 from __future__ import annotations
@@ -12,18 +19,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import BadInput, RunMismatch
+from ...quantities import MiB, round_up
 from ...state.capture import CapturedParameter
-from ...state.dtypes import TO_NAME
 from ...state.layout.ownership import local_of
 from ...state.live_state import LiveState
+from ...state.plain_tensors import TO_NAME
 from ...store.format.file_names import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer, tensors_of
-from .byte_shuffle import squeeze, unsqueeze
-from .quantise import scaled
-from .sparse import Arrays, SparseScratch, Take, spread, spread_into
+from .sparse import Arrays, SparseScratch, Take, num_blocks, spread, spread_into
 
 Trained = Sequence[tuple[str, torch.Tensor]]
 """The parameters that have a gradient now, with their names."""
@@ -274,3 +281,89 @@ def _other_parameters() -> RunMismatch:
         "a record holds the gradients of other parameters than its optimizer has now. Build model and optimizers as the"
         " run's were."
     )
+
+
+CHUNK = 4 * MiB
+LEVEL = 1
+
+
+def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
+    """Compress ``view``, whole pages of elements of ``width``, into its own beginning.
+
+    Returns that beginning, in whole pages, and what ``unsqueeze`` needs, as JSON.
+    """
+    import zstandard
+
+    compressor, sizes, end = zstandard.ZstdCompressor(level=LEVEL), [], 0
+    for start in range(0, len(view), CHUNK):
+        chunk = np.frombuffer(view[start : start + CHUNK], np.uint8)
+        planes = np.ascontiguousarray(
+            chunk.reshape(-1, width).T
+        )  # a copy, since the code below overwrites the chunk
+        if planes.base is not None:
+            planes = planes.copy()
+        for plane in planes:
+            frame = compressor.compress(plane.data)
+            piece = frame if len(frame) < plane.nbytes else plane.data
+            view[end : end + len(piece)] = piece
+            sizes.append(len(piece))
+            end += len(piece)
+    stop = round_up(end)
+    view[end:stop] = bytes(stop - end)
+    return view[:stop], {"bytes": len(view), "width": width, "sizes": sizes}
+
+
+def unsqueeze(part: memoryview, frames: dict[str, Any]) -> memoryview:
+    """Return the memory that was passed to ``squeeze``. Raises ``BadInput`` without the package zstandard."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise BadInput(
+            "the record is compressed, and the package zstandard is not there: pip install 'holdfast[compress]'"
+        ) from error
+
+    width, sizes, start = frames["width"], iter(frames["sizes"]), 0
+    whole, decompressor = np.empty(frames["bytes"], np.uint8), zstandard.ZstdDecompressor()
+    for first in range(0, len(whole), CHUNK):
+        chunk = whole[first : first + CHUNK].reshape(-1, width)
+        for plane in range(width):
+            size = next(sizes)
+            piece = part[start : start + size]
+            if size < len(chunk):
+                piece = decompressor.decompress(piece, max_output_size=len(chunk))
+            chunk[:, plane] = np.frombuffer(piece, np.uint8)
+            start += size
+    return whole.data
+
+
+LARGEST = 127
+
+
+def quantise(flat: torch.Tensor, block: int) -> Arrays:
+    """Round ``flat``, in fp32 or wider, to 255 multiples of a scale: the block's largest magnitude over 127."""
+    padded = torch.zeros(num_blocks(flat.numel(), block) * block, dtype=flat.dtype, device=flat.device)
+    padded[: flat.numel()] = flat
+    scales, steps = quantise_rows(padded.view(-1, block))
+    return {"scales": scales, "steps": steps.view(-1)[: flat.numel()]}
+
+
+def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each row, and the rows in 8 bits."""
+    scales = (rows.abs().amax(1) / LARGEST).to(torch.float32) if rows.numel() else rows.new_empty(0).float()
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).to(rows.dtype)
+    values = (rows / steps[:, None]).round_().nan_to_num_().clamp_(-LARGEST, LARGEST)
+    return scales, values.to(torch.int8)
+
+
+def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
+    """Return the flat tensor whose arrays ``take`` gives."""
+    scales = take("scales", torch.float32, num_blocks(elements, block))
+    steps = take("steps", torch.int8, elements)
+    padded = torch.zeros(scales.numel() * block, dtype=torch.float32, device=steps.device)
+    padded[:elements] = steps
+    return scaled_rows(scales, padded.view(-1, block)).view(-1)[:elements].to(dtype)
+
+
+def scaled_rows(scales: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return the values of rows in 8 bits, in fp32."""
+    return steps * scales[:, None]

@@ -14,14 +14,23 @@ import torch
 
 from ...accelerators import is_accelerator
 from ...errors import BadInput, ModelNotSupported
-from ...state.dtypes import TO_NAME
 from ...state.layout.ownership import local_of
 from ...state.live_state import LiveState
+from ...state.plain_tensors import TO_NAME
 from ...store.format.file_names import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer
-from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of
+from .codecs import (
+    ArrayReader,
+    Codec,
+    Trained,
+    array_key,
+    expand_into,
+    quantise,
+    quantise_rows,
+    scaled_rows,
+    trained_of,
+)
 from .grids import Grid, alike, give, gradient_of, largest_places, residuals_of, tails_of
-from .quantise import quantise, quantise_rows, scaled_rows
 from .sparse import BITS, Arrays, num_blocks, pick
 
 Sizes = dict[str, tuple[torch.dtype, int]]

@@ -22,18 +22,18 @@ from ...errors import BadInput
 from ...optim.kinds import is_elementwise
 from ...quantities import packed
 from ...state.capture import CapturedParameter
-from ...state.dtypes import FROM_NAME, TO_NAME
 from ...state.encoding import encode
 from ...state.layout.flat_ranges import AnyRegion
 from ...state.layout.overlaps import said_keys
 from ...state.layout.ownership import local_of
 from ...state.layout.regions import Region
 from ...state.live_state import LiveState, Rounds, counts_on_host
+from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.progress import hyper_parameters
 from ..capture import device_staging
 from ..capture.device_staging import PinnedHomes, StagedOnDevice, visit_bytes
 from ..capture.optimizer_attributes import OF_TORCH
-from .model_factory import members_of, module_of, optimizer_of
+from ..snapshot.snapshot_state import members_of, module_of, optimizer_of
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 

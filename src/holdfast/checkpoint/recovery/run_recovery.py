@@ -6,6 +6,8 @@ step before.
 
 Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
 All ranks recover the same step, the newest that every rank can reach.
+
+The state of a run at a given step, in memory, without the script that trained it.
 """
 
 from __future__ import annotations
@@ -13,23 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...distributed import Ranks
-from ...errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
+from ...errors import BadInput, Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ...quantities import shown
-from ...state.encoding import joined_members
+from ...state.encoding import joined, joined_members
 from ...state.live_state import LiveState
 from ...store.format.manifest import CommitRef, Manifest, Point
 from ...store.log.segments import streams
-from ...store.remote.push_target import Url
+from ...store.remote.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
 from ..numerics import needs_threads, told_in, told_of_other
-from ..snapshot.snapshot_state import strides_of
-from ..user_state import ScriptState
+from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
+from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, ReplayMismatch
-from .model_factory import members_of, places_of
 from .recovery_progress import RecoveryProgress
 
 BY, RECORDS = "by", "records"
@@ -390,3 +394,34 @@ def _said_end(line: Lineage) -> str | None:
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
     )
     return None if line.odd is None else f"{line.odd}{harmless}"
+
+
+class _Kept(NoScriptState):
+    """A stand-in for the script that keeps the progress which would be restored."""
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.progress = progress
+
+
+def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
+    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
+
+    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
+    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
+    """
+    with LocalStore(root) as store:
+        line = store.line(tip)
+        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
+        threads = torch.get_num_threads()
+        try:
+            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
+            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
+        finally:
+            torch.set_num_threads(threads)
+        if found.residuals_lost:
+            raise BadInput(
+                f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
+                " record. Name a step that `holdfast ls` lists."
+            )
+        told = joined([base.progress_of(stream) for stream in base.streams])
+        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}

@@ -22,8 +22,7 @@ from ...store.run_store import LocalStore
 from ..recovery.replay import clip_as_told
 from . import retained_state, shared_memory
 from .channel import Channel, Message
-from .replica_config import ReplicaConfig
-from .replica_process import LAST_WORD
+from .replica_process import LAST_WORD, ReplicaConfig
 from .replica_rendezvous import HERE, KEPT, ReplicaNotes
 from .replica_server import ReplicaServer
 

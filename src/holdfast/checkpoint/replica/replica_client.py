@@ -35,10 +35,9 @@ from ..recovery.model_description import describe, refuse_what_cannot_be_rebuilt
 from ..recovery.run_recovery import RecoveryResult, recover
 from ..user_state import ScriptState
 from . import retained_state, shared_memory
+from .channel import RING, SharedPool
 from .record_sender import RecordSender
-from .replica_config import ReplicaConfig
-from .replica_process import ReplicaProcess
-from .ring import RING, SharedPool
+from .replica_process import ReplicaConfig, ReplicaProcess
 
 LINGER_SECONDS = 600.0
 """The time that a replica waits for another trainer when its own has died and everything is on the disk."""

@@ -14,7 +14,7 @@ from holdfast import failpoints
 
 from .channel import Channel, ChannelClosed
 from .multi_rank_server import MultiRankReplicaServer
-from .replica_config import ReplicaConfig
+from .replica_process import ReplicaConfig
 from .replica_server import ReplicaServer
 
 

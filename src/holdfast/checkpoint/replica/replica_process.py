@@ -2,6 +2,8 @@
 
 A thread receives the messages of the process. Every waiting caller gets the error with which the process failed,
 including its death. The process has a session of its own, so a signal that ends this process does not reach it.
+
+The configuration of a replica's process, passed to it when it starts.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -214,3 +217,19 @@ class ReplicaProcess:
             f"the replica {how} while training went on. Step {self.durable_step} is durable, later ones are not. Make"
             " another Checkpointer to resume."
         )
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """The configuration of a replica's process. ``memory`` bounds the copies for a snapshot, in bytes."""
+
+    run: str
+    place: str
+    keep: tuple[int, int | None, float | None]
+    direct: bool
+    memory: int
+    linger_seconds: float
+    trainer: int
+    failpoint: str
+    rank: int = 0
+    world_size: int = 1

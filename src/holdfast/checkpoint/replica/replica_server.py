@@ -49,10 +49,8 @@ from ..snapshot.snapshot_state import beside_records
 from ..snapshot.snapshot_writer import SnapshotWriter
 from ..user_state import NoScriptState
 from . import retained_state, shared_memory
-from .channel import Channel, ChannelClosed, Inbox, Message
-from .replica_config import ReplicaConfig
-from .replica_process import LAST_WORD
-from .ring import Ring
+from .channel import Channel, ChannelClosed, Inbox, Message, Ring
+from .replica_process import LAST_WORD, ReplicaConfig
 
 PATIENCE_SECONDS = 5.0
 """The longest time that another process may hold the run's lock."""

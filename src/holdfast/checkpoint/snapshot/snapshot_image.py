@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...io.buffers import Buffer
-from ...state.dtypes import TO_NAME
-from ...state.plain_tensors import flat_bytes
+from ...state.plain_tensors import TO_NAME, flat_bytes
 from ...store.format.file_names import METADATA, Layout
 
 

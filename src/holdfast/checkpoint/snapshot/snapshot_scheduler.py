@@ -24,8 +24,7 @@ from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
 from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
-from ..storage_share import LEAST_STORAGE, left_bytes
-from .collective_snapshot import CollectiveSnapshot
+from ..storage_share import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from .snapshot_writer import SnapshotWriter
 
 POLICIES = ("block", "skip", "commit")

@@ -21,8 +21,7 @@ from ...schedule.interval.waste import (
     storage_bytes,
     waste,
 )
-from ..flags import parsed
-from ..output import console, plain_table, print_facts, print_json, print_table
+from ..output import console, parsed, plain_table, print_facts, print_json, print_table
 from .placing import plan_placement
 
 NEEDED = ("step_seconds", "full_bytes", "write_bytes_per_second")

@@ -11,14 +11,24 @@ from ...profiles import MachineProfile, load_machine, load_model
 from ...quantities import MiB, counted, format_bytes, format_seconds, parse_bytes
 from ...schedule.operation_lists import fit, play
 from ...schedule.planner import formulas
-from ...schedule.planner.explain import Life, WhatIf, binding, life, memory_is_full, what_if
 from ...schedule.planner.formulas import FRACTIONS
 from ...schedule.planner.linear_program import Solution
-from ...schedule.planner.plan_search import Case, Found, best_at, engine_case, search
+from ...schedule.planner.plan_search import (
+    Case,
+    Found,
+    Life,
+    WhatIf,
+    best_at,
+    binding,
+    engine_case,
+    life,
+    memory_is_full,
+    search,
+    what_if,
+)
 from ...schedule.planner.setting import Method
 from ...schedule.simulate import Simulation
-from ..flags import parsed
-from ..output import console, plain_table, print_facts, print_json, print_table
+from ..output import console, parsed, plain_table, print_facts, print_json, print_table
 
 SIZES = {
     "params": "parameters",

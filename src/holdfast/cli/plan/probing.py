@@ -14,9 +14,8 @@ from ...offload.memory.device import open_device
 from ...offload.model.model_parts import DTYPES
 from ...profiles import load_model, to_toml
 from ...quantities import format_seconds, parse_bytes
-from ..flags import parsed, refuse_no_directory
 from ..machine import choose_dtype
-from ..output import error_console, print_json
+from ..output import error_console, parsed, print_json, refuse_no_directory
 
 
 def probe(

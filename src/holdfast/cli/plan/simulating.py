@@ -11,7 +11,6 @@ from typing import Any
 
 from ...errors import BadInput
 from ...quantities import format_bytes, format_seconds
-from ...schedule.drawn_lanes import busy_columns, chrome_trace, text_timeline, window
 from ...schedule.horizontal import horizontal
 from ...schedule.memory_use import MakesOps
 from ...schedule.operation_lists import EVALUATION_BATCHES, fit, host_bytes, play, shape_of, work_of
@@ -19,11 +18,10 @@ from ...schedule.planner.formulas import PROCESS_BYTES
 from ...schedule.planner.placement import choose
 from ...schedule.planner.plan_search import Case, check_device, engine_case, search
 from ...schedule.planner.setting import Setting
-from ...schedule.simulate import Simulation
+from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_timeline, window
 from ...schedule.vertical import vertical
 from ...schedule.work import BlockPlacement
-from ..flags import refuse_no_directory
-from ..output import console, plain_table, print_json, print_table
+from ..output import console, plain_table, print_json, print_table, refuse_no_directory
 from .placing import case_of, rate_text
 
 ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...config import Config
-from ...monitor.drive_wear import wear
+from ...monitor.facts import wear
 from ...quantities import counted, format_bytes
 from ..machine import launched
 from ..output import print_facts

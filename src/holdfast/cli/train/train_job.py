@@ -3,6 +3,11 @@
 The same command starts a run, continues it and, with more ``train.steps``, extends it: the content of the run directory
 decides. Losses are nats per token; a token of the reference decoder is a byte. Under torchrun it trains on several
 ranks (``launched_ranks``), and the same step uses the same samples on any number of ranks.
+
+``holdfast train`` on several ranks, as torchrun starts them.
+
+Ranks share the micro-batches of a step and stop at the same step. Only the first rank prints and keeps the record of
+the run.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -27,7 +34,7 @@ from ...config import Config, to_values
 from ...data.corpus import Windowed
 from ...data.loader import SampleLoader, micro_batches_of, step_loader
 from ...distributed import Ranks
-from ...errors import Damaged, NoCommit
+from ...errors import BadInput, ConfigError, Damaged, NoCommit
 from ...events import EventLog, read_events
 from ...monitor.training_panel import TrainingPanel
 from ...offload.engine import Engine
@@ -35,11 +42,11 @@ from ...offload.setup.equal_on_ranks import agree
 from ...offload.setup.preflight import Preflight
 from ...quantities import format_seconds
 from ...store.run_store import LocalStore
-from ..machine import choose_device, choose_dtype
+from ..machine import choose_device, choose_dtype, launched
+from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .engine_build import make_engine
 from .kept_config import changes_to_run, describe, kept_dtype, state_directory, write_record
-from .launched_ranks import console_of, first_alone, refuse_encoding_here, share_of, together
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .sizing import Wish, sized
@@ -317,3 +324,60 @@ def sampled_ids(
             tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
         )
         yield int(tokens[0, -1])
+
+
+T = TypeVar("T")
+
+DEADLINE_SECONDS = 300.0
+"""The seconds that a rank waits for another one, as in ``offload``."""
+
+
+@contextmanager
+def together() -> Iterator[Ranks]:
+    """Yield the ranks that torchrun started, or a single one. Collective: every rank must call this."""
+    if launched() == (0, 1):
+        yield Ranks()
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_SECONDS))  # as the engine does
+    ranks = Ranks.here(DEADLINE_SECONDS, "begin to train")
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        dist.destroy_process_group()
+
+
+def console_of(ranks: Ranks) -> Console:
+    """Return a console on standard output for the first rank, and one that prints nowhere for the others."""
+    return console() if ranks.rank == 0 else Console(file=open(os.devnull, "w", encoding="utf-8"))
+
+
+def share_of(config: Config, ranks: Ranks) -> int:
+    """Return this rank's number of micro-batches in a step. Raises ``ConfigError`` if they do not divide evenly."""
+    whole = config.train.micro_batches
+    if whole % ranks.world_size:
+        raise ConfigError(
+            f"train.micro_batches = {whole} cannot be shared out evenly among {ranks.world_size} ranks: start as many"
+            " as divide it, or set another number, of all ranks together"
+        )
+    return whole // ranks.world_size
+
+
+def refuse_encoding_here(what: str) -> None:
+    """Raise ``BadInput``, because rank 0 should have done ``what`` already."""
+    raise BadInput(
+        f"{what} was done by rank 0, whose copy is not what this rank has: all ranks need one file system for the run's"
+        " directory and for the text"
+    )
+
+
+def first_alone(ranks: Ranks, what: Callable[[], T]) -> T:
+    """Return the result of ``what`` on the first rank, however long it takes. Collective: every rank must call this.
+
+    An error on the first rank is raised on all.
+    """
+    with ranks.agreeing():
+        result = ranks.first_takes_its_time(what)
+    return ranks.everyone(result)[0]  # type: ignore[return-value]

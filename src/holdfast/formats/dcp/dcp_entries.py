@@ -3,22 +3,31 @@
 Each entry is an archive of ``torch.save`` with one tensor. Folders may have a million entries, so an entry is opened
 when it is first read. Until then the claims of ``.metadata`` are checked against the sizes of the files; on opening
 they are checked against the archive. The CRC-32 of an entry is checked before any of its bytes is used.
+
+Reader of the values other than tensors in DCP entries and ``torch.save`` files, as JSON.
+
+Reader of folders of ``torch.distributed.checkpoint``: ``.metadata``, a pickle, and ``*.distcp`` files, in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from ...errors import Damaged
+from ...quantities import KiB, counted
 from ...state.layout.fragments import Fragments, dense, row_major
-from ...state.tensor_entries import DTYPE_BYTES
+from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
+from ..entry_keys import PROGRESS, name_all
 from ..fragment_reads import NUM_LOCKS, WithNumbers, looking_at
-from ..source import StoredArray
+from ..source import SourceTensor, StoredArray
+from ..state_dict_progress import add_or_tell, progress_of, state_dict_of
 from ..torch_archive.archives import Archive
-from ..torch_archive.pickled_json import bytes_of
+from ..torch_archive.pickled_json import Plain, bytes_of
 from ..torch_archive.pickles import Tensor
-from .dcp_metadata import DcpEntry, Shards
+from .dcp_metadata import METADATA, Claims, DcpEntry, Shards
 
 
 class Entries(WithNumbers):
@@ -114,3 +123,68 @@ class Entries(WithNumbers):
 def _in_c_order(tensor: Tensor) -> bool:
     pairs = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
     return all(n == 1 or stride == dense for n, stride, dense in pairs)
+
+
+REMEMBERED = 64 * KiB
+"""The largest entry without tensors, in bytes, whose content is cached, as equal ones recur."""
+
+
+class Values:
+    """Reader of entries that are no tensors, as JSON."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Any] = {}
+
+    def read(self, key: str, entry: DcpEntry) -> Any:
+        """Return the value of ``entry``. Raises ``Damaged``, which names ``key``."""
+        with open(entry.path, "rb") as file:
+            file.seek(entry.offset)
+            data = file.read(entry.nbytes) if entry.nbytes <= REMEMBERED else b""
+        if data and data in self._known:
+            return self._known[data]
+        try:
+            archive = Archive(entry.path, entry.offset, entry.nbytes)
+            value = Plain(archive)(archive.content)
+        except Damaged as error:
+            raise Damaged(
+                f"{key}, in {entry.path} from {entry.offset} on: {error}", path=str(entry.path), atoms=(key,)
+            ) from error
+        if data:
+            self._known[data] = value
+        return value
+
+
+def is_dcp(path: Path) -> bool:
+    """Return whether ``path`` is such a folder, complete or not."""
+    return (path / METADATA).is_file() or any(path.glob("__*_*.distcp"))
+
+
+class DcpFolder(Entries):
+    """The folder ``path``; ``progress["roots"]`` tells which keys were read as the model's and the optimizer's."""
+
+    def __init__(self, path: Path) -> None:
+        """Read ``.metadata``.
+
+        Raises ``Damaged`` if it claims what the files lack, or does not cover a tensor exactly once.
+        """
+        super().__init__(str(path), "dcp")
+        claims = Claims(path)
+        ranks = {file.name.split("_")[2] for file in path.glob("__*_*.distcp")}
+        theirs = f"torch.distributed.checkpoint, files of {counted(len(ranks), 'rank')}"
+        self.writer = "holdfast" if PROGRESS in claims.values else theirs
+        values = Values()
+        rest = {key: values.read(key, entry) for key, entry in claims.values.items()}
+        with state_dict_of(str(path)):
+            self._take(claims, rest)
+
+    def _take(self, claims: Claims, rest: dict[str, Any]) -> None:
+        """Build tensor entries and progress; ``rest`` holds the entries that are no tensors."""
+        kinds = {key: shards.kind for key, shards in claims.tensors.items()}
+        named = name_all(kinds, claims.paths, rest, self.path)
+        for key, shards in claims.tensors.items():
+            name, slot = named.tensors[key]
+            stored = SourceTensor(TensorEntry(name, slot, *shards.kind), self.add_shards(key, shards))
+            add_or_tell(self, key, stored, rest)
+        self.progress = progress_of(
+            {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, self.path
+        )

@@ -24,10 +24,10 @@ import torch
 
 from ...errors import BadInput
 from ...quantities import KiB, MiB
-from ...state.dtypes import FROM_NAME
 from ...state.encoding import decode
 from ...state.layout.fragments import row_major
 from ...state.layout.regions import Region
+from ...state.plain_tensors import FROM_NAME
 from ...store.disk import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ..entry_keys import EXTRA, PROGRESS
 from ..entry_matching import groups_of

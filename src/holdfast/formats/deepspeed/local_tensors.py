@@ -11,8 +11,7 @@ import numpy as np
 
 from ...errors import BadInput, Damaged
 from ...state.layout.fragments import Fragment, flat
-from ...state.numbers import values_of
-from ...state.tensor_entries import DTYPE_BYTES
+from ...state.tensor_entries import DTYPE_BYTES, values_of
 from ..fragment_reads import ReadFiles
 from ..torch_archive.archives import Archive
 from ..torch_archive.pickles import PickledObject, Tensor

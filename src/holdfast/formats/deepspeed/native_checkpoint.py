@@ -17,9 +17,17 @@ from ..load import read_flat, tensor_of
 from ..torch_archive.pickles import PickledObject
 from . import zero3, zero12
 from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import Names, add_parameter, others_of, progress_of, writer_of
+from .deepspeed_names import (
+    ModelStates,
+    Names,
+    add_parameter,
+    beside,
+    check_models,
+    others_of,
+    progress_of,
+    writer_of,
+)
 from .local_tensors import LocalParameter, Rank, shapes_of
-from .model_states import ModelStates, beside, check_models
 from .tensor_parallel import Info, PlacedParameter
 
 _SAME = (
@@ -128,7 +136,7 @@ class NativeCheckpoint(WithNumbers):
         """Return whether the first element of the model's parameter equals that of the master."""
         import torch
 
-        from ...state.dtypes import FROM_NAME
+        from ...state.plain_tensors import FROM_NAME
 
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
         dtype = FROM_NAME[tensor.storage.dtype]

@@ -20,9 +20,17 @@ from ..source import SourceTensor
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import Tensor
 from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import Names, add_parameter, others_of, progress_of, writer_of
+from .deepspeed_names import (
+    ModelStates,
+    Names,
+    add_parameter,
+    beside,
+    check_models,
+    others_of,
+    progress_of,
+    writer_of,
+)
 from .local_tensors import Shape, shapes_of
-from .model_states import ModelStates, beside, check_models
 from .tensor_parallel import Info
 
 _SLOTS = {"fp32": "param"}

@@ -18,16 +18,14 @@ from ...state.encoding import encode
 from ...state.layout.fragments import Fragment, Fragments, dense, flat, joined
 from ...state.layout.regions import Region
 from ...state.tensor_entries import TensorEntry
-from ..dcp.dcp_entries import Entries
+from ..dcp.dcp_entries import Entries, Values
 from ..dcp.dcp_metadata import METADATA, Claims, DcpEntry
-from ..dcp.dcp_values import Values
 from ..entry_keys import EXTRA, ShapeAndType, slot_of
 from ..source import SourceTensor
 from ..torch_archive.archives import Archive
 from .megatron_folder import COMMON, CONFIG, IntegrityFile
-from .megatron_names import CommonState, Groups, check_objects, numbers_of
+from .megatron_names import CommonState, Groups, check_objects, is_flat, named, numbers_of, unstacked
 from .optimizer_buffers import Buffers, ModelTensor
-from .parameter_names import is_flat, named, unstacked
 
 States = dict[str, dict[str, ModelTensor]]
 """Optimizer state by name and slot."""

@@ -16,10 +16,8 @@ from ...store.format.payload_files import INSPECT
 from ...store.format.payload_ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ..entry_keys import KEY, ShapeAndType, name_all
-from ..foreign_progress import state_dict_of
-from ..small_tensors import add_or_tell
 from ..source import Source, SourceTensor, StoredArray
-from ..state_dict_progress import progress_of
+from ..state_dict_progress import add_or_tell, progress_of, state_dict_of
 
 if TYPE_CHECKING:
     from .pending_updates import PendingUpdates

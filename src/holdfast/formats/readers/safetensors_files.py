@@ -2,6 +2,8 @@
 
 The metadata of a file that ``huggingface.py`` wrote tells the role of each key, and holds checksums of the tensors and
 of the header. In other files every tensor is a parameter, and flipped bits cannot be detected.
+
+Sets of files with an index from keys to files, as Hugging Face's libraries write them.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ from typing import Any
 
 import xxhash
 
-from ...errors import Damaged
+from ...errors import Damaged, FileMissing
 from ...quantities import MiB
 from ...state.layout.fragments import Fragments, dense
 from ...state.layout.regions import Region
 from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ...store.format.file_names import TensorInFile, without_pads
-from ..foreign_progress import told, told_progress
 from ..fragment_reads import ReadFiles
 from ..source import Checksums, SourceTensor, StoredArray
-from .safetensors_index import files_of
+from ..state_dict_progress import told, told_progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KEYS, PROGRESS, XXH3 = "holdfast.keys", "holdfast.progress", "holdfast.xxh3"
@@ -296,3 +297,34 @@ def _library_of(folder: Path) -> str:
         return f"transformers {version}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+INDEX_BYTES = 100_000_000
+"""An upper limit for the size of an index."""
+
+
+def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]:
+    """Return the files of ``path`` and the keys that its index lists (none where no index applies).
+
+    A file stands for itself. In a folder, ``single`` wins over ``index``, as in transformers, which leaves the index of
+    an earlier save in place.
+
+    Raises ``Damaged`` for an index that is none, ``FileMissing`` for a file that it names.
+    """
+    if path.is_file():
+        return [path], set()
+    if (path / single).is_file() or not (path / index).is_file():
+        return [path / single], set()
+    if (size := (path / index).stat().st_size) > INDEX_BYTES:
+        raise Damaged(f"{path / index} is no index of files: it has {size} bytes", path=str(path / index))
+    try:
+        named = json.loads((path / index).read_text())["weight_map"]
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file of it is not in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path / index} is no index of files: {error}", path=str(path / index)) from error
+    for file in (path / name for name in names):
+        if not file.is_file():
+            raise FileMissing(f"{file} is missing, which the index names", path=str(file))
+    return [path / name for name in names], set(named)

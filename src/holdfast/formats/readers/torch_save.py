@@ -18,16 +18,13 @@ from ...state.layout.fragments import Fragments
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import Path as Way
 from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
-from ..foreign_progress import check_progress, state_dict_of
 from ..fragment_reads import ReadFiles
-from ..small_tensors import SMALL_BYTES, add_or_tell
 from ..source import SourceTensor
-from ..state_dict_progress import progress_of
+from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, check_inside, piece_of
 from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import Tensor
-from .safetensors_files import unread_in
-from .safetensors_index import files_of
+from .safetensors_files import files_of, unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -233,8 +233,7 @@ def _of_torch(obj: Any) -> Any:
     """Return the stand-in for an object of torch; any other object unchanged."""
     import torch
 
-    from ...state.dtypes import TO_NAME
-    from ...state.plain_tensors import host_bytes, odd_kind
+    from ...state.plain_tensors import TO_NAME, host_bytes, odd_kind
 
     if isinstance(obj, torch.Size):
         return Size(obj)

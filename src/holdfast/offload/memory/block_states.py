@@ -22,17 +22,16 @@ import xxhash
 
 from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
+from ...optim.declared_state import Form, Slots
 from ...optim.host_optimizer import HostOptimizer, ParameterState
-from ...optim.state_forms import Form, Slots
 from ...quantities import round_up
 from ...state.capture import BufferPlace, buffer_at
-from ...state.dtypes import FROM_NAME, TO_NAME
 from ...state.layout.regions import Region
+from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import Layout
 from ..model.blocks import Owned
-from .parameter_shards import ParameterShard, copy_parts, range_of
-from .rank_shares import divided
+from .parameter_shards import ParameterShard, copy_parts, divided, range_of
 
 ALIGN = 256
 """Bytes. Tensors in compute copies, gradients and packed inputs start at multiples of it.

@@ -22,8 +22,7 @@ from torch import nn
 
 from ...accelerators import current_kind, current_stream_in_use, on_stream, use_device
 from ...errors import BadInput, BlockInputChanged, ModelNotSupported
-from ..setup.defaults import callers_default_device
-from ..setup.process_settings import end_openmp_threads
+from ..setup.process_settings import callers_default_device, end_openmp_threads
 from .blocks import BlockFunction, Blocks
 
 _running = threading.local()

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ModelNotSupported
 from ...schedule.mezo_schedule import DISPLACED
 from ...schedule.operations import Op
-from ...schedule.orders import input_stays, micro_batches
+from ...schedule.work import input_stays, micro_batches
 from .. import rng
 from ..memory.block_states import BlockState
 from ..memory.residency import Gradients
@@ -26,7 +26,7 @@ from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden
 from ..model.input_changes import InputWatch
 from ..model.microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
 from ..runtime import Runtime, Step
-from ..setup.defaults import callers_default
+from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
 FORWARD = "forward"

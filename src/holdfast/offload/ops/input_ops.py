@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import torch
 
 from ...schedule.operations import Op
-from ...schedule.orders import input_stays
+from ...schedule.work import input_stays
 from ..memory.block_states import as_tensor
 from ..memory.transfer_pool import packed_bytes, unpacked
 from ..model.boundaries import BlockOutput, Boundary

@@ -27,7 +27,7 @@ from ..memory.residency import add_in_parts
 from ..model.blocks import Blocks, Patch
 from ..model.microbatches import extract_loss, module_call
 from ..setup.block_measurement import detached, moves, moving, restored, swapped
-from ..setup.defaults import callers_default
+from ..setup.process_settings import callers_default
 
 TIMES = 9
 """Largest number of times that each is timed; the median is taken."""

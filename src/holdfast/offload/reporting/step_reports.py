@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import accelerators
-from ..model.weights import mean_of
+from ..loss_scaling import mean_of
 from ..runtime import Runtime, Step
 from ..setup.preflight import Preflight
 from ..setup.process_settings import process_bytes

@@ -8,7 +8,7 @@ from itertools import accumulate, count
 import torch
 
 from ...io.buffers import Buffer, BufferPool
-from ...optim.state_forms import anew
+from ...optim.declared_state import anew
 from ...quantities import round_up
 from ...schedule.memory_use import buffers
 from ...store.commit.generations import Generations
@@ -28,9 +28,8 @@ from ..model.microbatches import hand_over
 from ..model.model_parts import ModelParts
 from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
-from .engine_resume import other_layout
+from .engine_resume import ReshardedCommit, other_layout
 from .existing_state import held_for, part_of
-from .resharded_commit import ReshardedCommit
 from .starting_state import StartingState
 from .step_planning import RunPlan
 

@@ -14,7 +14,7 @@ from ...accelerators import emulates_bf16, is_accelerator, name_of
 from ...errors import BadInput, ModelNotSupported
 from ...measure.host_rates import product_seconds
 from ...optim.mezo import epsilon_of
-from ...schedule.orders import ORDERS
+from ...schedule.work import ORDERS
 from ..model.blocks import Blocks, candidates, configurations, parameter_bytes
 from ..offload_options import IO, Clipping, Durability, Placement, Precision
 from .step_planning import SCHEDULES, Budget

@@ -3,6 +3,12 @@
 The result is stored with the run, so that a unit stays on its drive from one resume to the next. Only another list of
 drives is measured anew; units that then belong elsewhere are written to their new drive as the run continues. All ranks
 use the same drives, as the first rank finds them.
+
+Distribution of the units of state over several SSDs. Bytes, bytes per second.
+
+A unit's files all lie on one drive. Units go round in proportion to the rate of each drive, so that in every step and
+every stretch of blocks all drives are busy for about the same time. Several ranks move their parts of one unit at once,
+so these lie on different drives too.
 """
 
 from __future__ import annotations
@@ -16,17 +22,15 @@ from pathlib import Path
 
 from ...distributed import Ranks
 from ...errors import DoesNotFit
-from ...io.drive_queues import DriveQueues
-from ...io.queue import IOQueue
+from ...io.queue import DriveQueues, IOQueue
 from ...measure.ssd import LEAST_BYTES, measure_ssd
 from ...optim.torch_threads import one_torch_thread
 from ...quantities import MiB, format_bytes
 from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed
-from ...schedule.planner.drive_shares import shares_of_state, spread
 from ...store.commit.generations import Generations
 from ...store.disk import Disk
 from ...store.drive_links import HOME, Drive, directories_for, record_of
-from ...store.rank_entry import see_drives
+from ...store.run_store import see_drives
 from ..model.model_parts import ModelParts
 from .automatic_placement import Limits, nearest, to_standard_error
 from .step_planning import RunPlan
@@ -182,3 +186,44 @@ def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
 def device_of(directory: str) -> int:
     """Return the number of the file system on which ``directory`` is or would be."""
     return os.stat(nearest(Path(directory))).st_dev
+
+
+def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) -> tuple[float, ...]:
+    """Return the fraction of the state that each drive has, given the drives' ``rates``.
+
+    A step moves ``state_bytes`` of the state, and ``other_bytes`` that lie on the first drive anyway.
+
+    >>> shares_of_state([1.0, 3.0], 100, 0)
+    (0.25, 0.75)
+    >>> shares_of_state([1.0, 1.0], 100, 50)
+    (0.25, 0.75)
+    """
+    total, others = sum(rates), sum(rates[1:])
+    if not state_bytes or not others:
+        return tuple(rate / total for rate in rates)
+    first = max(0.0, rates[0] / total * (state_bytes + other_bytes) - other_bytes) / state_bytes
+    return first, *((1 - first) * rate / others for rate in rates[1:])
+
+
+def spread(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[list[int]]:
+    """Return the drive of each unit of each rank, in the order in which a step goes through the units.
+
+    It is the drive that is furthest behind its share, counting all ranks and this one together.
+
+    >>> spread([[8, 8, 8, 8, 8, 8]], [1 / 3, 2 / 3])
+    [[1, 0, 1, 1, 0, 1]]
+    >>> spread([[8, 8, 8, 8], [8, 8, 8, 8]], [1 / 2, 1 / 2])
+    [[0, 1, 0, 1], [1, 0, 1, 0]]
+    """
+    found: list[list[int]] = [[] for _ in sizes]
+    placed, together = [[0] * len(shares) for _ in sizes], [0] * len(shares)
+    for unit in range(len(sizes[0])):
+        for rank, own in enumerate(placed):
+            nbytes = sizes[rank][unit]
+            wanted = sum(own) + sum(together) + 2 * nbytes
+            behind = [share * wanted - (a + b) for share, a, b in zip(shares, own, together, strict=True)]
+            drive = behind.index(max(behind))
+            own[drive] += nbytes
+            together[drive] += nbytes
+            found[rank].append(drive)
+    return found

@@ -14,7 +14,7 @@ import torch
 
 from ...distributed import Ranks
 from ...errors import RunMismatch
-from ...optim.state_forms import Slots
+from ...optim.declared_state import Slots
 from ...state.capture import Captured, buffer_at
 from ...state.layout.regions import Region
 from ..engine_progress import UserState

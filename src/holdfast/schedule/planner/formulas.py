@@ -21,8 +21,7 @@ from ..build.parts import (
     STATE_SLOTS,
     UPDATED_SLOTS,
 )
-from .affine import Affine
-from .setting import Setting
+from .setting import Affine, Setting
 
 FRACTIONS = ("params", "optimizer", "activations", "gradients")
 RECYCLED = "recycled"

@@ -16,9 +16,8 @@ from typing import Any
 from ...errors import BadInput, DoesNotFit
 from ...quantities import format_bytes
 from . import formulas
-from .affine import Affine
 from .formulas import FRACTIONS, RECYCLED
-from .setting import Setting
+from .setting import Affine, Setting
 
 FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
 UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)

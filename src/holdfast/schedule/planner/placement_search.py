@@ -8,6 +8,8 @@
 
 Of equally fast choices, the one that recomputes most is taken, because it needs least memory, and then the one that
 wears the SSD least.
+
+A measured model as the linear program takes it.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
 from ..operation_lists import machine_of
 from ..operations import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
-from ..orders import kept_blocks
 from ..simulate import Simulation, simulate
-from ..work import BlockPlacement, StepShape, Work
+from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
-from .measured_model import MeasuredModel
 from .placement import ORDER, checked, choose
 from .setting import Method, Setting
 
@@ -365,3 +365,66 @@ def has_highs() -> bool:
     except BadInput:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """Equal blocks, each the mean of the blocks that were measured."""
+
+    work: Work
+    description: str = "the model at hand"
+    tokens: int = 1
+    micro_batch: int = 1
+    sequence: int = 1
+    """Tokens, micro-batch and sequence are not known; no choice depends on them."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.work.blocks)
+
+    @property
+    def trained_block_parameters(self) -> int:
+        return round(self._mean("elements"))
+
+    @property
+    def block_parameters(self) -> int:
+        return round(self._mean("param_bytes") / self.param_bytes_each)
+
+    @property
+    def resident_parameters(self) -> int:
+        return self.work.resident_elements
+
+    @property
+    def input_elements(self) -> int:
+        return self.work.input_bytes // self.param_bytes_each
+
+    @property
+    def forward_flop(self) -> float:
+        return self._mean("forward_flop")
+
+    @property
+    def backward_flop(self) -> float:
+        return self._mean("backward_work")
+
+    @property
+    def head_flop(self) -> float:
+        return self.work.head_flop
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.work.workspace_bytes
+
+    @property
+    def param_bytes_each(self) -> int:
+        """Bytes of one parameter on the device."""
+        trained = self._mean("elements")
+        return max(round(self._mean("trained_param_bytes") / trained), 1) if trained else 2
+
+    @property
+    def state_bytes_each(self) -> float:
+        """Bytes of one trained parameter's master and optimizer state."""
+        trained = self._mean("elements")
+        return self._mean("state_bytes") / trained if trained else 0.0
+
+    def _mean(self, what: str) -> float:
+        return sum(getattr(block, what) for block in self.work.blocks) / len(self.work.blocks)

@@ -2,17 +2,24 @@
 
 Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
 delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.
+
+Affine expressions: written like numbers, read as a row of a linear program.
+
+Time for moving bytes two ways at once: an SSD that is read and written, or a bus.
+
+Rates are bytes per second. Known are the rate of each way alone, and the rate of both at once in equal parts. Between
+these the time is interpolated. Without the latter the ways take turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
 from ..work import CLIPPING, ClippingMode
-from .duplex import Duplex
 
 
 class PlannedModel(Protocol):
@@ -210,3 +217,91 @@ def bus_of(machine: MachineProfile) -> Duplex:
         return Duplex()
     up, down = machine.upload_bytes_per_second, machine.download_bytes_per_second
     return Duplex(one=up or inf, other=down or inf, mixed=machine.copy_bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A constant plus multiples of named unknowns: ``constant + sum(terms[name] * name)``.
+
+    >>> bytes_read = 10 * (1 - Affine.of("kept")) + 5
+    >>> bytes_read({"kept": 0.25}), bytes_read.least
+    (12.5, 5.0)
+    """
+
+    constant: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str) -> Affine:
+        """Return the unknown ``name``."""
+        return cls(0.0, {name: 1.0})
+
+    def __add__(self, other: Affine | float) -> Affine:
+        if not isinstance(other, Affine):
+            return Affine(self.constant + other, self.terms)
+        names = {**self.terms, **other.terms}
+        terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names}
+        return Affine(self.constant + other.constant, terms)
+
+    def __mul__(self, factor: float) -> Affine:
+        return Affine(self.constant * factor, {name: value * factor for name, value in self.terms.items()})
+
+    def __truediv__(self, divisor: float) -> Affine:
+        return self * (1 / divisor)
+
+    def __neg__(self) -> Affine:
+        return self * -1.0
+
+    def __sub__(self, other: Affine | float) -> Affine:
+        return self + -other
+
+    def __rsub__(self, other: float) -> Affine:
+        return -self + other
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __call__(self, values: Mapping[str, float]) -> float:
+        """Return the value for given unknowns."""
+        return self.constant + sum(value * values[name] for name, value in self.terms.items())
+
+    @property
+    def least(self) -> float:
+        """The smallest value, for unknowns that lie between 0 and 1."""
+        return self.constant + sum(min(value, 0.0) for value in self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duplex:
+    """The rates of two ways. ``mixed`` is the sum of both, measured with as much one way as the other.
+
+    >>> Duplex(one=4.0, other=2.0).seconds(8, 8), Duplex(one=4.0, other=2.0, mixed=4.0).seconds(8, 8)
+    (6.0, 4.0)
+    """
+
+    one: float = inf
+    other: float = inf
+    mixed: float | None = None
+
+    def rows(self, one: Affine, other: Affine) -> list[Affine]:
+        """Return the seconds for ``one`` and ``other`` bytes, as rows whose largest value counts.
+
+        A device on which the ways help each other has two rows. On one where they slow each other down (as reads do
+        beside writes), each byte takes the longer time of the equal mixture, whatever the mixture, which is a careful
+        estimate.
+        """
+        turns = 1 / self.one + 1 / self.other
+        both = turns if self.mixed is None else 2 / self.mixed
+        if both >= turns:
+            slower = both / turns if turns else 1.0
+            return [one * (slower / self.one) + other * (slower / self.other)]
+        return [(one - other) / self.one + other * both, (other - one) / self.other + one * both]
+
+    def seconds(self, one: float, other: float) -> float:
+        """Return the seconds for ``one`` and ``other`` bytes."""
+        return max(row({}) for row in self.rows(Affine(one), Affine(other)))
+
+    def slowdown(self, one: float, other: float) -> float:
+        """Return ``seconds`` divided by the time of ways that take turns, for the same bytes."""
+        turns = one / self.one + other / self.other
+        return self.seconds(one, other) / turns if turns else 1.0

@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import Damaged, DiskFailed, Unreadable
-from holdfast.store.commit.retention import Keep, dropped, kept_for_good, lineage, writer_of
-from holdfast.store.disk_usage import Need, needs, unneeded_segments
+from holdfast.store.commit.retention import (
+    Keep,
+    Need,
+    dropped,
+    kept_for_good,
+    lineage,
+    needs,
+    unneeded_segments,
+    writer_of,
+)
 from holdfast.store.format.manifest import CommitRef, Manifest
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams

@@ -18,11 +18,13 @@ from holdfast.store.commit.retention import (
     dropped,
     kept_for_good,
     lineage,
+    needs,
     newest_tip,
+    unneeded_segments,
     unneeded_timelines,
+    used_bytes,
 )
 from holdfast.store.disk import AnyDisk
-from holdfast.store.disk_usage import needs, unneeded_segments, used_bytes
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.log.segments import segments, streams
 from holdfast.store.reader import RunReader

@@ -5,24 +5,30 @@ whole or not at all and is never written again with other content, so ranges of 
 that fail are repeated for a while, then raise ``DiskFailed``.
 The usual variables give the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
 AWS_REGION, AWS_ENDPOINT_URL.
+
+Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
+
+A run is a directory, or a prefix of a bucket: s3://bucket/prefix.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ...errors import BadInput, DiskFailed
 from ...quantities import KiB, MiB
+from ...regular_files import home_path
 from ..lock import HeldLock
-from .push_target import Url
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -344,3 +350,48 @@ def _plain(error: Exception) -> str:
 def remote_disk(place: Path | Url) -> ObjectDisk | None:
     """Return a reader for a run in a bucket; None for a run in a directory."""
     return ObjectDisk(place) if isinstance(place, Url) else None
+
+
+class Url(PurePosixPath):
+    """A place in an object store, ``s3://bucket/prefix``.
+
+    A path that lost one of the slashes is understood.
+
+    >>> print(Url("s3:/bucket/run") / "commits")
+    s3://bucket/run/commits
+    """
+
+    def __str__(self) -> str:
+        return "s3://" + super().__str__().removeprefix("s3:/")
+
+
+@dataclass(frozen=True)
+class NamedCommit:
+    """A commit as a person named it; without a step the newest one.
+
+    >>> NamedCommit.parse("runs/7b@1200.t2")
+    NamedCommit(run=PosixPath('runs/7b'), step=1200, timeline=2)
+    """
+
+    run: Path | Url
+    step: int | None = None
+    timeline: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> NamedCommit:
+        match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
+        if match is None or home_path(text).is_dir():
+            return cls(place_of(text))
+        return cls(place_of(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+
+
+def place_of(path: str | PurePath) -> Path | Url:
+    """Return the place of a run. ``Path`` merges the two slashes of an address."""
+    return Url(path) if str(path).startswith("s3:/") else home_path(path)
+
+
+def holds_run(path: Path | Url) -> bool:
+    """Return whether ``path`` holds a run, or the configuration of one."""
+    if isinstance(path, Url):  # only runs are read from a bucket
+        return True
+    return (path / "commits").is_dir() or (path / "config.toml").is_file()

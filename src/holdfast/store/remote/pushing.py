@@ -20,8 +20,17 @@ import xxhash
 
 from ...errors import CommitRetired, Damaged, DiskFailed, RunMismatch
 from ..commit.generations import corrupt
-from ..commit.retention import Keep, ancestry, dropped, kept_for_good, lineage, newest_tip, unneeded_timelines
-from ..disk_usage import needs, unneeded_segments
+from ..commit.retention import (
+    Keep,
+    ancestry,
+    dropped,
+    kept_for_good,
+    lineage,
+    needs,
+    newest_tip,
+    unneeded_segments,
+    unneeded_timelines,
+)
 from ..drive_links import HOME
 from ..format.file_names import block_spans
 from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
@@ -30,8 +39,7 @@ from ..log.chain import chain_of
 from ..log.segments import segments, streams
 from ..reader import RunReader, run_key_of
 from .copying import PushResult, RecordsCopy
-from .object_store import ObjectDisk
-from .push_target import Url
+from .object_store import ObjectDisk, Url
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
 Told = Callable[[int, int], None]

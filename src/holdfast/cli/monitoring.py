@@ -1,21 +1,30 @@
-"""``report``: a run as one page, as a trace for Perfetto, or as JSON."""
+"""Stub.
+
+``report``: a run as one page, as a trace for Perfetto, or as JSON.
+
+``watch``: show a run of another process, live on a terminal, in lines elsewhere.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rich.live import Live
+
 from ..errors import BadInput, Damaged, NoCommit
-from ..monitor.drive_wear import drive_of
+from ..monitor.facts import drive_of
 from ..monitor.history import History
+from ..monitor.run_panel import LivePanel, Tail
 from ..monitor.run_report import Look, document, html
 from ..monitor.trace import chrome_trace
 from ..quantities import parse_seconds, visible
-from ..store.remote.push_target import Url, place_of
-from .flags import parsed
-from .output import print_json
+from ..store.remote.object_store import Url, place_of
+from .output import console, parsed, print_json
 from .runs import open_run
 
 LOG = "events.jsonl"
@@ -82,3 +91,63 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}. Name another file, with --out or --trace."
         ) from error
+
+
+SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
+"""The seconds between two scans, and between two lines where there is no terminal."""
+
+LOOKS = 4
+"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
+
+LEISURE = 20
+"""The pause after drawing, as a multiple of the drawing time.
+
+Drawing a long log takes a while, and the run has better use for the core.
+"""
+
+MOST_COLUMNS = 100
+
+
+def watch(run: Path, *, once: bool, as_json: bool) -> None:
+    """Show ``run`` until Ctrl-C, or once."""
+    tail = Tail(log_of(run))
+    panel = LivePanel(History(tail.new()), str(run))
+    if as_json:
+        print_json(panel.document(time.time()))
+    elif once:
+        out = console()
+        out.print(panel.picture(time.time()), width=min(out.width, MOST_COLUMNS))
+    else:
+        with suppress(KeyboardInterrupt):
+            _follow(tail, panel)
+
+
+def _follow(tail: Tail, panel: LivePanel) -> None:
+    """Scan and show the run until Ctrl-C."""
+    out = console()
+    if out.is_terminal and not out.is_dumb_terminal:
+        with Live(panel.picture(time.time()), console=out, auto_refresh=False) as live:
+            pause = SECONDS
+            for look in count(1):
+                time.sleep(pause)
+                if _take(tail, panel) or look % LOOKS == 0:
+                    began = time.perf_counter()
+                    live.update(panel.picture(time.time()), refresh=True)
+                    pause = max(SECONDS, LEISURE * (time.perf_counter() - began))
+    said, last = "", float("-inf")
+    while True:
+        now = time.monotonic()
+        line = panel.line(time.time())
+        if line != said and now - last >= SECONDS_BETWEEN_LINES:
+            print(line, flush=True)
+            said, last = line, now
+        time.sleep(SECONDS)
+        _take(tail, panel)
+
+
+def _take(tail: Tail, panel: LivePanel) -> bool:
+    """Add new events to the history; return whether there were any."""
+    new = list(tail.new())
+    for event in new:
+        panel.history.add(event)
+    return bool(new)

@@ -1,0 +1,244 @@
+"""Stub.
+
+``compact``: make a snapshot of a later step from a snapshot and its log records.
+
+``prune``: show which commits a policy would remove and which steps depend on them, and remove them.
+
+``push``: copy a run to a bucket, once or continuously.
+
+``rules``: print the sharding of a run as rules, check whether rules fit, and list the packs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.recovery.compaction import compact
+from ..checkpoint.recovery.recovery_progress import RecoveryProgress
+from ..errors import BadInput, DiskFailed
+from ..formats import packs, rules_source
+from ..monitor.progress_bar import progress_bar
+from ..quantities import counted, format_bytes
+from ..state.rules.rule_language import Rules
+from ..store.commit.pruning import Pruning, planned, prune, said_spans
+from ..store.commit.retention import Keep
+from ..store.format.manifest import Manifest
+from ..store.reader import RunReader
+from ..store.remote.copying import PushResult
+from ..store.remote.object_store import Url, place_of
+from ..store.remote.pushing import Pusher
+from .output import console, error_console, plain_table, print_json, print_table, transfer_progress
+from .runs import directory_of, label, open_run, with_commits
+
+
+def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
+    """Make a snapshot of step ``to``, or of the newest step, and print what it took."""
+    watch = RecoveryProgress(progress_bar(error_console()))
+    done = compact(directory_of(run, "compact"), to, watch)
+    base = done.base
+    if as_json:
+        print_json(
+            {
+                "step": base.step,
+                "timeline": base.timeline,
+                "bytes": base.total_bytes,
+                "from_step": done.from_step,
+                "records": watch.replayed_records,
+                "dropped": done.dropped,
+                "stays_for": [list(span) for span in done.left],
+                "unread": list(done.unread),
+            }
+        )
+        return
+    print(
+        f"{run}@{base.step} is a base now, {format_bytes(base.total_bytes)}, made from that of step {done.from_step:,}"
+        f" and the records of {counted(watch.replayed_records // len(base.streams), 'step')}."
+    )
+    if done.dropped:
+        print(f"Steps {done.from_step:,} to {base.step - 1:,} are gone, unless an older base leads to them.")
+    if done.left:
+        print(
+            f"The base of step {done.from_step:,} stays, with what follows it: steps {said_spans(done.left)} of what"
+            f" a later resume left need it. `holdfast prune {run} --keep-last 1 --dry-run` says what would go with it."
+        )
+    if done.unread:
+        print(
+            f"The base of step {done.from_step:,} stays, since what cannot be read may need it:"
+            f" {' '.join(done.unread)}"
+        )
+
+
+def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
+    """Remove what ``keep`` does not keep, or with ``dry_run`` only print it."""
+    found = planned(open_run(run), keep) if dry_run else prune(directory_of(run, "prune"), keep)
+    if as_json:
+        print_json(_document(found) | {"dry_run": dry_run})
+        return
+    if not found.going and not found.segments:
+        print(f"nothing to remove: {run} holds no more than the policy keeps")
+        return
+    table = plain_table(">step", ">timeline", ">size", "depends on it")
+    for going in found.going:
+        leads = f"records to {going.leads_to:,}" if going.leads_to > going.ref.step else ""
+        told = (leads, "" if going.current else "left behind by a later resume")
+        text = ", ".join(filter(None, told)) or "nothing more"
+        table.add_row(f"{going.ref.step:,}", str(going.ref.timeline), format_bytes(going.bytes), text)
+    print_table(console(), table)
+    verb = "Would remove" if dry_run else "Removed"
+    print(
+        f"{verb} {counted(len(found.going), 'commit')} and {counted(len(found.segments), 'segment')} of records,"
+        f" {format_bytes(found.total_bytes)}. {_lost(found, dry_run)}"
+    )
+    for text in found.unread:
+        print(f"Steps in what cannot be read are not counted: {text}")
+
+
+def _lost(found: Pruning, dry_run: bool) -> str:
+    if not found.lost:
+        return "Every step that could be recovered still can."
+    return f"Steps {said_spans(found.lost)} {'could not' if dry_run else 'cannot'} be recovered any more."
+
+
+def _document(found: Pruning) -> dict[str, Any]:
+    return {
+        "commits": [
+            {"step": g.ref.step, "timeline": g.ref.timeline, "bytes": g.bytes, "leads_to": g.leads_to}
+            for g in found.going
+        ],
+        "kept": [{"step": ref.step, "timeline": ref.timeline} for ref in found.kept],
+        "segments": list(found.segments),
+        "segment_bytes": found.segment_bytes,
+        "bytes": found.total_bytes,
+        "steps_lost": [list(span) for span in found.lost],
+        "unread": list(found.unread),
+    }
+
+
+SECONDS = 2.0
+"""The pause between two scans of a run that is followed, in seconds."""
+
+
+def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool, as_json: bool) -> bool:
+    """Copy what ``destination`` lacks of ``run``, and print it. Return whether all copied data was undamaged.
+
+    With ``follow`` it repeats until Ctrl-C, through any network failure.
+    """
+    place = place_of(destination)
+    if not isinstance(place, Url):
+        raise BadInput(
+            f"{destination} is no place in a bucket: give s3://BUCKET/PREFIX. A directory can be copied."
+        )
+    pusher = Pusher(directory_of(run, "push"), place, keep=None if keep_last is None else Keep(keep_last))
+    whole, told = True, ""
+    try:
+        whole = not _push(pusher, place, follow, as_json).damaged
+        while follow:
+            time.sleep(SECONDS)
+            try:
+                whole &= not _push(pusher, place, follow, as_json).damaged
+                told = ""
+            except DiskFailed as error:
+                if str(error) != told:
+                    print(f"{error} It is tried again until Ctrl-C.", file=sys.stderr, flush=True)
+                told = str(error)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+    return whole
+
+
+def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> PushResult:
+    began = time.perf_counter()
+    with transfer_progress("copying", quiet=as_json) as bar:
+        task = bar.add_task("copying", total=None)
+        done = pusher.push(lambda total, nbytes: bar.update(task, total=total, advance=nbytes))
+    if not follow or done.commits or done.records or done.removed or done.damaged:
+        _say(done, place, time.perf_counter() - began, follow, as_json)
+    return done
+
+
+def _say(done: PushResult, place: Url, seconds: float, follow: bool, as_json: bool) -> None:
+    if as_json:
+        document = _push_document(done, seconds)
+        print(json.dumps(document), flush=True) if follow else print_json(document)
+        return
+    steps = "".join(f", step {ref.step:,}" for ref in sorted(done.commits))
+    print(
+        f"{place}: {counted(len(done.commits), 'commit')}{steps}, and {counted(done.records, 'record')} copied,"
+        f" {format_bytes(done.bytes)}, {seconds:.1f} s"
+    )
+    if done.retired:
+        print(
+            f"Not copied: {counted(len(done.retired), 'commit')} that the run retired meanwhile. Push again, or let it"
+            " keep more of them: keep=Keep(last=...), or durability.retain."
+        )
+    if done.removed:
+        print(f"Removed there: {counted(len(done.removed), 'older commit')}")
+    for error in done.damaged:
+        print(f"Not copied, since it is damaged: {error}")
+    if done.durable_step is None:
+        print("Nothing can be recovered from there yet: it has no commit")
+    else:
+        print(f"Everything up to step {done.durable_step:,} can be recovered from there", flush=True)
+
+
+def _push_document(done: PushResult, seconds: float) -> dict[str, Any]:
+    return {
+        "commits": [{"step": ref.step, "timeline": ref.timeline} for ref in done.commits],
+        "removed": [{"step": ref.step, "timeline": ref.timeline} for ref in done.removed],
+        "retired": [{"step": ref.step, "timeline": ref.timeline} for ref in done.retired],
+        "records": done.records,
+        "bytes": done.bytes,
+        "seconds": seconds,
+        "durable_step": done.durable_step,
+        "damaged": [{"path": error.path, "text": str(error)} for error in done.damaged],
+    }
+
+
+def infer(commit: str) -> None:
+    """Print the rules that build the tensors of a commit from what its ranks stored."""
+    print(with_commits([commit], rules_source.infer), end="")
+
+
+def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
+    """Print what rules build from what the ranks of a commit stored; return whether it matches the commit's record."""
+    found = packs.find(rules, values)
+    return with_commits([commit], partial(_check, found, as_json=as_json))
+
+
+def show_packs(name: str | None) -> None:
+    """Print the names of all packs, or the text of one."""
+    if name is not None:
+        print(packs.text(name), end="")
+        return
+    table = plain_table("pack", "for")
+    for pack, purpose in packs.names().items():
+        table.add_row(pack, purpose)
+    print_table(console(), table)
+
+
+def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+    found, other = rules_source.check(rules, reader, manifest)
+    if as_json:
+        print_json(
+            {
+                "atoms": sorted(found.atoms), "otherwise": other, "aliases": found.aliases, "unused": found.unused,
+                "dropped": found.dropped, "ambiguous": found.ambiguous,
+            }
+        )  # fmt: skip
+        return not other
+    print(f"{counted(len(found.atoms), 'tensor')} made of what {label(reader, manifest)} stores")
+    for name, numbers in found.ambiguous.items():
+        print(f"  ambiguous: {name} is matched by rules {', '.join(map(str, numbers))}; the first holds")
+    for number in found.unused:
+        print(f"  unused: {rules.rules[number - 1].label}")
+    for name in found.dropped:
+        print(f"  dropped: {name}")
+    for key in other:
+        print(f"  not as the run records it: {key}")
+    return not other

@@ -90,70 +90,207 @@ def recover(
     later step may be in data that cannot be read. Raises ``RunMismatch`` if the run belongs to another model, with
     nothing changed.
     """
-    bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     search = _Search(
-        store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
+        store, state, script, ranks, target, tip, exact=exact, continuing=continuing, after_update=after_update,
+        watch=watch,
     )  # fmt: skip
-    odd, unread = search.odd, search.unread
-    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
-    if bases and not continuing_ones:
-        raise NoCommit(
-            f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
-            ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
-        )
-    for ref in continuing_ones:
+    bases = search.bases()
+    for ref in bases:
         line = search.line_from(ref)
         if line is None:
             store.damaged.add(ref)
             continue
-        if line.step < max(unread.values(), default=-1):
-            raise Unreadable(next(iter(unread)), line.step)
-        if watch is not None:
-            watch.ended()
-        if exact and continuing and line.step != target and line.odd is None:
+        search.refuse_end(line)
+        return search.restored(line)
+    raise search.none_whole(bases)
+
+
+@dataclass
+class _Search:
+    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
+
+    store: LocalStore
+    state: LiveState
+    script: ScriptState
+    ranks: Ranks
+    target: int | None
+    tip: int | None
+    exact: bool
+    continuing: bool
+    after_update: Callable[[int], None] | None
+    watch: RecoveryProgress | None
+    acknowledged: int = -1
+    """A step known from the logs to have been durable on all streams."""
+    odd: list[str] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
+    """The step of each snapshot that the device did not return, by the device's message."""
+
+    def bases(self) -> list[CommitRef]:
+        """Return the snapshots from which the search may begin, the newest first.
+
+        Raises ``NoCommit`` if there are some, and training continues bit for bit from none.
+        """
+        store, target, tip = self.store, self.target, self.tip
+        bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
+        if not self.continuing:
+            return bases
+        whole = [ref for ref in bases if not _has_lost_residuals(ref, store, tip)]
+        if bases and not whole:
             raise NoCommit(
-                f"{store.root} cannot be brought to step {target} so that training goes on as it did: residuals are"
+                f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
+                ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
+            )
+        return whole
+
+    def line_from(self, ref: CommitRef) -> Lineage | None:
+        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
+
+        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
+        call this.
+        """
+        tried: list[Lineage] = []
+        ended: list[Unreadable] = []
+        target = self.target
+
+        def attempt() -> _Outcome:
+            tried.clear(), ended.clear()
+            try:
+                tried.append(self._replayed(ref, target))
+            except ReplayMismatch as error:
+                return _Outcome(-1, error.step - 1, str(error))
+            except Unreadable as error:
+                ended.append(error)
+                return _Outcome(-1, error.step, None, is_unread=True)
+            except (Damaged, DiskFailed) as error:
+                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
+            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
+
+        while True:
+            outcomes = self.ranks.all_do(attempt)
+            said = {each.why: each for each in outcomes if each.why is not None}
+            self.odd += [why for why in said if why not in self.odd]
+            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
+            reachable = [each.could for each in outcomes if each.could is not None]
+            if len(reachable) < len(outcomes):
+                return None
+            target = min(reachable)
+            if all(
+                each.is_unread for each in outcomes if each.could == target
+            ):  # other ranks could continue from there
+                self.ranks.all_do(partial(_tell_unreadable, ended, target))
+            if all(each.has == target for each in outcomes):
+                return tried[0]
+
+    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
+        """Return the line up to ``target``, with the state at its end."""
+        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
+        if self.continuing:
+            line.end_before_feedback()
+        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
+        _refuse_other_updates(line, self.after_update is not None)
+        _refuse_other_members(line, self.state)
+        line.watch = self.watch or line.watch
+        line.replay_into(self.state, self.ranks.rank, self.after_update)
+        return line
+
+    def refuse_end(self, line: Lineage) -> None:
+        """Raise an error if ``line`` ends before the step that was requested, or before one that cannot be read."""
+        root = self.store.root
+        if line.step < max(self.unread.values(), default=-1):
+            raise Unreadable(next(iter(self.unread)), line.step)
+        if self.watch is not None:
+            self.watch.ended()
+        if not self.exact or line.step == self.target:
+            return
+        if self.continuing and line.odd is None:
+            raise NoCommit(
+                f"{root} cannot be brought to step {self.target} so that training goes on as it did: residuals are"
                 f" part of bases alone, and the newest at or before it is of step {line.step}. Resume there, or with"
                 ' exactness="state".'
             )
-        if exact and line.step != target:
-            elsewhere = store.said_of_timelines(target) if tip is None and target is not None else ""
-            raise NoCommit(
-                f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
-                f" {odd[-1] if odd else 'No later step of this line can be had.'}{elsewhere}"
-            )
-        if target is None and not continuing:
-            # without a log the store is a replica's, whose timelines fork from steps that were in memory alone
-            _tell_lost(line, line.acknowledged if streams(store.disk) else -1, odd)
-        others = _other_members(line, state)
-        same_cut = len(line.chains) == ranks.world_size and all(
-            ranks.everyone(_stores_alike(line, state, ranks) and not others)
+        why = self.odd[-1] if self.odd else "No later step of this line can be had."
+        raise NoCommit(
+            f"{root} cannot be brought to step {self.target}: after step {line.step} the records end."
+            f" {why}{self._said_of_timelines()}"
         )
-        same_cut &= _updated(line, after_update is not None) == (after_update is not None)
+
+    def _said_of_timelines(self) -> str:
+        """Return a sentence about abandoned timelines that may have the one step that was requested."""
+        if not self.exact or self.tip is not None or self.target is None:
+            return ""
+        return self.store.said_of_timelines(self.target)
+
+    def restored(self, line: Lineage) -> RecoveryResult:
+        """Restore user state and residuals at the end of ``line``, whose tensors the live state has.
+
+        Collective: every rank must call this.
+        """
+        rank = self.ranks.rank
+        if self.target is None and not self.continuing:
+            # without a log the store is a replica's, whose timelines fork from steps that were in memory alone
+            _tell_lost(line, line.acknowledged if streams(self.store.disk) else -1, self.odd)
+        others = _other_members(line, self.state)
+        same_cut = self._has_same_cut(line, others)
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
-        lost = line.residuals_lost or (own_residuals and len(line.chains) != ranks.world_size)
+        lost = line.residuals_lost or (own_residuals and len(line.chains) != self.ranks.world_size)
         if lost or line.residuals_dropped:
-            state.forget_residuals()
-        base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
-        odd += script.told_of_kept(base, progress)
-        trained = line.trained(ranks.rank)
-        odd += _told_of_thawed(line.base, state, trained)
+            self.state.forget_residuals()
+        progress = line.progress(rank)
+        self.odd += self._told_of_changes(line, others)
+        self.script.restore(progress)
+        if rank >= len(line.chains):
+            self.script.scatter(rank)
+        return RecoveryResult(line.point, self.odd, same_cut, lost, line.trained(rank), progress)
+
+    def _has_same_cut(self, line: Lineage, others: Mapping[str, str]) -> bool:
+        """Return whether every rank stores what the rank of its number stored, and does the same after updates.
+
+        Collective: every rank must call this.
+        """
+        ranks, here = self.ranks, self.after_update is not None
+        alike = len(line.chains) == ranks.world_size and all(
+            ranks.everyone(_stores_alike(line, self.state, ranks) and not others)
+        )
+        return alike and _updated(line, here) == here
+
+    def _told_of_changes(self, line: Lineage, others: Mapping[str, str]) -> list[str]:
+        """Return a warning for each thing that is not as the run had it, and that the run continues without."""
+        rank, base = self.ranks.rank, line.base.progress_of(line.base.streams[0])
+        progress = line.progress(rank)
+        odd = self.script.told_of_kept(base, progress)
+        odd += _told_of_thawed(line.base, self.state, line.trained(rank))
         odd += [text for text in others.values() if text]
         odd += [
             f"{names} were one memory in the run and are not here: from here on each is trained by itself."
-            for names in line.apart(state, line.stream_of(ranks.rank))
+            for names in line.apart(self.state, line.stream_of(rank))
         ]
-        odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
-        script.restore(progress)
-        if ranks.rank >= len(line.chains):
-            script.scatter(ranks.rank)
-        return RecoveryResult(line.point, odd, same_cut, lost, trained, progress)
-    if not bases:
-        elsewhere = store.said_of_timelines(target) if exact and tip is None and target is not None else ""
-        raise NoCommit(f"{store.root} has no commit of step {target} or before it.{elsewhere}")
-    if unread:
-        raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
-    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
+        return odd + told_of_other(told_in(progress, base), needs_threads(self.state, self.after_update))
+
+    def none_whole(self, bases: list[CommitRef]) -> Exception:
+        """Return the error for a run of which none of ``bases`` can be used."""
+        root = self.store.root
+        if not bases:
+            return NoCommit(
+                f"{root} has no commit of step {self.target} or before it.{self._said_of_timelines()}"
+            )
+        if self.unread:
+            return DiskFailed(f"no base of {root} can be read. {next(iter(self.unread))}")
+        return Damaged(f"no commit of {root} is whole: {self.odd[0]} {NONE_WHOLE}")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of one rank's attempt to recover from a snapshot.
+
+    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
+    """
+
+    has: int | None
+    could: int | None
+    why: str | None
+    is_unread: bool = False
+    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
 
 
 def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
@@ -292,92 +429,6 @@ def _refuse_other_members(line: Lineage, state: LiveState) -> None:
             f"{moved[0]}{more}: the run's records would be replayed with the hyper-parameters of another group. Put it"
             " back, resume, call save(), and change the groups then."
         )
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of one rank's attempt to recover from a snapshot.
-
-    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
-    """
-
-    has: int | None
-    could: int | None
-    why: str | None
-    is_unread: bool = False
-    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
-
-
-@dataclass
-class _Search:
-    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
-
-    store: LocalStore
-    state: LiveState
-    script: ScriptState
-    ranks: Ranks
-    target: int | None
-    tip: int | None
-    continuing: bool
-    after_update: Callable[[int], None] | None
-    watch: RecoveryProgress | None
-    acknowledged: int = -1
-    """A step known from the logs to have been durable on all streams."""
-    odd: list[str] = field(default_factory=list)
-    unread: dict[str, int] = field(default_factory=dict)
-    """The step of each snapshot that the device did not return, by the device's message."""
-
-    def line_from(self, ref: CommitRef) -> Lineage | None:
-        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
-
-        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
-        call this.
-        """
-        tried: list[Lineage] = []
-        ended: list[Unreadable] = []
-        target = self.target
-
-        def attempt() -> _Outcome:
-            tried.clear(), ended.clear()
-            try:
-                tried.append(self._replayed(ref, target))
-            except ReplayMismatch as error:
-                return _Outcome(-1, error.step - 1, str(error))
-            except Unreadable as error:
-                ended.append(error)
-                return _Outcome(-1, error.step, None, is_unread=True)
-            except (Damaged, DiskFailed) as error:
-                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
-            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
-
-        while True:
-            outcomes = self.ranks.all_do(attempt)
-            said = {each.why: each for each in outcomes if each.why is not None}
-            self.odd += [why for why in said if why not in self.odd]
-            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
-            reachable = [each.could for each in outcomes if each.could is not None]
-            if len(reachable) < len(outcomes):
-                return None
-            target = min(reachable)
-            if all(
-                each.is_unread for each in outcomes if each.could == target
-            ):  # other ranks could continue from there
-                self.ranks.all_do(partial(_tell_unreadable, ended, target))
-            if all(each.has == target for each in outcomes):
-                return tried[0]
-
-    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
-        """Return the line up to ``target``, with the state at its end."""
-        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
-        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
-        if self.continuing:
-            line.end_before_feedback()
-        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
-        _refuse_other_updates(line, self.after_update is not None)
-        _refuse_other_members(line, self.state)
-        line.watch = self.watch or line.watch
-        line.replay_into(self.state, self.ranks.rank, self.after_update)
-        return line
 
 
 def _tell_unreadable(ended: list[Unreadable], step: int) -> None:

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,47 +135,38 @@ class Checkpointer:
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
-
-        def check() -> None:
-            self._options = Options(
-                codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory, storage=storage,
-                recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
-                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
-            )  # fmt: skip
-            self._loop = TrainingState(
-                ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
-                codec=codec, averages=averages, after_update=after_update,
-            )  # fmt: skip
-            refuse_of_several(ranks, when_behind)
-            if replica is not False:
-                them = self._loop.optimizers
-                refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
-                refuse_waiting(wait_each_step)
-            if disk is None:
-                check_place(run)
-
-        def prepare() -> None:
-            refuse_clipping(self._loop.state, clip_norm)
-            self._loop.state.refuse_odd_state()
-            refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
-            if replica is False:
-                self._survival: DurabilityBackend = LogBackend(self._loop, self._options, self._events)
-            else:
-                place = shared_memory.MEMORY if replica is True else home_path(replica)
-                self._survival = ReplicaBackend(
-                    self._loop, self._options, self._events, run=run, memory=place
-                )
-            if remote is not None and ranks.rank == 0:
-                self._remote = Remote(run, remote, keep, self._events)
-
-        with ranks.closing_on_error(), ExitStack() as undoing:
-            ranks.all_do(check)  # an error on one rank is an error on all
+        with ranks.closing_on_error():
+            with ranks.agreeing():  # an error on one rank is an error on all
+                self._options = Options(
+                    codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory,
+                    storage=storage, recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share,
+                    deadline_seconds=deadline_seconds, direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
+                )  # fmt: skip
+                self._loop = TrainingState(
+                    ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
+                    codec=codec, averages=averages, after_update=after_update,
+                )  # fmt: skip
+                refuse_of_several(ranks, when_behind)
+                if replica is not False:
+                    them = self._loop.optimizers
+                    refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
+                    refuse_waiting(wait_each_step)
+                if disk is None:
+                    check_place(run)
             refuse_other_remotes(ranks, remote)
-            undoing.callback(self._loop.release)
-            self._loop.hook_up()
-            self._loop.look()
-            ranks.all_do(prepare)
-            undoing.pop_all()
+            try:
+                self._loop.hook_up()
+                self._loop.look()
+                with ranks.agreeing():
+                    refuse_clipping(self._loop.state, clip_norm)
+                    self._loop.state.refuse_odd_state()
+                    refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
+                    self._survival = self._backend(run, replica)
+                    if remote is not None and ranks.rank == 0:
+                        self._remote = Remote(run, remote, keep, self._events)
+            except BaseException:
+                self._loop.release()
+                raise
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._tap = self._survival.tap(self._take_slot, clip_norm)
@@ -195,6 +186,13 @@ class Checkpointer:
 
         The time in which a lossy codec changes gradients counts as training and is not included.
         """
+
+    def _backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
+        """Return what keeps the steps: log records, or a replica."""
+        if replica is False:
+            return LogBackend(self._loop, self._options, self._events)
+        place = shared_memory.MEMORY if replica is True else home_path(replica)
+        return ReplicaBackend(self._loop, self._options, self._events, run=run, memory=place)
 
     @property
     def steps_done(self) -> int:

@@ -43,38 +43,35 @@ def make_engine(
     The training state is fresh, or that of the newest commit. ``micro_batches`` is this rank's number in a step.
     """
     seed_all(config.run.seed)
-    model = recipe.model
     optimizer = make_optimizer(recipe, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     decays = [group["weight_decay"] for group in optimizer.param_groups]
+    chosen = config.offload
     # train.dtype was chosen by measurement, or set on purpose
     warnings.filterwarnings("ignore", message='precision="bf16": this processor')
     # the run's own hyper-parameters are restored, and replaced below
     warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(
-        model,
+        recipe.model,
         optimizer,
-        config.offload.ssd or config.run.dir,
+        chosen.ssd or config.run.dir,
         scheduler=scheduler,
         loader=loader,
         source=recipe.source,
         seed=config.run.seed,
-        device=choose_device(config.offload.device),
+        device=choose_device(chosen.device),
         precision=config.train.dtype,
         budget=Budget(
-            device=config.offload.device_budget_bytes or "auto",
-            host=config.offload.host_budget_bytes or "auto",
+            device=chosen.device_budget_bytes or "auto", host=chosen.host_budget_bytes or "auto"
         ),
         placement=Placement(
-            params_on_host=config.offload.params_on_host,
-            optimizer_on_host=config.offload.optimizer_on_host,
-            activations_on_host=config.offload.activations_on_host,
-            delayed_fraction=config.offload.delayed_fraction,
-            recomputed_fraction=config.offload.recomputed_fraction,
+            params_on_host=chosen.params_on_host, optimizer_on_host=chosen.optimizer_on_host,
+            activations_on_host=chosen.activations_on_host, delayed_fraction=chosen.delayed_fraction,
+            recomputed_fraction=chosen.recomputed_fraction,
         ),
-        schedule=config.offload.schedule,
-        order=config.offload.order,
+        schedule=chosen.schedule,
+        order=chosen.order,
         clipping=Clipping(
             None if config.train.optimizer == "mezo" else config.train.clip_norm or None,
             config.train.clipping,
@@ -84,23 +81,27 @@ def make_engine(
         micro_batches=micro_batches,
         durability=Durability(commit_every=config.durability.every, retain=config.durability.retain),
         io=IO(
-            drives=config.offload.drives,
-            direct=config.io.direct,
-            threads=config.io.threads,
+            drives=chosen.drives, direct=config.io.direct, threads=config.io.threads,
             read_limit=config.io.read_limit_bytes_per_second,
             write_limit=config.io.write_limit_bytes_per_second,
         ),
         events=events,
         confirm=confirm,
         say=say,
-    )
-    # the configuration's hyper-parameters and number of steps apply from here on, also in a continued run
+    )  # fmt: skip
+    _set_rates(optimizer, scheduler, config, decays)
+    return engine
+
+
+def _set_rates(
+    optimizer: torch.optim.Optimizer, scheduler: LambdaLR, config: Config, decays: list[float]
+) -> None:
+    """Set the configuration's learning rate and weight decay, which apply from here on, also in a continued run."""
     highest = config.train.highest_rate
     scheduler.base_lrs = [highest for _ in decays]
+    factor = learning_rate_factor(scheduler.last_epoch, config.train.warmup_steps, config.train.steps)
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
-        rate = highest * learning_rate_factor(scheduler.last_epoch, warmup, steps)
-        group |= {"initial_lr": highest, "lr": rate, "weight_decay": decay}
-    return engine
+        group |= {"initial_lr": highest, "lr": highest * factor, "weight_decay": decay}
 
 
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:

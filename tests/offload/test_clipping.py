@@ -13,8 +13,7 @@ from torch import nn
 import holdfast
 from combined import one_in
 from holdfast.errors import BadInput
-from holdfast.offload import api
-from holdfast.offload.setup import step_planning
+from holdfast.offload.setup import run_planning, step_planning
 from holdfast.optim.host_optimizer import HostOptimizer, ParameterState
 from plain_loops import (
     PLACEMENTS,
@@ -105,7 +104,7 @@ def test_guesses_are_made_again_while_the_disk_is_behind(tmp_path):
 
 @pytest.mark.slow
 def test_guesses_on_a_device_apart_have_every_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     check(tmp_path, STEPS, 3, SOME[3], clipping="speculate", delayed_fraction=0.5, **PLACEMENTS["mixed"])
 
 

@@ -7,7 +7,7 @@ import pytest
 import holdfast
 from combined import one_in
 from holdfast.errors import BadInput
-from holdfast.offload import api
+from holdfast.offload.setup import run_planning
 from offload.test_overlap import check_snake
 from plain_loops import PLACEMENTS, STEPS, check
 from streams import Apart
@@ -50,7 +50,7 @@ def test_a_snake_has_its_own_bits(tmp_path, num_micro_batches, placement):
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, placement, schedule):
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     check(tmp_path, 4, 3, None, recomputed_fraction=0.5, schedule=schedule, **PLACEMENTS[placement])
 
 

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from combined import one_in
 from holdfast.errors import BadInput
-from holdfast.offload import api
+from holdfast.offload.setup import run_planning
 from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
 from streams import Apart
 from support.grouped import grouped
@@ -322,7 +322,7 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, num_micro_batches, placement):
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     options = {"delayed_fraction": 0.5, **PLACEMENTS[placement]}
     check(tmp_path / "plain", 4, num_micro_batches, None, **options)
     check_snake(tmp_path / "snake", num_micro_batches, None, **options)

@@ -12,7 +12,7 @@ import holdfast
 from combined import one_in
 from holdfast import LossScale
 from holdfast.errors import BadInput
-from holdfast.offload import api
+from holdfast.offload.setup import run_planning
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, STEPS, by_tokens, model_with_a_frozen_parameter, ragged
 from streams import Apart
@@ -119,7 +119,7 @@ def test_the_scale_of_the_loop_falls_and_grows():
 @pytest.mark.slow
 def test_the_horizontal_schedule_and_a_device_apart_have_them_too(tmp_path, monkeypatch):
     check(tmp_path / "horizontal", 3, 0.8, schedule="horizontal", **PLACEMENTS["mixed"])
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     check(tmp_path / "apart", 3, 0.8, clipping="speculate", **PLACEMENTS["mixed"])
 
 

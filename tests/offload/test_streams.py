@@ -26,6 +26,7 @@ from holdfast.offload.memory.block_states import as_tensor
 from holdfast.offload.memory.device import HostDevice
 from holdfast.offload.memory.residency import Gradients, Residency
 from holdfast.offload.ops.gradient_ops import reduce
+from holdfast.offload.setup import run_planning
 from holdfast.optim import host_optimizer
 from holdfast.schedule.operations import COMPUTE, DOWNLOAD, UPLOAD, Hold, Key, Op
 from holdfast.store.reader import RunReader
@@ -54,7 +55,7 @@ def apart(monkeypatch):
         opened.append(Apart(seed=len(opened)))
         return opened[-1]
 
-    monkeypatch.setattr(api, "open_device", open_device)
+    monkeypatch.setattr(run_planning, "open_device", open_device)
     return opened
 
 
@@ -92,7 +93,7 @@ def test_snake_and_evaluations_wait_for_what_they_need(tmp_path, apart):
     for device in ("apart", "host"):
         with pytest.MonkeyPatch.context() as patch:
             if device == "host":
-                patch.setattr(api, "open_device", lambda name: HostDevice())
+                patch.setattr(run_planning, "open_device", lambda name: HostDevice())
             with engine_of(tmp_path / device, order="snake") as engine:
                 found = []
                 for step in range(STEPS):
@@ -279,7 +280,7 @@ def test_waits_are_for_events_of_the_same_step():
 
 def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
     """The bits are those of updates by one thread each."""
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     monkeypatch.setattr(host_optimizer, "SHARED_TILE_ELEMENTS", 4096)
     states = []
     for helpers in (0, 2):
@@ -298,12 +299,13 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
 UNCLOSED = """
 import sys
 import holdfast
-from holdfast.offload import api, engine
+from holdfast.offload import engine
+from holdfast.offload.setup import run_planning
 from holdfast.optim import host_optimizer
 from streams import Apart
 from training import adamw, batches, decoder
 
-api.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
+run_planning.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
 host_optimizer.SHARED_TILE_ELEMENTS = 4096
 model = decoder(blocks=2, width=128)
 made = holdfast.offload(model, adamw(model), sys.argv[1], precision="fp32")

@@ -10,8 +10,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
-from holdfast.offload import api
-from holdfast.offload.setup import step_planning
+from holdfast.offload.setup import run_planning, step_planning
 from holdfast.schedule.operations import traffic
 from holdfast.schedule.work import StepShape
 from plain_loops import PLACEMENTS, by_tokens, model_with_a_frozen_parameter, ragged
@@ -68,7 +67,7 @@ def test_steps_have_every_bit_of_a_plain_loop(tmp_path, num_micro_batches, place
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_on_a_separate_device_copies_cross_and_the_bits_are_the_same(tmp_path, monkeypatch, placement):
-    monkeypatch.setattr(api, "open_device", lambda name: Apart())
+    monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     losses, states = reference(3)
     model = model_with_a_frozen_parameter(dropout=0.1)
     with offload(model, tmp_path, sample=batches(0, 1)[0], **PLACEMENTS[placement]) as engine:
@@ -202,7 +201,7 @@ def test_what_a_step_takes_and_what_an_evaluation_takes_is_not_held_together(
     tmp_path, monkeypatch, between, device
 ):
     if device == "apart":
-        monkeypatch.setattr(api, "open_device", lambda name: Apart())
+        monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     with offload(decoder(4, width=64, hidden=128), tmp_path, sample=batches(0, 1)[0]) as engine:
         pool, held = engine._run.residency.pool, []
         kept, take = pool.in_use_bytes, pool.take
@@ -238,7 +237,7 @@ def test_activations_are_predicted_for_forward_passes_alone(tmp_path):
 @pytest.mark.slow
 def test_displaced_copies_of_embedding_and_head_are_pinned_and_planned(tmp_path, monkeypatch):
     device, taken = Apart(), []
-    monkeypatch.setattr(api, "open_device", lambda name: device)
+    monkeypatch.setattr(run_planning, "open_device", lambda name: device)
     with offload(decoder(3), tmp_path, sample=batches(0, 1)[0], micro_batches=2) as engine:
         pool = engine._run.residency.pool
         take = pool.take
@@ -258,7 +257,7 @@ def test_displaced_copies_of_embedding_and_head_are_pinned_and_planned(tmp_path,
 @pytest.mark.parametrize("device", ["host", "apart"])
 def test_an_engine_that_failed_holds_no_displaced_weights(tmp_path, monkeypatch, device):
     if device == "apart":
-        monkeypatch.setattr(api, "open_device", lambda name: Apart())
+        monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
     model = decoder(3)
     engine = offload(model, tmp_path)
     engine.step(batches(0, 2))

@@ -15,9 +15,9 @@ import torch
 
 from access_order import watched
 from holdfast.errors import ChunkCorrupt
-from holdfast.offload import api
 from holdfast.offload.memory import device
 from holdfast.offload.memory.device import SeparateDevice
+from holdfast.offload.setup import run_planning
 from holdfast.schedule.operations import COMPUTE, DOWNLOAD, UPDATE, UPLOAD
 from plain_loops import SETTINGS, train
 from played_device import played  # noqa: F401
@@ -153,7 +153,7 @@ def found(directory, monkeypatch, setting):
 def found_late(directory, monkeypatch):
     """By a device that does what it was asked for late. The run may break on bytes that came too late."""
     late = Apart(delays=(0.002,))
-    monkeypatch.setattr(api, "open_device", lambda name: late)
+    monkeypatch.setattr(run_planning, "open_device", lambda name: late)
     with suppress(ChunkCorrupt):
         train(directory, "cpu")
     return late.problems

@@ -6,10 +6,9 @@ and a resumed run a new timeline that continues its newest whole commit.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,58 +18,36 @@ from torch import nn
 from ..distributed import Ranks
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog, said_lost, tell
-from ..optim.mezo import MeZO
+from ..io.queue import IOQueue
 from ..optim.torch_threads import keep_torch_threads
 from ..regular_files import home_path
-from ..state.prepared_models import refuse_in_block, refuse_prepared
-from ..state.progress import hyper_parameters
 from ..store.commit.generations import Generations
 from ..store.disk import AnyDisk
 from ..store.format.manifest import Manifest
-from ..store.path_checks import check_place
 from ..store.run_store import LocalStore, begin, see_alike
-from .data_parallel import DataParallelGroup, refuse_alone_only
+from .data_parallel import DataParallelGroup
 from .engine import Engine
-from .engine_progress import UserState
 from .exit_hook import deferred
-from .memory.device import open_device
 from .model.model_parts import ModelParts
 from .model.takeover import (
     refuse_emptied,
     refuse_held,
-    refuse_open,
     refuse_partly_empty,
     switch_off_cache,
     switch_on_cache,
-    take_over,
 )
-from .offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
-from .setup.automatic_placement import Planner, to_standard_error
+from .offload_options import IO, Clipping, Durability, Placement, Precision
+from .runtime import Runtime
 from .setup.builder import build, fill, stored_units
-from .setup.checks import (
-    check_budget,
-    check_choices,
-    check_compiled,
-    check_graphs,
-    check_objects,
-    check_recorded,
-    check_renormalised,
-    check_sample,
-    check_stateful,
-    check_together,
-    check_zeroth,
-    warn_of_resident,
-    warn_of_slow_bf16,
-)
 from .setup.drive_setup import Drives
 from .setup.engine_resume import newest_commit, progress_here, same_files
-from .setup.equal_on_ranks import agree_on_choices, agree_on_placement, agree_on_source
+from .setup.equal_on_ranks import agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import on_host_by_default, share_heaps
+from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
 from .setup.starting_state import Opens, StartingState, prepare, take_up
-from .setup.step_planning import AUTO, ZEROTH, Budget, RunPlan, Wanted, make_plan
-from .steps import StepRules
+from .setup.step_planning import Budget
 
 
 @on_host_by_default
@@ -184,223 +161,95 @@ def offload(
     ``RankFailed`` if another rank fails or does not come. With several ranks, an error after files were created (in
     ``init``, or of a full disk) leaves them behind without a commit: remove the directory.
     """
-    place = home_path(run) if disk is None else run
-    clipping, precision = Clipping.of(clipping), Precision.of(precision)
+    given = Arguments(
+        model=model, optimizer=optimizer, place=home_path(run) if disk is None else run, scheduler=scheduler,
+        loader=loader, source=source, init=init, seed=seed, blocks=blocks, device=device,
+        precision=Precision.of(precision), budget=budget, placement=placement, schedule=schedule, order=order,
+        clipping=Clipping.of(clipping), normalize=normalize, sample=sample, micro_batches=micro_batches,
+        loss_fn=loss_fn, durability=durability, io=io, events=events, confirm=confirm, say=say, disk=disk,
+    )  # fmt: skip
     fellows = DataParallelGroup.here(deadline_seconds)
-    queue = store = runtime = engine = None
-    before: set[str] | None = None
-    caches: list[Any] = []
-    try:
-        with fellows.control.agreeing():
-            schedule = _checked(
-                model, optimizer, schedule, order, normalize, placement, clipping, precision, durability, io
-            )
-            require_whole("micro_batches", micro_batches, 1)
-            check_stateful(scheduler, loader)
-            check_budget(budget)
-            refuse_alone_only(fellows, schedule)
-            check_sample(sample)
-            if disk is None:
-                check_place(place)
-            elif io.drives:
-                raise BadInput(
-                    "drives are directories of the file system, and disk= is another. Give one of them"
-                )
-        placed = Drives.of(place, io.drives, io.limits, say, fellows.control)
-        with fellows.control.agreeing():
-            refuse_open(model)
-            parts = ModelParts.of(model, optimizer, precision.dtype, blocks, fellows.control)
-            check_compiled(model, parts.blocks)
-            for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
-                refuse_in_block(name, block)
-            rules = StepRules.of(schedule, order, clipping, precision, durability, normalize)
-            refuse_held(parts.captured)
-            settings = _settings(seed, order, clipping, precision, rules)
-            given = hyper_parameters(optimizer.param_groups)
-            user = UserState(
-                parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
-            )
-            target = open_device(device)
-            check_graphs(target.torch_device, parts.blocks)
-            if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, precision.dtype, stacklevel=3)
-                if blocks is None:
-                    warn_of_resident(model, parts.blocks, stacklevel=3)
-            bound = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
-            shape = rules.shape(micro_batches, durability.commit_every > 0)
-            plan = make_plan(
-                parts, target, schedule, shape, bound, sample, loss_fn,
-                Wanted.of(placement, budget == "auto", by_rates=fellows.alone and schedule != ZEROTH),
-                Planner(place, durability.commit_every, io.limits, say, placed.speed_up), io.update_workers,
-            )  # fmt: skip
-            rules = replace(
-                rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
-            )
-        choices = {
-            **settings, **asdict(placement), "retain": durability.retain, "source": source is not None,
-            "drives": sorted(os.path.realpath(drive) for drive in io.drives),
-        }  # fmt: skip
-        agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
-        plan = agree_on_placement(plan, schedule, shape, fellows.control)
-        placed = placed.shared_out(plan, parts, fellows.control)
-        with fellows.control.agreeing():
-            if plan.filled and fellows.rank == 0:
-                (say or to_standard_error)(f"plan: {plan.line}")
-        keep_torch_threads()
-        with deferred():  # no interrupt may come between the threads and the code that ends them
-            queue = placed.queue(place, io.threads, io.limits)
-        spare = 1 if durability.commit_every == 1 else 2
-        store = LocalStore(
-            place, retain=durability.retain, spare=spare, disk=disk, queue=queue, direct=io.direct
-        )
-        found = _found(store, parts, fellows.control)
-        beginning, stored, preflight = _ready(
-            store, parts, user, plan, bound, confirm, source, init, found, placed, fellows.control
-        )
-        before = store.names() if found is None and fellows.alone else None
-        caches = switch_off_cache(model)
-        share_heaps()
-        begin(store, fellows.control, found)
-        fellows.control.first_does(lambda: store.take_drives(placed.all))
-        with fellows.control.agreeing():
-            runtime = build(parts, plan, store, stored, target, fellows, seed)
-        fill(runtime, found, init, beginning)
-        with fellows.control.agreeing():
-            refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
-        told = disk is None and fellows.rank == 0
-        with deferred():
-            engine = Engine(
-                runtime, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-                events=events or EventLog(Path(place) / "events.jsonl" if told else None),
-                update_workers=io.update_workers, caches=caches,
-            )  # fmt: skip
-        if found is not None and told:
-            engine.said_lost = said_lost(Path(place) / "events.jsonl", found.step)
-            if say is None:
-                tell(f"{place} continues after step {found.step:,}. {engine.said_lost}")
-        engine.begin(found, beginning)
-        with fellows.control.agreeing():
-            take_over(runtime, parts.captured, engine.taken)
-        engine.guard()
-        return engine
-    except BaseException as error:
-        fellows.close()  # so that ranks that wait for this one need not
-        switch_on_cache(caches)
-        if engine is not None:
-            engine.give_up()
-        if queue is not None:
-            queue.close()  # nothing is under way any more when the lock is released
-        if runtime is not None and engine is None:
-            runtime.residency.release()
+    with _undone_on_error(fellows) as made:
+        given = checked_arguments(given, fellows)
+        drives = Drives.of(given.place, io.drives, io.limits, say, fellows.control)
+        planned = plan_run(given, drives, fellows)
+        planned = agreed_run(given, planned, fellows)
+        store = _open_store(given, planned.drives, made)
+        found = _found(store, planned.parts, fellows.control)
+        start = _ready(given, planned, store, found, fellows.control)
+        runtime = _filled_runtime(given, planned, store, start, made)
+        return _opened_engine(given, planned, runtime, start, made)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The state from which the runtime is filled, and the files that hold it."""
+
+    found: Manifest | None
+    """The commit that is continued; None in a fresh run."""
+    beginning: StartingState | None
+    """The state of another run or library from which a fresh run begins."""
+    stored: dict[str, Generations]
+    """The files of every unit."""
+    preflight: Preflight
+
+
+@dataclass
+class _Made:
+    """The parts of an engine that a call of ``offload`` has made so far."""
+
+    fellows: DataParallelGroup
+    queue: IOQueue | None = None
+    store: LocalStore | None = None
+    names_before: set[str] | None = None
+    """The names in the directory before a fresh run was begun there; None if its files are to be left."""
+    caches: list[Any] = field(default_factory=list)
+    """The configurations whose key-value cache was switched off."""
+    runtime: Runtime | None = None
+    engine: Engine | None = None
+
+    def undo(self, error: BaseException) -> None:
+        """Release everything. The files of a fresh run are removed if ``error`` is a refusal."""
+        self.fellows.close()  # so that ranks that wait for this one need not
+        switch_on_cache(self.caches)
+        if self.engine is not None:
+            self.engine.give_up()
+        if self.queue is not None:
+            self.queue.close()  # nothing is under way any more when the lock is released
+        if self.runtime is not None and self.engine is None:
+            self.runtime.residency.release()
+        if self.store is None:
+            return
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
-            if store is not None and before is not None and engine is None and refusal:
+            if self.names_before is not None and self.engine is None and refusal:
                 with suppress(HoldfastError):  # its error would hide this one
-                    store.withdraw(before)
+                    self.store.withdraw(self.names_before)
         finally:
-            if store is not None:
-                store.close()
+            self.store.close()
+
+
+@contextmanager
+def _undone_on_error(fellows: DataParallelGroup) -> Iterator[_Made]:
+    """Release on an error the parts that the body has noted."""
+    made = _Made(fellows)
+    try:
+        yield made
+    except BaseException as error:
+        made.undo(error)
         raise
 
 
-def _checked(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: str,
-    order: str,
-    normalize: Any,
-    placement: Placement,
-    clipping: Clipping,
-    precision: Precision,
-    durability: Durability,
-    io: IO,
-) -> str:
-    """Raise ``BadInput`` for arguments that cannot be meant, and return the schedule, which MeZO replaces."""
-    check_choices(schedule, order, normalize)
-    check_objects(placement=placement, clipping=clipping, precision=precision, durability=durability, io=io)
-    check_together(clipping, precision, schedule, durability)
-    if isinstance(optimizer, MeZO):
-        check_zeroth(optimizer.param_groups, schedule, order, placement, clipping, precision)
-        schedule = ZEROTH
-    refuse_prepared(model)
-    check_recorded(model)
-    check_renormalised(model)
-    return schedule
-
-
-def _settings(
-    seed: int, order: str, clipping: Clipping, precision: Precision, rules: StepRules
-) -> dict[str, Any]:
-    """Return the options on which a run's numbers depend, as its commits hold them."""
-    return {
-        "seed": seed,
-        "dtype": precision.dtype,
-        "clip_norm": clipping.norm,
-        "clipping": "per_block" if clipping.mode == "per_block" else "global",
-        "normalize": rules.normalize_name,
-        "order": order,
-    }
-
-
-def _ready(
-    store: LocalStore,
-    parts: ModelParts,
-    user: UserState,
-    plan: RunPlan,
-    budget: Budget,
-    confirm: Callable[[Preflight], None] | None,
-    source: Opens | None,
-    init: Callable[[nn.Module], Any] | None,
-    found: Manifest | None,
-    drives: Drives,
-    ranks: Ranks,
-) -> tuple[StartingState | None, dict[str, Generations], Preflight]:
-    """Check everything, take the lock, and return what the runtime is filled from.
-
-    Returns the state to begin from (None if a commit was ``found`` or there is no source), the files of every unit, and
-    the preflight. A fresh directory is created only after all checks have passed. Collective: every rank must call
-    this.
-    """
-    with ranks.agreeing():
-        if found is None:
-            refuse_emptied(parts.captured)
-            if source is None and init is None:
-                refuse_partly_empty(parts.captured)
-        stored = stored_units(parts, store, drives)
-        if found is not None and ranks.alone and not found.shares:
-            same_files(stored, store, found)
-        preflight = preflight_of(parts, plan, budget, store, stored)
-        mine = [preflight.needed_bytes, *drives.needed(stored)]
-    needed, *there = [sum(column) for column in zip(*ranks.everyone(mine), strict=True)]
-    beginning, prepared = None, None
-    with ranks.agreeing():
-        preflight = replace(preflight, needed_bytes=needed, drives=space_on(drives, needed, there))
-        preflight.check()
-        if confirm is not None and ranks.rank == 0:
-            confirm(preflight)
-        if found is not None:
-            user.restore(found.progress)
-        else:
-            if source is None:
-                check_forms(parts)
-            else:
-                prepared = prepare(source, parts, user)
-            user.now()  # whatever cannot be stored is refused now
-    if found is None:
-        agree_on_held(ranks, parts)
-    if prepared is not None:
-        agree_on_source(ranks, prepared[0])
-        prepared[0].check(ranks)
-    if found is None:
-        with ranks.agreeing():
-            if ranks.rank == 0:
-                _enter_fresh(store)
-        if prepared is not None:
-            beginning = prepared[0]
-            take_up(*prepared, parts.captured, user)
-    if not ranks.alone:
-        see_alike(store, ranks)
-    return beginning, stored, preflight
+def _open_store(given: Arguments, drives: Drives, made: _Made) -> LocalStore:
+    """Open the store in the directory of the run, with the threads that move its bytes. Writes nothing."""
+    keep_torch_threads()
+    with deferred():  # no interrupt may come between the threads and the code that ends them
+        made.queue = drives.queue(given.place, given.io.threads, given.io.limits)
+    made.store = LocalStore(
+        given.place, retain=given.durability.retain, spare=1 if given.durability.commit_every == 1 else 2,
+        disk=given.disk, queue=made.queue, direct=given.io.direct,
+    )  # fmt: skip
+    return made.store
 
 
 def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | None:
@@ -424,6 +273,79 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
         return progress_here(found or store.load(ref), ranks)
 
 
+def _ready(
+    given: Arguments, planned: PlannedRun, store: LocalStore, found: Manifest | None, ranks: Ranks
+) -> _Start:
+    """Check everything else, restore the user state of ``found``, and hold the lock of the directory.
+
+    A fresh directory is created only after all checks have passed. Collective: every rank must call this.
+    """
+    stored, preflight = _preflight(given, planned, store, found, ranks)
+    beginning = None
+    if found is None:
+        beginning = _begin_fresh(given, planned, store, ranks)
+    else:
+        with ranks.agreeing():
+            planned.user.restore(found.progress)
+    if not ranks.alone:
+        see_alike(store, ranks)
+    return _Start(found, beginning, stored, preflight)
+
+
+def _preflight(
+    given: Arguments, planned: PlannedRun, store: LocalStore, found: Manifest | None, ranks: Ranks
+) -> tuple[dict[str, Generations], Preflight]:
+    """Return the files of every unit, and what the run will take, which fits and was confirmed.
+
+    Collective: every rank must call this.
+    """
+    parts, drives = planned.parts, planned.drives
+    with ranks.agreeing():
+        if found is None:
+            refuse_emptied(parts.captured)
+            if given.source is None and given.init is None:
+                refuse_partly_empty(parts.captured)
+        stored = stored_units(parts, store, drives)
+        if found is not None and ranks.alone and not found.shares:
+            same_files(stored, store, found)
+        preflight = preflight_of(parts, planned.plan, planned.budget, store, stored)
+        mine = [preflight.needed_bytes, *drives.needed(stored)]
+    needed, *there = [sum(column) for column in zip(*ranks.everyone(mine), strict=True)]
+    with ranks.agreeing():
+        preflight = replace(preflight, needed_bytes=needed, drives=space_on(drives, needed, there))
+        preflight.check()
+        if given.confirm is not None and ranks.rank == 0:
+            given.confirm(preflight)
+    return stored, preflight
+
+
+def _begin_fresh(
+    given: Arguments, planned: PlannedRun, store: LocalStore, ranks: Ranks
+) -> StartingState | None:
+    """Create the directory, and return the state of ``source``, which optimizer and script take up.
+
+    Collective: every rank must call this.
+    """
+    parts, user, prepared = planned.parts, planned.user, None
+    with ranks.agreeing():
+        if given.source is None:
+            check_forms(parts)
+        else:
+            prepared = prepare(given.source, parts, user)
+        user.now()  # whatever cannot be stored is refused now
+    agree_on_held(ranks, parts)
+    if prepared is not None:
+        agree_on_source(ranks, prepared[0])
+        prepared[0].check(ranks)
+    with ranks.agreeing():
+        if ranks.rank == 0:
+            _enter_fresh(store)
+    if prepared is None:
+        return None
+    take_up(*prepared, parts.captured, user)
+    return prepared[0]
+
+
 def _enter_fresh(store: LocalStore) -> None:
     """Create the directory and take its lock.
 
@@ -434,3 +356,52 @@ def _enter_fresh(store: LocalStore) -> None:
         raise RunLocked(
             f"{store.root} got a run from another process a moment ago. Run again to continue that one."
         )
+
+
+def _filled_runtime(
+    given: Arguments, planned: PlannedRun, store: LocalStore, start: _Start, made: _Made
+) -> Runtime:
+    """Begin a timeline, and return the runtime with its files and memory, filled with the state of ``start``.
+
+    Collective: every rank must call this.
+    """
+    fellows, parts = made.fellows, planned.parts
+    if start.found is None and fellows.alone:
+        made.names_before = store.names()
+    made.caches = switch_off_cache(given.model)
+    share_heaps()
+    begin(store, fellows.control, start.found)
+    fellows.control.first_does(lambda: store.take_drives(planned.drives.all))
+    with fellows.control.agreeing():
+        runtime = build(parts, planned.plan, store, start.stored, planned.device, fellows, given.seed)
+        made.runtime = runtime
+    fill(runtime, start.found, given.init, start.beginning)
+    with fellows.control.agreeing():
+        refuse_held(parts.captured)  # by code that ran since; from here on there is a commit
+    return runtime
+
+
+def _opened_engine(
+    given: Arguments, planned: PlannedRun, runtime: Runtime, start: _Start, made: _Made
+) -> Engine:
+    """Return the engine, which has taken the model over, with the first commit of a fresh run.
+
+    Collective: every rank must call this.
+    """
+    log = Path(given.place) / "events.jsonl"
+    told = given.disk is None and made.fellows.rank == 0
+    with deferred():
+        engine = made.engine = Engine(
+            runtime, planned.plan, planned.rules, captured=planned.parts.captured, user=planned.user,
+            preflight=start.preflight, events=given.events or EventLog(log if told else None),
+            update_workers=given.io.update_workers, caches=made.caches,
+        )  # fmt: skip
+    if start.found is not None and told:
+        engine.said_lost = said_lost(log, start.found.step)
+        if given.say is None:
+            tell(f"{given.place} continues after step {start.found.step:,}. {engine.said_lost}")
+    engine.begin(start.found, start.beginning)
+    with made.fellows.control.agreeing():
+        engine.held.take_over()
+    engine.guard()
+    return engine

@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
@@ -30,19 +29,9 @@ from . import rng
 from .engine_progress import UserState
 from .executor import Executor
 from .exit_hook import closed, deferred, finish_at_exit
+from .held_model import HeldModel
 from .loss_scaling import first_label_counts, mean_of, questions
-from .model.blocks import install
 from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
-from .model.takeover import (
-    MARK,
-    OriginalDevices,
-    TakenModel,
-    WatchedModel,
-    give_back,
-    mark_released,
-    refuse_use,
-    switch_on_cache,
-)
 from .ops import handlers
 from .ops.commit_ops import publish
 from .reporting.operation_times import Timelines
@@ -58,7 +47,7 @@ from .reporting.step_reports import (
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.export import ExternalEdits, newest_values, state_dict, trained_values
+from .setup.export import newest_values, state_dict, trained_values
 from .setup.export import told as told_of_edits
 from .setup.preflight import Preflight
 from .setup.process_settings import on_host_by_default
@@ -89,18 +78,8 @@ class Engine:
     ) -> None:
         """Build an engine. ``caches`` are the configurations in which ``close`` switches a key-value cache on again."""
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
-        self._captured, self._user, self._events = captured, user, events
-        self._were_real = {
-            p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
-        }
-        self._homes = OriginalDevices(run.model, captured)
-        self.taken = TakenModel(str(run.store.root), self._homes)
-        self._owed = False  # True if the model still lacks its values, because a close was interrupted
-        self._busy = False
-        self._caches = caches
-        self._watched: WatchedModel | None = None
-        self._edits: ExternalEdits | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._user, self._events = user, events
+        self.held = HeldModel(run, captured, user.optimizer, caches)
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
@@ -178,8 +157,7 @@ class Engine:
         Returns the count of each micro-batch, their number of tokens, a digest of this rank's hyper-parameters, and
         what was edited.
         """
-        if self._watched is not None:
-            self._watched.refuse_changes()
+        self.held.refuse_changes()
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
         if not torch.is_grad_enabled() and self._run.zeroth is None:
@@ -187,7 +165,7 @@ class Engine:
                 "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
             )
         counts = self._steps.counts(micro_batches)
-        return counts, count_tokens(micro_batches), digest(self._rates()), self._edited()
+        return counts, count_tokens(micro_batches), digest(self._rates()), self.held.edited()
 
     @on_host_by_default
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
@@ -208,9 +186,7 @@ class Engine:
         micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
         micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
-        model, send = self._run.model, self._run.device.take_batch
-        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
-        losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+        losses = self._losses(micro_batches, loss_fn)
         told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
         losses, weights = zip(*(pair for each in told for pair in each), strict=True)
         return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
@@ -234,10 +210,8 @@ class Engine:
             return batches
         mine = self._steps.unclear(batches)
         pair = [batches[0]] * 2 if mine is None else questions(mine)
-        model, send = self._run.model, self._run.device.take_batch
-        calls = [late_call(model, batch, loss_fn, send) for batch in pair]
         try:
-            losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+            losses = self._losses(pair, loss_fn)
         except Exception as error:
             if self._closed:
                 raise
@@ -300,7 +274,7 @@ class Engine:
         With ``trained``, return only what is trained, such as an adapter, without reading the rest.
         """
         self._check_usable()
-        self._refuse_edits(self._call("state_dict", self._edited))
+        self._refuse_edits(self._call("state_dict", self.held.edited))
         return self._values(trained)
 
     def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
@@ -308,7 +282,7 @@ class Engine:
         self.wait()
         with nullcontext() if self._run.fellows.alone else self._closing_on_error():
             values = trained_values if trained else state_dict
-            return values(self._run, self._captured)
+            return values(self._run, self.held.captured)
 
     @on_host_by_default
     def close(self) -> None:
@@ -318,25 +292,24 @@ class Engine:
         stay there. A second call does nothing, unless the first was interrupted (Ctrl-C): then it gives the model the
         values of the newest commit.
         """
+        held = self.held
         if self._closed:
-            if self._owed:
-                give_back(self._captured, newest_values(self._run, self._were_real), self._homes)
-                self._owed = False
+            if held.is_owed:
+                held.give_back(newest_values(self._run, held.were_real))
             return
-        self._owed = bool(self._were_real)
+        held.is_owed = bool(held.were_real)
         edited: list[str] = []
         with self._closing_on_error():
             self._executor.drain()
             self._timelines.end()
             if self._rules.commit_every:
                 self.save()
-            told = self._call("close", lambda: (bool(self._were_real), self._edited()))
+            told = self._call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in told for name in found})
             trained = self._values() if any(real for real, _ in told) else {}
             self._call("the end of close")  # no rank leaves before all have their values
         self._shut_down()
-        give_back(self._captured, {name: trained[name] for name in self._were_real}, self._homes)
-        self._owed = False
+        held.give_back({name: trained[name] for name in held.were_real})
         if edited:
             warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=3)
 
@@ -397,11 +370,17 @@ class Engine:
             self._executor.run(step.operations, step)
             self._executor.drain()
 
+    def _losses(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None) -> list[float]:
+        """Return the loss of each micro-batch, in evaluation mode and without gradients."""
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
+        return self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
         self._check_usable()
         self._catch_up()
-        self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self._edited))
+        self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self.held.edited))
         results: list[Any] = []
         before, together = traffic(self._run), self._plan.evaluation_batches
         with evaluating(self._run.model), self._other_sizes():
@@ -422,13 +401,13 @@ class Engine:
         with deferred() as safe_point, rng.own_generators(device, safe_point):
             self._executor.safe_point = safe_point
             self._run.device.begins()
-            self._busy = True
+            self.held.in_use = True
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
                 with self._run.patch.applied(), all_cancelled(coroutines):
                     yield
             finally:
-                self._busy = False
+                self.held.in_use = False
                 self._run.attributes.end()
                 torch.set_grad_enabled(grad)  # an interrupt may have left it otherwise
 
@@ -477,20 +456,12 @@ class Engine:
         self._closed = True
         closed(self)
         self._run.fellows.close()
-        for hook in self._hooks:
-            hook.remove()
         self._executor.close()
         self._run.optimizer.close()
         self._run.device.close()
-        for unit in self._run.units:
-            for member in unit.members:
-                install(member.owned, member.owned.captured.parameter)
-        self._homes.give_back_buffers()
-        mark_released(self._captured, self.taken, self._were_real)
-        switch_on_cache(self._caches)
+        self.held.release()
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
-        self._edits = None
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a cycle that is never collected
         if self._run.zeroth is not None:
             self._run.zeroth.release()
@@ -546,9 +517,6 @@ class Engine:
             told = self._call(f"{what}, whose hyper-parameters differ", self._rates)
             refuse_unlike(told, "hyper-parameters", "Set the same on all ranks before a step")
 
-    def _edited(self) -> list[str]:
-        return [] if self._edits is None else self._edits.found()
-
     def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
         """Raise ``BadInput`` on all ranks if one has ``found`` edits, after the run's values were put back."""
         edited = sorted({name for names in found for name in names})
@@ -556,8 +524,7 @@ class Engine:
             return
         self.wait()
         with self._closing_on_error():
-            if self._edits is not None:
-                self._edits.undo()
+            self.held.undo_edits()
         raise BadInput(
             f"{told_of_edits(edited)}. The run's values were put back, and the engine goes on with them. To change"
             " them, take engine.state_dict() and close() the engine, load what you have changed into the model, and"
@@ -574,11 +541,8 @@ class Engine:
     # Progress
 
     def guard(self) -> None:
-        """Make the model refuse direct use, and make steps refuse changes to it."""
-        run, optimizer = self._run, self._user.optimizer
-        self._watched = WatchedModel(run.model, self._captured, run.resident_leaves, optimizer)
-        self._edits = ExternalEdits(run, optimizer)
-        self._hooks = refuse_use(self._run.model, lambda: self._busy)
+        """Make the model refuse direct use, make steps refuse changes to it, and close at the end of the process."""
+        self.held.guard()
         finish_at_exit(self)
 
     def begin(self, found: Manifest | None, beginning: StartingState | None = None) -> None:

@@ -271,7 +271,7 @@ def switch_off_cache(model: nn.Module) -> list[Any]:
         warnings.warn(
             f"{names} {'was' if len(on) == 1 else 'were'} switched off until the engine is closed: out-of-core blocks"
             " keep no cache",
-            stacklevel=4,
+            stacklevel=5,
         )
     return [config for _, config in on]
 

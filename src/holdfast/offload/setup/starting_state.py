@@ -106,4 +106,4 @@ def take_up(beginning: StartingState, told: list[str], captured: Captured, user:
     if not beginning.fresh:
         told += left
     for text in told:
-        warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=5)
+        warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=6)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...config import Fraction
@@ -17,7 +18,7 @@ from ...measure.host_memory import free_host_bytes
 from ...profiles import MachineProfile
 from ...quantities import MiB, parse_bytes
 from ...schedule.horizontal import horizontal
-from ...schedule.memory_use import MakesOps, Memory, predict
+from ...schedule.memory_use import Memory, predict
 from ...schedule.mezo_schedule import zeroth
 from ...schedule.operation_lists import EVALUATION_BATCHES
 from ...schedule.operations import Op
@@ -197,24 +198,29 @@ def make_plan(
 
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
-    on_host = wanted.on_host
-    measured = _measured(parts, device, budget, on_host, sample, loss_fn)
-    checked = None if measured is None else budget.host_bytes()  # the needs are known in part only
+    measured = _measured(parts, device, budget, wanted.on_host, sample, loss_fn)
+    host_budget = None if measured is None else budget.host_bytes()  # the needs are known in part only
     work = parts.work(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
-    order = LISTS[schedule]
-    delayed = 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
-    recomputed = 1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction
-    usual = replace(shape, delayed_fraction=delayed, recomputed_fraction=recomputed)
+    lists = LISTS[schedule]
+    usual = replace(
+        shape,
+        delayed_fraction=0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction,
+        recomputed_fraction=1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction,
+    )
+    fit = partial(
+        choose, work, usual, host_budget, schedule=lists,
+        order=STATE_FIRST if schedule == ZEROTH else ORDER, **wanted.on_host,
+    )  # fmt: skip
 
-    def ask(machine: MachineProfile, work: Work) -> Question:
+    def ask(machine: MachineProfile, timed: Work) -> Question:
         held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
         return Question(
-            work=work, shape=shape, machine=machine, schedule=order, host_budget=checked, held_bytes=held,
-            evaluation_batches=_together(work, usual, checked, order, held, on_host),
-            asked=on_host, delayed_fraction=wanted.delayed_fraction,
-            recomputed_fraction=wanted.recomputed_fraction, device_budget=budget.device_bytes(),
+            work=timed, shape=shape, machine=machine, schedule=lists, host_budget=host_budget, held_bytes=held,
+            evaluation_batches=_together(fit, host_budget, held), asked=wanted.on_host,
+            delayed_fraction=wanted.delayed_fraction, recomputed_fraction=wanted.recomputed_fraction,
+            device_budget=budget.device_bytes(),
         )  # fmt: skip
 
     prediction = None
@@ -224,50 +230,28 @@ def make_plan(
         placement, usual = prediction.choice.placement, prediction.shape
     else:
         held = process_bytes() + KERNEL_BYTES
-        together = _together(work, usual, checked, order, held, on_host)
-        placement = choose(
-            work,
-            usual,
-            checked,
-            schedule=order,
-            evaluation_batches=together,
-            held_bytes=held,
-            order=STATE_FIRST if schedule == ZEROTH else ORDER,
-            **on_host,
-        )
-    shape = replace(
-        shape,
-        delayed_fraction=usual.delayed_fraction,
-        recomputed_fraction=usual.recomputed_fraction,
-    )
-    memory = predict(work, placement, shape, order, together)
+        together = _together(fit, host_budget, held)
+        placement = fit(evaluation_batches=together, held_bytes=held)
+    delayed, recomputed = usual.delayed_fraction, usual.recomputed_fraction
+    shape = replace(shape, delayed_fraction=delayed, recomputed_fraction=recomputed)
     return RunPlan(
-        work=work,
-        placement=placement,
-        operations=order(work, placement, shape),
-        held_bytes=held,
-        memory=None if measured is None else memory,
-        delayed_fraction=shape.delayed_fraction,
-        recomputed_fraction=shape.recomputed_fraction,
-        evaluation_batches=together,
+        work=work, placement=placement, operations=lists(work, placement, shape), held_bytes=held,
+        memory=None if measured is None else predict(work, placement, shape, lists, together),
+        delayed_fraction=delayed, recomputed_fraction=recomputed, evaluation_batches=together,
         prediction=prediction,
-        filled=prediction is None and measured is not None and "auto" in on_host.values(),
-    )
+        filled=prediction is None and measured is not None and "auto" in wanted.on_host.values(),
+    )  # fmt: skip
 
 
-def _together(
-    work: Work, shape: StepShape, budget: int | None, order: MakesOps, held: int, on_host: dict[str, Fraction]
-) -> int:
+def _together(fit: Callable[..., BlockPlacement], host_budget: int | None, held: int) -> int:
     """Return how many micro-batches an evaluation may take through the blocks together.
 
-    There are fewer than usual if the run would not fit otherwise.
+    There are fewer than usual if the run would not ``fit`` otherwise, in a process that holds ``held`` bytes.
     """
     count = EVALUATION_BATCHES
-    while count > 1 and budget is not None:
+    while count > 1 and host_budget is not None:
         with suppress(DoesNotFit):
-            choose(
-                work, shape, budget, schedule=order, evaluation_batches=count, held_bytes=held, order=ORDER, **on_host
-            )  # fmt: skip
+            fit(evaluation_batches=count, held_bytes=held)
             break
         count //= 2
     return count
@@ -315,7 +299,7 @@ def _measured(
             parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
         )
     except ModelNotSupported as error:
-        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=5)
+        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=6)
     if budget.host_bytes() is not None:
         _refuse_auto(on_host)
     return None

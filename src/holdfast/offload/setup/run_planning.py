@@ -1,0 +1,215 @@
+"""The plan of a run: what was passed to ``offload``, checked, and what this model and machine make of it.
+
+Nothing is written, and nothing of the model is changed. Called by ``offload``, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...distributed import Ranks
+from ...errors import BadInput
+from ...events import EventLog
+from ...optim.mezo import MeZO
+from ...schedule.work import StepShape
+from ...state.prepared_models import refuse_in_block, refuse_prepared
+from ...state.progress import hyper_parameters
+from ...store.disk import AnyDisk
+from ...store.path_checks import check_place
+from ..data_parallel import DataParallelGroup, refuse_alone_only
+from ..engine_progress import UserState
+from ..memory.device import Device, open_device
+from ..model.model_parts import ModelParts
+from ..model.takeover import refuse_held, refuse_open
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
+from ..steps import StepRules
+from .automatic_placement import Planner, to_standard_error
+from .checks import (
+    check_budget,
+    check_choices,
+    check_compiled,
+    check_graphs,
+    check_objects,
+    check_recorded,
+    check_renormalised,
+    check_sample,
+    check_stateful,
+    check_together,
+    check_zeroth,
+    warn_of_resident,
+    warn_of_slow_bf16,
+)
+from .drive_setup import Drives
+from .equal_on_ranks import agree_on_choices, agree_on_placement
+from .preflight import Preflight
+from .starting_state import Opens
+from .step_planning import AUTO, ZEROTH, Budget, RunPlan, Wanted, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of one call of ``offload``, which explains them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    place: str | Path
+    """The directory of the run."""
+    scheduler: Any
+    loader: Any
+    source: Opens | None
+    init: Callable[[nn.Module], Any] | None
+    seed: int
+    blocks: Sequence[nn.Module] | nn.ModuleList | None
+    device: str
+    precision: Precision
+    budget: Budget | Literal["auto"] | None
+    placement: Placement
+    schedule: str
+    order: str
+    clipping: Clipping
+    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float]
+    sample: Any
+    micro_batches: int
+    loss_fn: Callable[..., Any] | None
+    durability: Durability
+    io: IO
+    events: EventLog | None
+    confirm: Callable[[Preflight], None] | None
+    say: Callable[[str], object] | None
+    disk: AnyDisk | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run that is planned, with nothing written yet."""
+
+    parts: ModelParts
+    rules: StepRules
+    user: UserState
+    device: Device
+    budget: Budget
+    """The memory that the run may take, in bytes."""
+    plan: RunPlan
+    drives: Drives
+
+
+def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments:
+    """Return ``given``, with the schedule of MeZO where that is the optimizer.
+
+    Raises ``BadInput`` for arguments that cannot be meant. Collective: every rank must call this.
+    """
+    clipping, precision, durability, io = given.clipping, given.precision, given.durability, given.io
+    with fellows.control.agreeing():
+        check_choices(given.schedule, given.order, given.normalize)
+        check_objects(
+            placement=given.placement, clipping=clipping, precision=precision, durability=durability, io=io
+        )
+        check_together(clipping, precision, given.schedule, durability)
+        if isinstance(given.optimizer, MeZO):
+            groups = given.optimizer.param_groups
+            check_zeroth(groups, given.schedule, given.order, given.placement, clipping, precision)
+            given = replace(given, schedule=ZEROTH)
+        refuse_prepared(given.model)
+        check_recorded(given.model)
+        check_renormalised(given.model)
+        require_whole("micro_batches", given.micro_batches, 1)
+        check_stateful(given.scheduler, given.loader)
+        check_budget(given.budget)
+        refuse_alone_only(fellows, given.schedule)
+        check_sample(given.sample)
+        if given.disk is None:
+            check_place(given.place)
+        elif io.drives:
+            raise BadInput(
+                "drives are directories of the file system, and disk= is another. Give one of them"
+            )
+    return given
+
+
+def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> PlannedRun:
+    """Examine the model and plan the run on this rank. Collective: every rank must call this."""
+    durability, io = given.durability, given.io
+    with fellows.control.agreeing():
+        parts = _examined(given, fellows.control)
+        rules = StepRules.of(
+            given.schedule, given.order, given.clipping, given.precision, durability, given.normalize
+        )
+        user = UserState(
+            parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
+            hyper_parameters(given.optimizer.param_groups), fellows.world_size,
+        )  # fmt: skip
+        device = open_device(given.device)
+        check_graphs(device.torch_device, parts.blocks)
+        if fellows.rank == 0:
+            warn_of_slow_bf16(device.torch_device, given.precision.dtype, stacklevel=4)
+            if given.blocks is None:
+                warn_of_resident(given.model, parts.blocks, stacklevel=4)
+        budget = AUTO if given.budget == "auto" else given.budget or Budget()
+        budget = budget.resolved(device, fellows.on_host)
+        plan = make_plan(
+            parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
+            Wanted.of(given.placement, given.budget == "auto", by_rates=fellows.alone and given.schedule != ZEROTH),
+            Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
+            io.update_workers,
+        )  # fmt: skip
+        rules = replace(
+            rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
+        )
+    return PlannedRun(
+        parts=parts, rules=rules, user=user, device=device, budget=budget, plan=plan, drives=drives
+    )
+
+
+def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -> PlannedRun:
+    """Return what this rank has planned, with a placement that fits on all ranks, and its share of the drives.
+
+    Raises ``BadInput`` on all ranks unless all were given the same. Collective: every rank must call this.
+    """
+    ranks, parts, rules = fellows.control, mine.parts, mine.rules
+    choices = {
+        **mine.user.settings, **asdict(given.placement), "retain": given.durability.retain,
+        "source": given.source is not None,
+        "drives": sorted(os.path.realpath(drive) for drive in given.io.drives),
+    }  # fmt: skip
+    agree_on_choices(ranks, parts, given.optimizer, rules, choices, mine.user.given)
+    plan = agree_on_placement(mine.plan, given.schedule, _usual_shape(given, rules), ranks)
+    drives = mine.drives.shared_out(plan, parts, ranks)
+    with ranks.agreeing():
+        if plan.filled and ranks.rank == 0:
+            (given.say or to_standard_error)(f"plan: {plan.line}")
+    return replace(mine, plan=plan, drives=drives)
+
+
+def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
+    """Return the parts of the model. Raises ``BadInput`` for a model that cannot be trained out of core."""
+    refuse_open(given.model)
+    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks)
+    check_compiled(given.model, parts.blocks)
+    for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
+        refuse_in_block(name, block)
+    refuse_held(parts.captured)
+    return parts
+
+
+def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:
+    """Return the options on which a run's numbers depend, as its commits hold them."""
+    return {
+        "seed": given.seed,
+        "dtype": given.precision.dtype,
+        "clip_norm": given.clipping.norm,
+        "clipping": "per_block" if given.clipping.mode == "per_block" else "global",
+        "normalize": rules.normalize_name,
+        "order": given.order,
+    }
+
+
+def _usual_shape(given: Arguments, rules: StepRules) -> StepShape:
+    """Return the shape of a step of as many micro-batches as were announced."""
+    return rules.shape(given.micro_batches, given.durability.commit_every > 0)

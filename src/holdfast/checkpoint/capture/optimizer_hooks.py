@@ -263,12 +263,7 @@ class OptimizerHooks:
         """
         started = time.perf_counter()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and not isinstance(closure, ComputedClosure):
-            raise BadInput(
-                "an optimizer step with a closure may compute several gradients, of which only the last could be"
-                " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
-                f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
-            )
+        _refuse_closure(closure)
         optimizer = self._state.optimizers[index]
         if self._open[index] and within:  # a subclass calls the step() it overrides: the same update
             self._open[index] += 1
@@ -278,14 +273,7 @@ class OptimizerHooks:
         if not self.updates:
             self.begins()
         self._look_for_changes(True, index)  # made by the script or by other pre-hooks
-        trained, without = [], []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = self._state.name_of.get(id(parameter), "")
-            if parameter.grad is None:
-                without.append(name)
-            else:
-                _refuse_odd(name, parameter.grad)
-                trained.append((name, parameter))
+        trained, without = self._with_gradients(optimizer)
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
@@ -313,6 +301,18 @@ class OptimizerHooks:
         if room is not None and update.part is None:
             self.lost = "its gradients were denser than a record has room for"
         self.seconds += time.perf_counter() - started
+
+    def _with_gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Trained, list[str]]:
+        """Return the parameters of ``optimizer`` that have a gradient, and the names of the others."""
+        trained, without = [], []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = self._state.name_of.get(id(parameter), "")
+            if parameter.grad is None:
+                without.append(name)
+            else:
+                _refuse_odd(name, parameter.grad)
+                trained.append((name, parameter))
+        return trained, without
 
     def _consume(
         self, slot: StagingBuffer | None, index: int, trained: Trained, skipped: bool
@@ -435,6 +435,16 @@ def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:
         raise BadInput(
             "a fused optimizer is given gradients that are still scaled, so what they lose could not be added to the"
             " next ones. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+        )
+
+
+def _refuse_closure(closure: Any) -> None:
+    """Raise ``BadInput`` for a closure, unless its gradients have been computed already."""
+    if closure is not None and not isinstance(closure, ComputedClosure):
+        raise BadInput(
+            "an optimizer step with a closure may compute several gradients, of which only the last could be"
+            " recorded. If it calls the closure once, call closure() yourself and then optimizer.step()."
+            f" If it calls it more often, as SAM does, its steps cannot be recorded. {WAY_OUT}"
         )
 
 

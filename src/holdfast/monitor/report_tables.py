@@ -1,6 +1,8 @@
-"""Tables of a report as HTML: traffic, memory, predictions, and events.
+"""The tables of a report as HTML (traffic, memory, predictions, events), and the page around them.
 
-Page: the HTML of a report. One self-contained file: no script, no font, no picture from elsewhere.
+The page is one self-contained file: no script, no font, no picture from elsewhere. All texts are escaped here, because
+names come from the run. A difference from the schedule that is no fault is shown with its cause. Called by
+``run_report``.
 """
 
 from __future__ import annotations
@@ -18,42 +20,6 @@ from .charts import Curve, Level, Scale, chart
 from .gantt import milliseconds
 from .history import History, StepRecord
 from .lanes import NAMES
-
-FORMULAS = {
-    "vertical": {
-        "upload_params": "(2n − 1) P", "load_params": "(2n − 1) P", "download_grads": "n G",
-        "download_input": "n M S", "upload_input": "(2n − 2) M S",
-        "download_input_grad": "(n − 1) M S", "upload_input_grad": "(n − 1) M S",
-        "load_state": "n W", "store_state": "n W", "store_params": "n P",
-    },
-    "horizontal": {
-        "upload_params": "(2n − 1) M P", "load_params": "(2n − 1) M P", "download_grads": "M n G",
-        "upload_grads": "(M − 1) n G", "download_input": "(n − 1) M S", "upload_input": "(n − 1) M S",
-        "load_state": "n W", "store_state": "n W", "store_params": "n P",
-    },
-}  # fmt: skip
-"""Bytes by schedule and kind of operation, for n equal blocks, in plain order without delayed updates.
-
-SSD formulas apply to the blocks that are on the SSD.
-"""
-
-SYMBOLS = (
-    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
-    " between two blocks."
-)
-
-SHORTER, OTHER_SIZE = "shorter samples", "inputs of another size"
-UNDER_WAY, OF_BEFORE = "rest under way", "rest of an earlier step"
-"""Causes of a difference that is no fault."""
-
-UNDER_WAY_SAID = (
-    "A step leaves writes to be done beside the next, so the writes of one step may be missing from the mean, or be in"
-    " it once too often."
-)
-
-LAST_EVENTS = 40
-
-BYTES = Scale(format_bytes, binary=True)
 
 
 def traffic(history: History) -> str:
@@ -78,6 +44,149 @@ def traffic(history: History) -> str:
     notes += [UNDER_WAY_SAID] if {UNDER_WAY, OF_BEFORE} & reasons else []
     body = "".join(paragraph(note, "soft") for note in notes)
     return paragraph(said) + _traffic_table(found, formulas) + body
+
+
+def memory(history: History) -> str:
+    found, line = facts.memory(history), history.line()
+    if found is None:
+        return absent("The log does not say.")
+    if "ring_bytes" in found:
+        return _memory_of_checkpointer(found, line)
+    points = [(step.step, float(step.host_bytes)) for step in line if step.host_bytes is not None]
+    budget, predicted = found["host_budget"], found["host_predicted"]
+    said = f"The process held {format_bytes(found['host_bytes'] or 0)} at the most after any step. "
+    said += f"Its budget is {format_bytes(budget)}. " if budget else "It has no budget. "
+    said += (
+        f"{format_bytes(predicted)} at most were predicted." if predicted else "Its memory was not predicted."
+    )
+    if found["device_bytes"] is not None:
+        said += f" The device's allocator held {format_bytes(found['device_bytes'])} at the most."
+    levels = [Level("budget", budget)] if budget else []
+    levels += [Level("predicted at most", predicted, "predicted")] if predicted else []
+    body = paragraph(said)
+    if points:
+        body += chart([Curve("memory of the process", points)], BYTES, levels)
+    rows = [[row["class"], _size(row["predicted"]), _size(row["measured"])] for row in found["classes"]]
+    if found["process_bytes"] is not None:
+        rows.append(["the process itself, with torch", _size(found["process_bytes"]), "-"])
+    if rows:
+        body += table(["class of host memory", ">predicted at most", ">in use at once at most"], rows)
+        body += paragraph(
+            "Where nothing is measured the memory is torch's own, which does not say what it is for.", "soft"
+        )
+    return body
+
+
+def predictions(history: History, step_seconds: float | None) -> str:
+    rows = []
+    for row in facts.predictions(history, step_seconds):
+        form = format_bytes if row["unit"] == "B" else milliseconds
+        rows.append(
+            [
+                row["what"],
+                form(row["predicted"]),
+                form(row["measured"]),
+                f"{row['measured'] / row['predicted']:.2f}",
+            ]
+        )
+    body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
+    planned = facts.planned(history)
+    if planned is not None:
+        body += paragraph(_plan_said(planned.plan), "soft")
+    elif step_seconds is None:
+        body += absent(
+            "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
+        )
+    return body
+
+
+def happened(history: History) -> str:
+    rows = [
+        [_when(event), event["event"].replace("_", " "), _told(event)]
+        for event in history.told[-LAST_EVENTS:]
+    ]
+    if not rows:
+        return absent("Nothing but steps.")
+    more = len(history.told) - len(rows)
+    note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
+    return table(["when", "what", ""], rows) + note
+
+
+def page(
+    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
+) -> str:
+    """Return the whole document. All texts except the sections' bodies are escaped here."""
+    tile_items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
+    )
+    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
+        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
+
+    title: str
+    body: str
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def absent(text: str) -> str:
+    """Return a paragraph that says what is missing, and why."""
+    return paragraph(text, "absent")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
+    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
+    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+FORMULAS = {
+    "vertical": {
+        "upload_params": "(2n − 1) P", "load_params": "(2n − 1) P", "download_grads": "n G",
+        "download_input": "n M S", "upload_input": "(2n − 2) M S",
+        "download_input_grad": "(n − 1) M S", "upload_input_grad": "(n − 1) M S",
+        "load_state": "n W", "store_state": "n W", "store_params": "n P",
+    },
+    "horizontal": {
+        "upload_params": "(2n − 1) M P", "load_params": "(2n − 1) M P", "download_grads": "M n G",
+        "upload_grads": "(M − 1) n G", "download_input": "(n − 1) M S", "upload_input": "(n − 1) M S",
+        "load_state": "n W", "store_state": "n W", "store_params": "n P",
+    },
+}  # fmt: skip
+"""Bytes by schedule and kind of operation, for n equal blocks, in plain order without delayed updates.
+
+SSD formulas apply to the blocks that are on the SSD.
+"""
+SYMBOLS = (
+    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
+    " between two blocks."
+)
+SHORTER, OTHER_SIZE = "shorter samples", "inputs of another size"
+UNDER_WAY, OF_BEFORE = "rest under way", "rest of an earlier step"
+"""Causes of a difference that is no fault."""
+UNDER_WAY_SAID = (
+    "A step leaves writes to be done beside the next, so the writes of one step may be missing from the mean, or be in"
+    " it once too often."
+)
+LAST_EVENTS = 40
+BYTES = Scale(format_bytes, binary=True)
 
 
 def _traffic_table(found: dict[str, Any], formulas: dict[str, str]) -> str:
@@ -129,37 +238,6 @@ def _samples_said(found: dict[str, Any]) -> str:
     )
 
 
-def memory(history: History) -> str:
-    found, line = facts.memory(history), history.line()
-    if found is None:
-        return absent("The log does not say.")
-    if "ring_bytes" in found:
-        return _memory_of_checkpointer(found, line)
-    points = [(step.step, float(step.host_bytes)) for step in line if step.host_bytes is not None]
-    budget, predicted = found["host_budget"], found["host_predicted"]
-    said = f"The process held {format_bytes(found['host_bytes'] or 0)} at the most after any step. "
-    said += f"Its budget is {format_bytes(budget)}. " if budget else "It has no budget. "
-    said += (
-        f"{format_bytes(predicted)} at most were predicted." if predicted else "Its memory was not predicted."
-    )
-    if found["device_bytes"] is not None:
-        said += f" The device's allocator held {format_bytes(found['device_bytes'])} at the most."
-    levels = [Level("budget", budget)] if budget else []
-    levels += [Level("predicted at most", predicted, "predicted")] if predicted else []
-    body = paragraph(said)
-    if points:
-        body += chart([Curve("memory of the process", points)], BYTES, levels)
-    rows = [[row["class"], _size(row["predicted"]), _size(row["measured"])] for row in found["classes"]]
-    if found["process_bytes"] is not None:
-        rows.append(["the process itself, with torch", _size(found["process_bytes"]), "-"])
-    if rows:
-        body += table(["class of host memory", ">predicted at most", ">in use at once at most"], rows)
-        body += paragraph(
-            "Where nothing is measured the memory is torch's own, which does not say what it is for.", "soft"
-        )
-    return body
-
-
 def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> str:
     said = (
         f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
@@ -179,29 +257,6 @@ def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> st
     return paragraph(said) + chart(curves, BYTES)
 
 
-def predictions(history: History, step_seconds: float | None) -> str:
-    rows = []
-    for row in facts.predictions(history, step_seconds):
-        form = format_bytes if row["unit"] == "B" else milliseconds
-        rows.append(
-            [
-                row["what"],
-                form(row["predicted"]),
-                form(row["measured"]),
-                f"{row['measured'] / row['predicted']:.2f}",
-            ]
-        )
-    body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
-    planned = facts.planned(history)
-    if planned is not None:
-        body += paragraph(_plan_said(planned.plan), "soft")
-    elif step_seconds is None:
-        body += absent(
-            "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
-        )
-    return body
-
-
 def _plan_said(plan: dict[str, Any]) -> str:
     """Describe what was chosen, and the bottleneck."""
     parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
@@ -209,18 +264,6 @@ def _plan_said(plan: dict[str, Any]) -> str:
     given = plan.get("stated")
     said += f" Given, not chosen: {', '.join(given)}." if given else ""
     return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
-
-
-def happened(history: History) -> str:
-    rows = [
-        [_when(event), event["event"].replace("_", " "), _told(event)]
-        for event in history.told[-LAST_EVENTS:]
-    ]
-    if not rows:
-        return absent("Nothing but steps.")
-    more = len(history.told) - len(rows)
-    note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
-    return table(["when", "what", ""], rows) + note
 
 
 def _told(event: dict[str, Any]) -> str:
@@ -262,7 +305,6 @@ LANE_COLOURS = {
     COMMIT: ("#e34948", "#e66767"),
 }  # fmt: skip
 """Colours of lanes on a light and on a dark page."""
-
 LIGHT = {
     "page": "#f7f7f5", "card": "#fdfdfc", "ink": "#17171a", "soft": "#56565c", "line": "#e2e2de", "track": "#efefec",
     "edge": "#c9c9c4", "a": "#2a78d6", "b": "#eb6834", "limit": "#c22f2e", "predicted": "#4a3aa7", "now": "#56565c",
@@ -273,7 +315,6 @@ DARK = {
     "edge": "#4a4a50", "a": "#3987e5", "b": "#d95926", "limit": "#e66767", "predicted": "#9085e9", "now": "#b1b1b4",
     "other": "#505055",
 }  # fmt: skip
-
 STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
@@ -311,51 +352,6 @@ svg.large{display:none} svg.small{display:block} table{font-size:13px} td,th{pad
 """
 """Shadows at the edges of what scrolls (``wide``) say that there is more. The large drawings have larger text below 900
 pixels, and below 600 the small ones stand in their place, so that a label has at least 10 pixels on a phone of 360."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
-
-    title: str
-    body: str
-
-
-def page(
-    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
-) -> str:
-    """Return the whole document. All texts except the sections' bodies are escaped here."""
-    tile_items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
-    )
-    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
-        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
-    )
-
-
-def paragraph(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
-
-
-def absent(text: str) -> str:
-    """Return a paragraph that says what is missing, and why."""
-    return paragraph(text, "absent")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
-    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
-    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _style() -> str:

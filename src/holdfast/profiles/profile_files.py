@@ -1,9 +1,8 @@
-"""Profile files: those that come with the library, by name, and any other, by its path.
-
-Model profiles read from the ``config.json`` of a transformers model folder.
+"""Profiles by name or path: those that come with the library, TOML files, and model folders of transformers.
 
 ``holdfast plan --model FOLDER`` takes the folder that ``holdfast train --model FOLDER`` trains. Only architectures
-whose parameters the profile counts within one percent (tests/profiles/test_pretrained.py) are accepted.
+whose parameters the profile counts within one percent (tests/profiles/test_pretrained.py) are accepted. A written
+profile is read back equal. Called by the planning commands and by measurements that are kept.
 """
 
 from __future__ import annotations
@@ -20,17 +19,6 @@ from ..errors import ConfigError
 from ..regular_files import home_path
 from .profile_keys import MachineProfile, ModelProfile, from_document, path_of
 
-Profile = TypeVar("Profile", MachineProfile, ModelProfile)
-
-HERE = __name__.rpartition(".")[0]
-FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
-
-
-def known(kind: type[MachineProfile] | type[ModelProfile]) -> list[str]:
-    """Return the names of the profiles that come with the library."""
-    folder = files(HERE) / FOLDERS[kind]
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
-
 
 def load_machine(name: str) -> MachineProfile:
     """Load a machine profile by its name, or from the TOML file at that path. Raises ``ConfigError``."""
@@ -42,6 +30,12 @@ def load_model(name: str) -> ModelProfile:
     if (folder := home_path(name)).is_dir() and name not in known(ModelProfile):
         return model_of_folder(folder)
     return _load(ModelProfile, name, "model")
+
+
+def known(kind: type[MachineProfile] | type[ModelProfile]) -> list[str]:
+    """Return the names of the profiles that come with the library."""
+    folder = files(HERE) / FOLDERS[kind]
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> str:
@@ -62,6 +56,60 @@ def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> 
         comment = (comments or {}).get(path_of(declared), declared.metadata["doc"])
         lines.append(f"{f'{name} = {shown}':<30} # {comment}")
     return "\n".join([*lines, ""])
+
+
+def model_of_folder(folder: Path) -> ModelProfile:
+    """Return the profile of the model in ``folder``.
+
+    Raises ``ConfigError`` where transformers is missing, the configuration cannot be read, or the architecture is
+    not one that a profile describes.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"reading {folder} takes transformers: pip install transformers; or describe the model in a TOML file"
+            " (docs/plan.md)"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many classes, by what is wrong in the file
+        raise ConfigError(f"{folder} has no configuration that transformers reads: {error}") from error
+    return model_of_config(config.get_text_config(), f"the model in {folder}")
+
+
+def model_of_config(config: Any, what: str) -> ModelProfile:
+    """Return the profile of a decoder with the transformers configuration ``config``; errors name it ``what``."""
+    kind = config.model_type
+    if kind not in GATED + PLAIN:
+        raise ConfigError(
+            f"{what} is of type {kind!r}, whose blocks no profile describes. Types that are read:"
+            f" {', '.join(sorted(GATED + PLAIN))}. Describe it in a TOML file (docs/plan.md)"
+        )
+    plain = kind in PLAIN
+    hidden = getattr(config, "n_inner", None) if kind == "gpt2" else config.intermediate_size
+    longest = config.max_position_embeddings
+    return ModelProfile(
+        description=f"{kind} of {Path(config.name_or_path).name or 'a folder'}",
+        blocks=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or 0,
+        head_size=getattr(config, "head_dim", None) or 0,
+        hidden=hidden or 0,
+        gated=not plain,
+        biases=plain,
+        vocabulary=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        positions=longest if kind in LEARNED_POSITIONS else 0,
+        sequence=min(DEFAULT_SEQUENCE, longest),
+        micro_batch=1,
+    )
+
+
+Profile = TypeVar("Profile", MachineProfile, ModelProfile)
+HERE = __name__.rpartition(".")[0]
+FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
 
 
 def _shown(value: object, kind: str) -> str:
@@ -129,52 +177,3 @@ PLAIN = ("gpt2", "gpt_neox")
 LEARNED_POSITIONS = ("gpt2",)
 DEFAULT_SEQUENCE = 2048
 """The tokens of one sequence, or fewer where the model is limited to fewer."""
-
-
-def model_of_folder(folder: Path) -> ModelProfile:
-    """Return the profile of the model in ``folder``.
-
-    Raises ``ConfigError`` where transformers is missing, the configuration cannot be read, or the architecture is
-    not one that a profile describes.
-    """
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"reading {folder} takes transformers: pip install transformers; or describe the model in a TOML file"
-            " (docs/plan.md)"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many classes, by what is wrong in the file
-        raise ConfigError(f"{folder} has no configuration that transformers reads: {error}") from error
-    return model_of_config(config.get_text_config(), f"the model in {folder}")
-
-
-def model_of_config(config: Any, what: str) -> ModelProfile:
-    """Return the profile of a decoder with the transformers configuration ``config``; errors name it ``what``."""
-    kind = config.model_type
-    if kind not in GATED + PLAIN:
-        raise ConfigError(
-            f"{what} is of type {kind!r}, whose blocks no profile describes. Types that are read:"
-            f" {', '.join(sorted(GATED + PLAIN))}. Describe it in a TOML file (docs/plan.md)"
-        )
-    plain = kind in PLAIN
-    hidden = getattr(config, "n_inner", None) if kind == "gpt2" else config.intermediate_size
-    longest = config.max_position_embeddings
-    return ModelProfile(
-        description=f"{kind} of {Path(config.name_or_path).name or 'a folder'}",
-        blocks=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or 0,
-        head_size=getattr(config, "head_dim", None) or 0,
-        hidden=hidden or 0,
-        gated=not plain,
-        biases=plain,
-        vocabulary=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        positions=longest if kind in LEARNED_POSITIONS else 0,
-        sequence=min(DEFAULT_SEQUENCE, longest),
-        micro_batch=1,
-    )

@@ -1,13 +1,10 @@
-"""Recovery of a run: its newest whole snapshot and the log records after it, loaded into a live model.
+"""Recovery of a run: the newest whole snapshot and the log records after it, loaded into a live model.
 
 A snapshot that does not verify gives way to the one before it, whose records reach further back. A record ends the
-chain if it is missing, does not verify, or does not reproduce the state of training. The run then continues after the
-step before.
-
-Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
-All ranks recover the same step, the newest that every rank can reach.
-
-The state of a run at a given step, in memory, without the script that trained it.
+lineage if it is missing, does not verify, or does not reproduce the state of training; the run then continues after the
+step before. Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is
+requested. All ranks recover the same step, the newest that every rank can reach. ``recover`` serves ``Checkpointer``,
+replicas and compaction; ``state_at`` rebuilds the state of any step without the script, for readers of a run.
 """
 
 from __future__ import annotations
@@ -38,25 +35,6 @@ from .recovery_progress import RecoveryProgress
 
 BY, RECORDS = "by", "records"
 """The key, and a value, in a timeline's record that name how the writer's steps survive."""
-
-
-@dataclass
-class RecoveryResult:
-    """The point where the run continues.
-
-    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
-    stored, and does the same after updates. Records may then follow the existing ones.
-    """
-
-    point: Point
-    odd: list[str] = field(default_factory=list)
-    same_cut: bool = True
-    residuals_lost: bool = False
-    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
-    trained: Collection[str] = ()
-    """The parameters that the last step trained, as far as that is known."""
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    """The state that is no tensor, from the record of the last step."""
 
 
 def recover(
@@ -156,6 +134,161 @@ def recover(
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
+@dataclass
+class RecoveryResult:
+    """The point where the run continues.
+
+    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
+    stored, and does the same after updates. Records may then follow the existing ones.
+    """
+
+    point: Point
+    odd: list[str] = field(default_factory=list)
+    same_cut: bool = True
+    residuals_lost: bool = False
+    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
+    trained: Collection[str] = ()
+    """The parameters that the last step trained, as far as that is known."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """The state that is no tensor, from the record of the last step."""
+
+
+def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
+    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
+
+    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
+    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
+    """
+    with LocalStore(root) as store:
+        line = store.line(tip)
+        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
+        threads = torch.get_num_threads()
+        try:
+            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
+            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
+        finally:
+            torch.set_num_threads(threads)
+        if found.residuals_lost:
+            raise BadInput(
+                f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
+                " record. Name a step that `holdfast ls` lists."
+            )
+        told = joined([base.progress_of(stream) for stream in base.streams])
+        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}
+
+
+class _Kept(NoScriptState):
+    """A stand-in for the script that keeps the progress which would be restored."""
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.progress = progress
+
+
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
+
+    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
+    """
+    odd: list[Damaged] = []
+    for ref in store.line(tip):
+        if target is None or ref.step <= target:
+            try:
+                found = store.verify(store.load(ref))
+            except Damaged as error:
+                found = [error]
+            if not found:
+                return
+            odd += found
+    if odd:
+        raise odd[0]
+
+
+@dataclass
+class _Search:
+    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
+
+    store: LocalStore
+    state: LiveState
+    script: ScriptState
+    ranks: Ranks
+    target: int | None
+    tip: int | None
+    continuing: bool
+    after_update: Callable[[int], None] | None
+    watch: RecoveryProgress | None
+    acknowledged: int = -1
+    """A step known from the logs to have been durable on all streams."""
+    odd: list[str] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
+    """The step of each snapshot that the device did not return, by the device's message."""
+
+    def line_from(self, ref: CommitRef) -> Lineage | None:
+        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
+
+        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
+        call this.
+        """
+        tried: list[Lineage] = []
+        ended: list[Unreadable] = []
+        target = self.target
+
+        def attempt() -> _Outcome:
+            tried.clear(), ended.clear()
+            try:
+                tried.append(self._replayed(ref, target))
+            except ReplayMismatch as error:
+                return _Outcome(-1, error.step - 1, str(error))
+            except Unreadable as error:
+                ended.append(error)
+                return _Outcome(-1, error.step, None, is_unread=True)
+            except (Damaged, DiskFailed) as error:
+                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
+            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
+
+        while True:
+            outcomes = self.ranks.all_do(attempt)
+            said = {each.why: each for each in outcomes if each.why is not None}
+            self.odd += [why for why in said if why not in self.odd]
+            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
+            reachable = [each.could for each in outcomes if each.could is not None]
+            if len(reachable) < len(outcomes):
+                return None
+            target = min(reachable)
+            if all(
+                each.is_unread for each in outcomes if each.could == target
+            ):  # other ranks could continue from there
+                self.ranks.all_do(partial(_tell_unreadable, ended, target))
+            if all(each.has == target for each in outcomes):
+                return tried[0]
+
+    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
+        """Return the line up to ``target``, with the state at its end."""
+        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
+        if self.continuing:
+            line.end_before_feedback()
+        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
+        _refuse_other_updates(line, self.after_update is not None)
+        _refuse_other_members(line, self.state)
+        line.watch = self.watch or line.watch
+        line.replay_into(self.state, self.ranks.rank, self.after_update)
+        return line
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of one rank's attempt to recover from a snapshot.
+
+    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
+    """
+
+    has: int | None
+    could: int | None
+    why: str | None
+    is_unread: bool = False
+    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
+
+
 def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
     """Add to ``odd`` which steps up to ``durable_step`` are lost.
 
@@ -177,25 +310,6 @@ def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
     one = f"Step {durable_step} had been durable, and is lost."
     lost = one if durable_step == step + 1 else several
     odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
-
-
-def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
-    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
-
-    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
-    """
-    odd: list[Damaged] = []
-    for ref in store.line(tip):
-        if target is None or ref.step <= target:
-            try:
-                found = store.verify(store.load(ref))
-            except Damaged as error:
-                found = [error]
-            if not found:
-                return
-            odd += found
-    if odd:
-        raise odd[0]
 
 
 def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
@@ -294,92 +408,6 @@ def _refuse_other_members(line: Lineage, state: LiveState) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of one rank's attempt to recover from a snapshot.
-
-    The rank ``has`` reached one step and ``could`` reach another; ``why`` says why no later one.
-    """
-
-    has: int | None
-    could: int | None
-    why: str | None
-    is_unread: bool = False
-    """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
-
-
-@dataclass
-class _Search:
-    """The search for the line that a run continues: what is requested, and what was wrong on the way."""
-
-    store: LocalStore
-    state: LiveState
-    script: ScriptState
-    ranks: Ranks
-    target: int | None
-    tip: int | None
-    continuing: bool
-    after_update: Callable[[int], None] | None
-    watch: RecoveryProgress | None
-    acknowledged: int = -1
-    """A step known from the logs to have been durable on all streams."""
-    odd: list[str] = field(default_factory=list)
-    unread: dict[str, int] = field(default_factory=dict)
-    """The step of each snapshot that the device did not return, by the device's message."""
-
-    def line_from(self, ref: CommitRef) -> Lineage | None:
-        """Return the line from snapshot ``ref``, replayed into the state; None if the snapshot cannot be used.
-
-        If one rank cannot get as far as the others, all begin again with an earlier target. Collective: every rank must
-        call this.
-        """
-        tried: list[Lineage] = []
-        ended: list[Unreadable] = []
-        target = self.target
-
-        def attempt() -> _Outcome:
-            tried.clear(), ended.clear()
-            try:
-                tried.append(self._replayed(ref, target))
-            except ReplayMismatch as error:
-                return _Outcome(-1, error.step - 1, str(error))
-            except Unreadable as error:
-                ended.append(error)
-                return _Outcome(-1, error.step, None, is_unread=True)
-            except (Damaged, DiskFailed) as error:
-                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
-            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
-
-        while True:
-            outcomes = self.ranks.all_do(attempt)
-            said = {each.why: each for each in outcomes if each.why is not None}
-            self.odd += [why for why in said if why not in self.odd]
-            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
-            reachable = [each.could for each in outcomes if each.could is not None]
-            if len(reachable) < len(outcomes):
-                return None
-            target = min(reachable)
-            if all(
-                each.is_unread for each in outcomes if each.could == target
-            ):  # other ranks could continue from there
-                self.ranks.all_do(partial(_tell_unreadable, ended, target))
-            if all(each.has == target for each in outcomes):
-                return tried[0]
-
-    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
-        """Return the line up to ``target``, with the state at its end."""
-        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
-        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
-        if self.continuing:
-            line.end_before_feedback()
-        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
-        _refuse_other_updates(line, self.after_update is not None)
-        _refuse_other_members(line, self.state)
-        line.watch = self.watch or line.watch
-        line.replay_into(self.state, self.ranks.rank, self.after_update)
-        return line
-
-
 def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
     """Raise ``Unreadable``, naming the ``step`` that all ranks can reach, where the device does not return what
     follows.
@@ -394,34 +422,3 @@ def _said_end(line: Lineage) -> str | None:
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
     )
     return None if line.odd is None else f"{line.odd}{harmless}"
-
-
-class _Kept(NoScriptState):
-    """A stand-in for the script that keeps the progress which would be restored."""
-
-    def restore(self, progress: dict[str, Any]) -> None:
-        self.progress = progress
-
-
-def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
-    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
-
-    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
-    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
-    """
-    with LocalStore(root) as store:
-        line = store.line(tip)
-        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
-        threads = torch.get_num_threads()
-        try:
-            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
-            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
-        finally:
-            torch.set_num_threads(threads)
-        if found.residuals_lost:
-            raise BadInput(
-                f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
-                " record. Name a step that `holdfast ls` lists."
-            )
-        told = joined([base.progress_of(stream) for stream in base.streams])
-        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}

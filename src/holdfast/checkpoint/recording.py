@@ -17,6 +17,7 @@ from ..store import run_store
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
+from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .log.recorder import Recorder
@@ -26,7 +27,6 @@ from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
 from .replica import retained_state
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
-from .storage_share import CollectiveSnapshot, StorageShare
 from .training_state import TrainingState
 
 

@@ -55,6 +55,6 @@ def choose_dtype(device: str) -> Dtype:
     """
     if not device.startswith("cpu"):
         return "bf16"
-    from ..measure.host_rates import product_seconds
+    from ..measure.hardware_rates import product_seconds
 
     return "fp32" if product_seconds("float32") < FASTER * product_seconds("bfloat16") else "bf16"

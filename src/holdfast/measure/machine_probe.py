@@ -15,7 +15,7 @@ from .. import accelerators
 from ..optim.torch_threads import update_helpers
 from ..profiles import MachineProfile
 from ..quantities import format_bytes
-from .host_rates import WORKERS, Copies, measure_checks, measure_copies, measure_update
+from .hardware_rates import WORKERS, Copies, measure_checks, measure_copies, measure_update
 from .ssd import Ssd, measure_ssd
 
 SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..accelerators import is_accelerator, synchronize
-from ..measure.host_rates import median_seconds
+from ..measure.hardware_rates import median_seconds
 from ..measure.machine_probe import BlockTimes
 from ..profiles import ModelProfile
 from .decoder import Block, DecoderConfig, rotary_table

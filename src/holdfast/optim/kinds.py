@@ -18,8 +18,8 @@ from torch import nn
 
 from ..errors import OptimizerNotSupported
 from .adamw import AdamW8bit, AdamWBF16
-from .apollo import Apollo, Grass
 from .declared_state import Form, ShapedStateOptimizer, Slots
+from .low_rank import Apollo, Grass
 from .mezo import MeZO
 
 ELEMENTWISE = (

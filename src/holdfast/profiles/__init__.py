@@ -6,6 +6,6 @@ the written file follow from that. Sizes and rates are text such as ``"80GB"`` a
 """
 
 from .profile_files import known, load_machine, load_model, to_toml
-from .profile_keys import MachineProfile, ModelProfile
+from .profile_types import MachineProfile, ModelProfile
 
 __all__ = ["MachineProfile", "ModelProfile", "known", "load_machine", "load_model", "to_toml"]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ..config import literal
 from ..errors import ConfigError
 from ..regular_files import home_path
-from .profile_keys import MachineProfile, ModelProfile, from_document, path_of
+from .profile_types import MachineProfile, ModelProfile, from_document, path_of
 
 
 def load_machine(name: str) -> MachineProfile:

@@ -20,7 +20,7 @@ from .planner.formulas import FRACTIONS, RECYCLED
 from .planner.linear_program import Solution
 from .planner.machine_rates import Machine
 from .planner.plan_search import Case, best_at
-from .planner.setting import Setting, bus_of, ssd_of
+from .planner.training_setting import Setting, bus_of, ssd_of
 from .simulate import Simulation, simulate
 from .vertical import vertical
 from .work import BlockPlacement, BlockWork, StepShape, Work

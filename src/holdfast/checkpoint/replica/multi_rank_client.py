@@ -38,7 +38,7 @@ from ..snapshot.snapshot_image import image_of
 from ..user_state import ScriptState
 from . import retained_state, shared_memory
 from .replica_client import Replica
-from .replica_rendezvous import ReplicaLocks, StragglerMonitor, has_kept, is_orphan
+from .replica_liveness import ReplicaLocks, StragglerMonitor, has_kept, is_orphan
 
 
 class Replicas(Replica):

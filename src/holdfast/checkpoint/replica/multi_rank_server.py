@@ -22,8 +22,8 @@ from ...store.run_store import LocalStore
 from ..recovery.replay import clip_as_told
 from . import retained_state, shared_memory
 from .channel import Channel, Message
+from .replica_liveness import HERE, KEPT, ReplicaNotes
 from .replica_process import LAST_WORD, ReplicaConfig
-from .replica_rendezvous import HERE, KEPT, ReplicaNotes
 from .replica_server import ReplicaServer
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0

@@ -22,9 +22,9 @@ from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
 from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
+from ..collective_snapshots import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
-from ..storage_share import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from .snapshot_writer import SnapshotWriter
 
 POLICIES = ("block", "skip", "commit")

@@ -26,7 +26,7 @@ from ...schedule.planner.plan_search import (
     search,
     what_if,
 )
-from ...schedule.planner.setting import Method
+from ...schedule.planner.training_setting import Method
 from ...schedule.simulate import Simulation
 from ..output import console, parsed, plain_table, print_facts, print_json, print_table
 

@@ -17,7 +17,7 @@ from ...schedule.operation_lists import EVALUATION_BATCHES, fit, host_bytes, pla
 from ...schedule.planner.formulas import PROCESS_BYTES
 from ...schedule.planner.placement import choose
 from ...schedule.planner.plan_search import Case, check_device, engine_case, search
-from ...schedule.planner.setting import Setting
+from ...schedule.planner.training_setting import Setting
 from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_timeline, window
 from ...schedule.vertical import vertical
 from ...schedule.work import BlockPlacement

@@ -35,7 +35,7 @@ from ...config import FRACTIONS, Config, from_values, to_values
 from ...data.loader import step_loader
 from ...errors import ConfigError, NoCommit, RunMismatch
 from ...events import EventLog
-from ...measure.host_rates import median_seconds
+from ...measure.hardware_rates import median_seconds
 from ...quantities import counted, format_seconds
 from ...store.path_checks import check_place
 from ...store.run_store import LocalStore

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from ...errors import BadInput
-from ..dcp.dcp_entries import DcpFolder, is_dcp
+from ..dcp.dcp_reader import DcpFolder, is_dcp
 from ..dcp.dcp_safetensors import ShardedSafetensors, is_sharded
 from ..deepspeed import is_deepspeed, open_deepspeed
 from ..fragment_reads import looking_at

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...accelerators import emulates_bf16, is_accelerator, name_of
 from ...errors import BadInput, ModelNotSupported
-from ...measure.host_rates import product_seconds
+from ...measure.hardware_rates import product_seconds
 from ...optim.mezo import epsilon_of
 from ...schedule.work import ORDERS
 from ..model.blocks import Blocks, candidates, configurations, parameter_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import Hold, Key
-from .parts import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
+from .step_builder import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
 
 
 def spilled(s: StepBuilder, block: int) -> bool:

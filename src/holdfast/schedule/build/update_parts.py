@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .parts import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:

@@ -17,7 +17,7 @@ from ...errors import BadInput, DoesNotFit
 from ...quantities import format_bytes
 from . import formulas
 from .formulas import FRACTIONS, RECYCLED
-from .setting import Affine, Setting
+from .training_setting import Affine, Setting
 
 FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
 UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)

@@ -31,7 +31,7 @@ from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .placement import ORDER, checked, choose
-from .setting import Method, Setting
+from .training_setting import Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, rounded to whole blocks."""

@@ -15,7 +15,7 @@ from ...profiles import MachineProfile, ModelProfile
 from ...quantities import GiB, format_bytes
 from . import formulas
 from .linear_program import BACKWARD, FORWARD, Solution, solve, why_none
-from .setting import CLIPPING, Method, Setting
+from .training_setting import CLIPPING, Method, Setting
 
 MOST_MICRO_BATCHES = 64
 ENOUGH = 0.99

@@ -9,18 +9,15 @@ schedules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
-from .. import operations
-from ..operations import Hold, Key, Op
-from ..work import delayed_blocks, kept_blocks
-from ..work import BlockPlacement, StepShape, Work
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from ..operations import Hold, Key, Op
+from functools import cached_property
+from typing import Any
 
+from .. import operations
+from ..operations import Hold, Key, Op
+from ..work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
 
 PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
@@ -129,7 +126,9 @@ class StepBuilder:
     def compute(self, key: Key, needs: tuple[Key, ...] = (), **fields: Any) -> Key:
         """Add a computation that needs the one before it."""
         chain = () if self.computed is None else (self.computed,)
-        self.computed = self.add(key, operations.COMPUTE, needs=tuple(dict.fromkeys((*chain, *needs))), **fields)
+        self.computed = self.add(
+            key, operations.COMPUTE, needs=tuple(dict.fromkeys((*chain, *needs))), **fields
+        )
         return key
 
     def finish(self) -> list[Op]:

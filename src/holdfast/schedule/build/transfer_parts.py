@@ -13,12 +13,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import Hold, Key
 from ..work import grad_stays, input_stays
-from .parts import AS_LISTED
-from .parts import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, StepBuilder
-from .. import operations
-from ..operations import Hold, Key
-from .parts import AS_LISTED
-from .parts import PARAM_SLOTS, StepBuilder
+from .step_builder import AS_LISTED, DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, PARAM_SLOTS, StepBuilder
 
 
 def on_ssd(s: StepBuilder, block: int) -> bool:

@@ -1,4 +1,9 @@
-"""Survival by log records: every step is a record on the disk, and snapshots are made beside training."""
+"""The durability backend by log records: every step is a record on the disk, and snapshots are made beside training.
+
+A step counts as durable when its record is on the disk of every rank, or a snapshot holds it. If the disk is behind,
+training waits or skips records, as the options say; after skipped records a snapshot closes the gap. Called by
+``Checkpointer`` as ``DurabilityBackend`` describes.
+"""
 
 from __future__ import annotations
 

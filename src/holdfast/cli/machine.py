@@ -1,4 +1,7 @@
-"""The compute devices of this machine, and the rank of this process. Imports torch only inside functions."""
+"""The compute devices of this machine, and the rank of this process, as the verbs ask for them.
+
+torch is imported only inside functions, so that verbs without training start at once.
+"""
 
 from __future__ import annotations
 

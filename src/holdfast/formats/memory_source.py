@@ -1,4 +1,4 @@
-"""A source whose tensors are in memory."""
+"""A source whose tensors are in memory, such as a step that was replayed from its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the forward and backward pass of a decoder's block on a device, for the probe."""
+"""The measurement of the forward and backward pass of a decoder's block on a device, for ``holdfast probe``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ ON_CPU = ModelProfile(
     sequence=256,
 )
 """The block that is timed unless a model is named."""
-
 ON_DEVICE = replace(ON_CPU, width=4096, heads=32, hidden=11008, sequence=2048, micro_batch=2)
-
 TIMES = 2
 """Least number of times that a pass is timed, including the first, which does not count."""
 

@@ -4,9 +4,9 @@ Parameters cross to the device twice a step and gradients once, whatever the num
 tensors between blocks travel (GreedySnake's vertical scheduling). The last block is not run in the forward pass: its
 forward, the epilogue, the loss and its backward run for one micro-batch before the next, so logits exist once.
 
-``orders.py`` decides in which order micro-batches go through a block, and which blocks are updated beside the next
-forward pass. Delayed updates are the last operations of their own step's list; the block that the next step needs first
-comes first. So the next step needs no information about them.
+``work`` decides in which order micro-batches go through a block, and which blocks are updated beside the next forward
+pass. Delayed updates are the last operations of their own step's list; the block that the next step needs first comes
+first. So the next step needs no information about them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class StepShape:
     gradients are clipped by themselves, so nothing waits.
     """
     order: str = "plain"
-    """Order of the micro-batches through a block of the vertical schedule (``orders.py``)."""
+    """Order of the micro-batches through a block of the vertical schedule (``micro_batches`` below)."""
     delayed_fraction: float = 0.0
     """Fraction of the blocks of the vertical schedule that are updated beside the next forward pass.
 

@@ -1,4 +1,4 @@
-"""The snapshot scheduler: it decides when snapshots are made, and what happens when the disk is behind or full.
+"""The decision when snapshots are made, and what happens when the disk is behind or full.
 
 A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
 are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
@@ -28,7 +28,6 @@ from ..recovery.recovery_progress import RecoveryProgress
 from .snapshot_writer import SnapshotWriter
 
 POLICIES = ("block", "skip", "commit")
-
 PRIOR_BYTES_PER_SECOND = 500_000_000.0
 """The assumed disk bandwidth before the process has written a snapshot."""
 

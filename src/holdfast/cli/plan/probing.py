@@ -1,4 +1,4 @@
-"""``probe``: measure this machine, as a profile for the planner."""
+"""The verb ``probe``: measure this machine, and print the result as a profile for the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``simulate``: play a plan's operations beside those of ordinary accumulation on the same machine."""
+"""The verb ``simulate``: play a plan's operations beside those of ordinary accumulation on the same machine.
+
+Both orders are the lists that an engine would run, so what is simulated is what would be executed.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,7 @@ from ..output import console, plain_table, print_json, print_table, refuse_no_di
 from .placing import case_of, rate_text
 
 ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}
-
 ON_HOST = ("params", "optimizer", "activations")
-
 COLUMNS = 72
 """The width of a timeline in columns."""
 

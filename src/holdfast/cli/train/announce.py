@@ -1,4 +1,4 @@
-"""Texts of ``holdfast train`` before the first step and after the last, with the commands that continue from there."""
+"""The texts of ``holdfast train`` before the first step and after the last, with the commands that go on from there."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..output import print_facts
 if TYPE_CHECKING:
     from ...data.corpus import Windowed
     from ...offload.setup.preflight import Preflight
+
 
 MARGIN = "    "
 """The margin left of generated text."""

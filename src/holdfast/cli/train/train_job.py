@@ -95,7 +95,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
     def confirm(preflight: Preflight) -> None:
         announce(console, config, recipe.corpus, preflight, config.train.steps - done, ranks.world_size)
 
-    if changed:  # the change was requested with --set, and run() prints it (record.py)
+    if changed:  # the change was requested with --set, and run() prints it (kept_config.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(

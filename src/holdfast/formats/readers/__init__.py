@@ -1,4 +1,4 @@
-"""The foreign formats: one reader for each, which opens a path as a ``Source``."""
+"""The formats of other libraries: one reader for each, which opens a path as a ``Source``."""
 
 from __future__ import annotations
 

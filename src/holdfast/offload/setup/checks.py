@@ -1,4 +1,8 @@
-"""Checks of the arguments of ``offload``, before anything else is done with them."""
+"""The checks of the arguments of ``offload``, before anything else is done with them.
+
+Each check refuses a combination that could not work, with the way out, or warns of one that is slow. Nothing is changed
+or written.
+"""
 
 from __future__ import annotations
 

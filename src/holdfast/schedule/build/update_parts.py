@@ -1,6 +1,6 @@
-"""Updates: the optimizer's state comes to the host, is stepped with the gradients, and goes to new files.
+"""The updates of a schedule: optimizer state comes to the host, is stepped, and goes to new files; then the commit.
 
-The commit publishes these files. No update starts before all losses are known to be finite.
+The commit publishes the new files. No update starts before all losses are known to be finite.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The opening of a state by its name, for reading: a run, a step of it, or a path of any format.
+"""The opening of a state by its name: a run, a step of it, or a path of any format.
 
 A step without a commit is rebuilt from the log records that lead to it. torch is imported only for that, or for formats
 that need it. Called by the command line and by ``sources``.

@@ -1,4 +1,8 @@
-"""The parsing and formatting of bytes and seconds, and small functions on numbers and texts that all rooms use."""
+"""The parsing and formatting of bytes and seconds, and small functions on numbers and texts.
+
+Sizes are text such as ``"20GiB"``, and what is formatted for a person is rounded. Names from elsewhere are made visible
+before they are shown, so that they cannot control a terminal. All rooms use this module; it uses none.
+"""
 
 from __future__ import annotations
 

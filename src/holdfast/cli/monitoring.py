@@ -28,6 +28,16 @@ from .output import console, parsed, print_json
 from .runs import open_run
 
 LOG = "events.jsonl"
+SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
+"""The seconds between two scans, and between two lines where there is no terminal."""
+LOOKS = 4
+"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
+LEISURE = 20
+"""The pause after drawing, as a multiple of the drawing time.
+
+Drawing a long log takes a while, and the run has better use for the core.
+"""
+MOST_COLUMNS = 100
 
 
 def report(run: Path, *, out: Path | None, trace: Path | None, predicted: str | None, as_json: bool) -> None:
@@ -105,18 +115,6 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}. Name another file, with --out or --trace."
         ) from error
-
-
-SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
-"""The seconds between two scans, and between two lines where there is no terminal."""
-LOOKS = 4
-"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
-LEISURE = 20
-"""The pause after drawing, as a multiple of the drawing time.
-
-Drawing a long log takes a while, and the run has better use for the core.
-"""
-MOST_COLUMNS = 100
 
 
 def _follow(tail: Tail, panel: LivePanel) -> None:

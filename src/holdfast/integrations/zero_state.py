@@ -30,6 +30,11 @@ from ..state.layout.zero import BY_PARAMETER, FLAT_GROUPS, Partition, PartitionM
 from ..state.live_state import LiveState, counts_on_host
 from ..state.plain_tensors import FROM_NAME
 
+Numbers = dict[str, Any]
+"""Values that an optimizer holds for a whole partition, such as a step count, by slot."""
+COUNTS = ("step", "mu_product", "eta", "mu")
+"""Slots of torch's optimizers that are one number, also for a parameter of one element."""
+
 
 @dataclass(frozen=True, eq=False)
 class ShownState:
@@ -130,12 +135,6 @@ def refuse(engine: Any) -> None:
             " updates the parameters."
         )
     _refuse_optimizer(engine.optimizer)
-
-
-Numbers = dict[str, Any]
-"""Values that an optimizer holds for a whole partition, such as a step count, by slot."""
-COUNTS = ("step", "mu_product", "eta", "mu")
-"""Slots of torch's optimizers that are one number, also for a parameter of one element."""
 
 
 def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]:

@@ -1,4 +1,8 @@
-"""The measurement of the forward and backward pass of a decoder's block on a device, for ``holdfast probe``."""
+"""The measurement of the forward and backward pass of a decoder's block on a device, for ``holdfast probe``.
+
+A block of a usual size is timed first. The block of a named model is timed only if it will end in the given time and
+fits on the device; otherwise a warning says that a smaller one was timed. Called by ``probing``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks and names with which a model is exported to a folder of Hugging Face, or an adapter to one of PEFT.
+"""The checks and names with which a model, or an adapter, becomes a folder of Hugging Face.
 
 ``from_pretrained`` fills a tensor that it does not find with random values and says so only in a log line. So the names
 and shapes of a folder are compared, before a byte is written, with those of the model that its ``config.json``

@@ -1,4 +1,4 @@
-"""The facts of a run as plain data, from its history: times, lanes, traffic, memory, durability, and wear of the drive.
+"""The facts of a run as plain data: times, lanes, traffic, memory, durability, and wear of the drive.
 
 Nothing is guessed: what was not measured is None or missing. The report, its JSON and the panel show the same facts, so
 they are computed here once. Units are seconds and bytes. Called by ``report_tables``, ``run_report`` and ``run_panel``.
@@ -37,6 +37,10 @@ CLASSES = {
     "resident gradients": ("resident_grads",),
 }
 """Purposes of the engine's buffers, with the classes under which they were predicted."""
+RATED_BYTES = 600 * 10**12
+"""The bytes that an SSD may be written in its life: an assumption, typical of consumer drives of 1 TB."""
+SECTOR = 512
+"""The unit of the system's counters, in bytes, whatever the drive's own sector is."""
 
 
 def times(steps: Sequence[StepRecord]) -> dict[str, Any]:
@@ -291,12 +295,6 @@ def is_gone(sitting: Session, processes: Path = Path("/proc")) -> bool:
 def patience(sitting: Session) -> float:
     """Return the seconds without log lines after which a run counts as silent: ten steps, and at least a minute."""
     return max(60.0, 10 * (sitting.steps[-1].seconds if sitting.steps else 0.0))
-
-
-RATED_BYTES = 600 * 10**12
-"""The bytes that an SSD may be written in its life: an assumption, typical of consumer drives of 1 TB."""
-SECTOR = 512
-"""The unit of the system's counters, in bytes, whatever the drive's own sector is."""
 
 
 @dataclass(frozen=True)

@@ -21,142 +21,6 @@ from .gantt import milliseconds
 from .history import History, StepRecord
 from .lanes import NAMES
 
-
-def traffic(history: History) -> str:
-    found = facts.traffic(history)
-    if found is None:
-        return absent(
-            "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
-            " since nothing of a step before it goes on beside it."
-        )
-    delays, keeps = found["delayed_fraction"] > 0, found["recomputed_fraction"] < 1
-    plain = found["order"] == "plain" and not delays and not keeps
-    formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
-    order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
-    reasons = {_reason(row, found) for row in found["rows"]}
-    said = (
-        f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
-        f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
-        " beside the next is counted there; the schedule counts block inputs in whole pages."
-    )
-    notes = [SYMBOLS] if formulas else []
-    notes += [_samples_said(found)] if {SHORTER, OTHER_SIZE} & reasons else []
-    notes += [UNDER_WAY_SAID] if {UNDER_WAY, OF_BEFORE} & reasons else []
-    body = "".join(paragraph(note, "soft") for note in notes)
-    return paragraph(said) + _traffic_table(found, formulas) + body
-
-
-def memory(history: History) -> str:
-    found, line = facts.memory(history), history.line()
-    if found is None:
-        return absent("The log does not say.")
-    if "ring_bytes" in found:
-        return _memory_of_checkpointer(found, line)
-    points = [(step.step, float(step.host_bytes)) for step in line if step.host_bytes is not None]
-    budget, predicted = found["host_budget"], found["host_predicted"]
-    said = f"The process held {format_bytes(found['host_bytes'] or 0)} at the most after any step. "
-    said += f"Its budget is {format_bytes(budget)}. " if budget else "It has no budget. "
-    said += (
-        f"{format_bytes(predicted)} at most were predicted." if predicted else "Its memory was not predicted."
-    )
-    if found["device_bytes"] is not None:
-        said += f" The device's allocator held {format_bytes(found['device_bytes'])} at the most."
-    levels = [Level("budget", budget)] if budget else []
-    levels += [Level("predicted at most", predicted, "predicted")] if predicted else []
-    body = paragraph(said)
-    if points:
-        body += chart([Curve("memory of the process", points)], BYTES, levels)
-    rows = [[row["class"], _size(row["predicted"]), _size(row["measured"])] for row in found["classes"]]
-    if found["process_bytes"] is not None:
-        rows.append(["the process itself, with torch", _size(found["process_bytes"]), "-"])
-    if rows:
-        body += table(["class of host memory", ">predicted at most", ">in use at once at most"], rows)
-        body += paragraph(
-            "Where nothing is measured the memory is torch's own, which does not say what it is for.", "soft"
-        )
-    return body
-
-
-def predictions(history: History, step_seconds: float | None) -> str:
-    rows = []
-    for row in facts.predictions(history, step_seconds):
-        form = format_bytes if row["unit"] == "B" else milliseconds
-        rows.append(
-            [
-                row["what"],
-                form(row["predicted"]),
-                form(row["measured"]),
-                f"{row['measured'] / row['predicted']:.2f}",
-            ]
-        )
-    body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
-    planned = facts.planned(history)
-    if planned is not None:
-        body += paragraph(_plan_said(planned.plan), "soft")
-    elif step_seconds is None:
-        body += absent(
-            "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
-        )
-    return body
-
-
-def happened(history: History) -> str:
-    rows = [
-        [_when(event), event["event"].replace("_", " "), _told(event)]
-        for event in history.told[-LAST_EVENTS:]
-    ]
-    if not rows:
-        return absent("Nothing but steps.")
-    more = len(history.told) - len(rows)
-    note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
-    return table(["when", "what", ""], rows) + note
-
-
-def page(
-    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
-) -> str:
-    """Return the whole document. All texts except the sections' bodies are escaped here."""
-    tile_items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
-    )
-    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
-        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
-    )
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
-
-    title: str
-    body: str
-
-
-def paragraph(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
-
-
-def absent(text: str) -> str:
-    """Return a paragraph that says what is missing, and why."""
-    return paragraph(text, "absent")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
-    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
-    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
 FORMULAS = {
     "vertical": {
         "upload_params": "(2n − 1) P", "load_params": "(2n − 1) P", "download_grads": "n G",
@@ -187,6 +51,30 @@ UNDER_WAY_SAID = (
 )
 LAST_EVENTS = 40
 BYTES = Scale(format_bytes, binary=True)
+
+
+def traffic(history: History) -> str:
+    found = facts.traffic(history)
+    if found is None:
+        return absent(
+            "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
+            " since nothing of a step before it goes on beside it."
+        )
+    delays, keeps = found["delayed_fraction"] > 0, found["recomputed_fraction"] < 1
+    plain = found["order"] == "plain" and not delays and not keeps
+    formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
+    order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
+    reasons = {_reason(row, found) for row in found["rows"]}
+    said = (
+        f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
+        f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
+        " beside the next is counted there; the schedule counts block inputs in whole pages."
+    )
+    notes = [SYMBOLS] if formulas else []
+    notes += [_samples_said(found)] if {SHORTER, OTHER_SIZE} & reasons else []
+    notes += [UNDER_WAY_SAID] if {UNDER_WAY, OF_BEFORE} & reasons else []
+    body = "".join(paragraph(note, "soft") for note in notes)
+    return paragraph(said) + _traffic_table(found, formulas) + body
 
 
 def _traffic_table(found: dict[str, Any], formulas: dict[str, str]) -> str:
@@ -238,6 +126,37 @@ def _samples_said(found: dict[str, Any]) -> str:
     )
 
 
+def memory(history: History) -> str:
+    found, line = facts.memory(history), history.line()
+    if found is None:
+        return absent("The log does not say.")
+    if "ring_bytes" in found:
+        return _memory_of_checkpointer(found, line)
+    points = [(step.step, float(step.host_bytes)) for step in line if step.host_bytes is not None]
+    budget, predicted = found["host_budget"], found["host_predicted"]
+    said = f"The process held {format_bytes(found['host_bytes'] or 0)} at the most after any step. "
+    said += f"Its budget is {format_bytes(budget)}. " if budget else "It has no budget. "
+    said += (
+        f"{format_bytes(predicted)} at most were predicted." if predicted else "Its memory was not predicted."
+    )
+    if found["device_bytes"] is not None:
+        said += f" The device's allocator held {format_bytes(found['device_bytes'])} at the most."
+    levels = [Level("budget", budget)] if budget else []
+    levels += [Level("predicted at most", predicted, "predicted")] if predicted else []
+    body = paragraph(said)
+    if points:
+        body += chart([Curve("memory of the process", points)], BYTES, levels)
+    rows = [[row["class"], _size(row["predicted"]), _size(row["measured"])] for row in found["classes"]]
+    if found["process_bytes"] is not None:
+        rows.append(["the process itself, with torch", _size(found["process_bytes"]), "-"])
+    if rows:
+        body += table(["class of host memory", ">predicted at most", ">in use at once at most"], rows)
+        body += paragraph(
+            "Where nothing is measured the memory is torch's own, which does not say what it is for.", "soft"
+        )
+    return body
+
+
 def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> str:
     said = (
         f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
@@ -257,6 +176,29 @@ def _memory_of_checkpointer(found: dict[str, Any], line: list[StepRecord]) -> st
     return paragraph(said) + chart(curves, BYTES)
 
 
+def predictions(history: History, step_seconds: float | None) -> str:
+    rows = []
+    for row in facts.predictions(history, step_seconds):
+        form = format_bytes if row["unit"] == "B" else milliseconds
+        rows.append(
+            [
+                row["what"],
+                form(row["predicted"]),
+                form(row["measured"]),
+                f"{row['measured'] / row['predicted']:.2f}",
+            ]
+        )
+    body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
+    planned = facts.planned(history)
+    if planned is not None:
+        body += paragraph(_plan_said(planned.plan), "soft")
+    elif step_seconds is None:
+        body += absent(
+            "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
+        )
+    return body
+
+
 def _plan_said(plan: dict[str, Any]) -> str:
     """Describe what was chosen, and the bottleneck."""
     parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
@@ -264,6 +206,18 @@ def _plan_said(plan: dict[str, Any]) -> str:
     given = plan.get("stated")
     said += f" Given, not chosen: {', '.join(given)}." if given else ""
     return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
+
+
+def happened(history: History) -> str:
+    rows = [
+        [_when(event), event["event"].replace("_", " "), _told(event)]
+        for event in history.told[-LAST_EVENTS:]
+    ]
+    if not rows:
+        return absent("Nothing but steps.")
+    more = len(history.told) - len(rows)
+    note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
+    return table(["when", "what", ""], rows) + note
 
 
 def _told(event: dict[str, Any]) -> str:
@@ -297,6 +251,66 @@ def _when(event: dict[str, Any]) -> str:
 
 def _size(count: float | None) -> str:
     return "-" if count is None else format_bytes(count)
+
+
+def page(
+    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
+) -> str:
+    """Return the whole document. All texts except the sections' bodies are escaped here."""
+    tile_items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
+    )
+    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
+        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
+
+    title: str
+    body: str
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def absent(text: str) -> str:
+    """Return a paragraph that says what is missing, and why."""
+    return paragraph(text, "absent")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
+    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
+    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _style() -> str:
+    """Return the style sheet with the colours of both pages."""
+    light = LIGHT | {lane: colours[0] for lane, colours in LANE_COLOURS.items()}
+    dark = DARK | {lane: colours[1] for lane, colours in LANE_COLOURS.items()}
+    named = "".join(
+        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}.k-{name}{{background:var(--{name})}}"
+        for name in light
+    )
+    values = [";".join(f"--{name}:{value}" for name, value in each.items()) for each in (light, dark)]
+    return (
+        f":root{{color-scheme:light dark;{values[0]}}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{values[1]}}}}}{STYLE}{named}"
+    )
 
 
 LANE_COLOURS = {
@@ -352,18 +366,3 @@ svg.large{display:none} svg.small{display:block} table{font-size:13px} td,th{pad
 """
 """Shadows at the edges of what scrolls (``wide``) say that there is more. The large drawings have larger text below 900
 pixels, and below 600 the small ones stand in their place, so that a label has at least 10 pixels on a phone of 360."""
-
-
-def _style() -> str:
-    """Return the style sheet with the colours of both pages."""
-    light = LIGHT | {lane: colours[0] for lane, colours in LANE_COLOURS.items()}
-    dark = DARK | {lane: colours[1] for lane, colours in LANE_COLOURS.items()}
-    named = "".join(
-        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}.k-{name}{{background:var(--{name})}}"
-        for name in light
-    )
-    values = [";".join(f"--{name}:{value}" for name, value in each.items()) for each in (light, dark)]
-    return (
-        f":root{{color-scheme:light dark;{values[0]}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{values[1]}}}}}{STYLE}{named}"
-    )

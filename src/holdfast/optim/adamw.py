@@ -19,6 +19,9 @@ from torch.optim.adam import adam
 from ..state.tensor_entries import STEP
 from .declared_state import Form, ShapedStateOptimizer, Slots
 
+BLOCK = 256
+"""The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
+
 
 class _AdamW(ShapedStateOptimizer):
     cut = True
@@ -130,10 +133,6 @@ def adamw_(
         param.copy_(master)
     step.add_(1)
     return int(step)
-
-
-BLOCK = 256
-"""The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
 
 
 def chances(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:

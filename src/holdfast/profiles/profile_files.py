@@ -19,6 +19,29 @@ from ..errors import ConfigError
 from ..regular_files import home_path
 from .profile_types import MachineProfile, ModelProfile, from_document, path_of
 
+Profile = TypeVar("Profile", MachineProfile, ModelProfile)
+HERE = __name__.rpartition(".")[0]
+FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
+GATED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "granite",
+    "olmo2",
+    "smollm3",
+)
+"""Architectures whose MLP has three matrices, and whose matrices have few biases or none."""
+PLAIN = ("gpt2", "gpt_neox")
+"""Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
+LEARNED_POSITIONS = ("gpt2",)
+DEFAULT_SEQUENCE = 2048
+"""The tokens of one sequence, or fewer where the model is limited to fewer."""
+
 
 def load_machine(name: str) -> MachineProfile:
     """Load a machine profile by its name, or from the TOML file at that path. Raises ``ConfigError``."""
@@ -107,11 +130,6 @@ def model_of_config(config: Any, what: str) -> ModelProfile:
     )
 
 
-Profile = TypeVar("Profile", MachineProfile, ModelProfile)
-HERE = __name__.rpartition(".")[0]
-FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
-
-
 def _shown(value: object, kind: str) -> str:
     """Return ``value`` as TOML writes it."""
     if isinstance(value, float):
@@ -156,24 +174,3 @@ def _read(path: Path, noun: str) -> str:
         raise ConfigError(f"{noun} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{noun} {path} is not TOML: {error}") from error
-
-
-GATED = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "granite",
-    "olmo2",
-    "smollm3",
-)
-"""Architectures whose MLP has three matrices, and whose matrices have few biases or none."""
-PLAIN = ("gpt2", "gpt_neox")
-"""Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
-LEARNED_POSITIONS = ("gpt2",)
-DEFAULT_SEQUENCE = 2048
-"""The tokens of one sequence, or fewer where the model is limited to fewer."""

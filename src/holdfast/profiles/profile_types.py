@@ -1,9 +1,10 @@
-"""The profiles of a machine and of a model, and how a key of their TOML files becomes a field or a clear error.
+"""The profiles of a machine and of a model, and the reading of their keys from TOML.
 
-A machine has sizes in bytes and rates per second. Rates must be those attained, not those printed on the box, because
-the planner trusts them. A model is equal transformer blocks between an embedding and a head; its sizes determine the
-parameters, the floating-point operations and the activations between blocks. A multiplication and an addition are two
-operations; attention counts every pair of tokens, masked or not. Loaded by ``profile_files``, used by the planner.
+A wrong key or value is an error that names it. A machine has sizes in bytes and rates per second. Rates must be those
+attained, not those printed on the box, because the planner trusts them. A model is equal transformer blocks between an
+embedding and a head; its sizes determine the parameters, the floating-point operations and the activations between
+blocks. A multiplication and an addition are two operations; attention counts every pair of tokens, masked or not.
+Loaded by ``profile_files``, used by the planner.
 """
 
 from __future__ import annotations

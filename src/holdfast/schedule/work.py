@@ -1,4 +1,4 @@
-"""The work of a step: sizes and FLOPs of the model, which blocks stay in host memory, and the shape of the step.
+"""The work of a step: sizes and FLOPs of a model, its placement in host memory, and the step's shape.
 
 Sizes are bytes as they are moved, rounded to pages where the SSD is concerned, so that traffic computed from them is
 exact. ``"plain"`` order is ascending everywhere, so that gradients are added as in an ordinary accumulation loop.
@@ -16,6 +16,8 @@ from typing import Literal
 ClippingMode = Literal["none", "defer", "speculate", "per_block"]
 """The way in which an update gets the factor that clips its gradients (``docs/schedule.md``)."""
 CLIPPING = ("none", "defer", "speculate", "per_block")
+NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
+"""Names, in messages, of the kinds of data that a placement may keep in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +186,6 @@ class BlockPlacement:
             activations=(*spread(count - 1, activations), True),
             gradients=spread(count, gradients)[::-1],
         )
-
-
-NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
-"""Names, in messages, of the kinds of data that a placement may keep in host memory."""
 
 
 def spread(count: int, fraction: float) -> tuple[bool, ...]:

@@ -12,6 +12,8 @@ import torch
 
 from .tensor_entries import TORCH_NAMES
 
+_DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
+
 
 def odd_kind(tensor: torch.Tensor) -> str | None:
     """Return a description of ``tensor`` if its value is no plain array of elements, else None.
@@ -84,4 +86,3 @@ def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: torch.Size | tuple[i
 
 FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
 TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}
-_DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__

@@ -16,6 +16,37 @@ import numpy as np
 
 from .layout.regions import Region
 
+_TYPES = {
+    "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "I16": (2, "int16"), "U16": (2, "uint16"),
+    "I32": (4, "int32"), "U32": (4, "uint32"), "I64": (8, "int64"), "U64": (8, "uint64"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "F32": (4, "float32"), "F64": (8, "float64"), "C64": (8, "complex64"),
+    "F8_E8M0": (1, "float8_e8m0fnu"), "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+}  # fmt: skip
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
+"""Bytes of one element by safetensors name, for every type that a payload file holds."""
+TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
+"""torch's name of each type, by safetensors name."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types that are converted into one another on request."""
+STEP = "step"
+"""The scalar slot that counts updates.
+
+An engine keeps it for every trained parameter, even if the optimizer does not.
+"""
+SEED = "seed"
+"""The scalar slot of a parameter's own seed."""
+RESIDUAL = "residual"
+"""The slot of the error feedback: what lossy gradients have not passed on yet."""
+SUBSPACE = "subspace"
+"""The slot of the start value of PowerSGD's next approximation, written by earlier versions."""
+CARRIED = (RESIDUAL, SUBSPACE)
+"""Slots that one gradient leaves for the next, which no log record advances."""
+PENDING = "mezo"
+"""The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""
+
 
 @dataclass(frozen=True, order=True)
 class TensorEntry:
@@ -81,35 +112,3 @@ def values_of(data: np.ndarray, dtype: str) -> np.ndarray:
 
         return torch.from_numpy(data).view(getattr(torch, TORCH_NAMES[dtype])).double().numpy()
     return data.view("u1" if dtype == "BOOL" else TORCH_NAMES[dtype])
-
-
-_TYPES = {
-    "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "I16": (2, "int16"), "U16": (2, "uint16"),
-    "I32": (4, "int32"), "U32": (4, "uint32"), "I64": (8, "int64"), "U64": (8, "uint64"),
-    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
-    "F32": (4, "float32"), "F64": (8, "float64"), "C64": (8, "complex64"),
-    "F8_E8M0": (1, "float8_e8m0fnu"), "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
-}  # fmt: skip
-DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
-"""Bytes of one element by safetensors name, for every type that a payload file holds."""
-TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
-"""torch's name of each type, by safetensors name."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types that are converted into one another on request."""
-STEP = "step"
-"""The scalar slot that counts updates.
-
-An engine keeps it for every trained parameter, even if the optimizer does not.
-"""
-SEED = "seed"
-"""The scalar slot of a parameter's own seed."""
-RESIDUAL = "residual"
-"""The slot of the error feedback: what lossy gradients have not passed on yet."""
-SUBSPACE = "subspace"
-"""The slot of the start value of PowerSGD's next approximation, written by earlier versions."""
-CARRIED = (RESIDUAL, SUBSPACE)
-"""Slots that one gradient leaves for the next, which no log record advances."""
-PENDING = "mezo"
-"""The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""

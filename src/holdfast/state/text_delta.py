@@ -1,4 +1,4 @@
-"""The part of a long text that was added since the record before, which is all that a log record stores of it.
+"""The new end of a long text, which is all that a log record stores of it.
 
 A log that a script keeps is the same in every record except for its end, so storing it whole would take the square of
 the run's length. This covers texts of ``LONG`` characters or more that are directly in the user state. The addition

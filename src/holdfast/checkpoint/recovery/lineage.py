@@ -1,4 +1,4 @@
-"""A snapshot with the log records after it, as far as all writers have them, and their replay into a live state.
+"""A snapshot with the log records that all writers have after it, and their replay into a live state.
 
 Replay must run with the shapes of the writer, because kernels round differently on other shapes. Where this process
 holds exactly the regions that the writers stored, records are replayed on the live model. Under another parallelism

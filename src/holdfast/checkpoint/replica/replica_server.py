@@ -1,4 +1,4 @@
-"""The server of a replica: a process that does every step of its trainer, writes the run, and outlives the trainer.
+"""The server of a replica: it does every step of its trainer, writes the run, and outlives the trainer.
 
 Invariant: only this process writes to the run's directory.
 

@@ -29,6 +29,12 @@ from ...optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_m
 from ..machine import choose_device
 from .recipe import Recipe
 
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+"""Settings of AdamW."""
+OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
+"""Optimizers that update the matrices of the blocks; AdamW updates all other parameters."""
+Group = dict[str, Any]
+
 
 def make_engine(
     config: Config,
@@ -143,13 +149,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-BETAS, EPSILON = (0.9, 0.95), 1e-8
-"""Settings of AdamW."""
-OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
-"""Optimizers that update the matrices of the blocks; AdamW updates all other parameters."""
-Group = dict[str, Any]
 
 
 def _of_matrices(

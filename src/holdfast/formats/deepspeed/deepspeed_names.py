@@ -35,6 +35,7 @@ _OWN = frozenset({
     "frozen_param_fragments", "lr_scheduler", "global_steps", "mp_world_size", "universal_checkpoint_info",
 })  # fmt: skip
 """Keys of the model states that are read as something other than ``extra``."""
+SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
 
 
 class ModelStates:
@@ -182,9 +183,6 @@ def check_models(models: list[ModelStates], beside: tuple[str, ...] = ()) -> Non
                     " two checkpoints. Take all of them from one.",
                     path=str(model.archive.path),
                 )
-
-
-SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
 
 
 def writer_of(model: ModelStates, ranks: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The rule files (TOML) for families of models, in this folder, to be used as they are or as a start."""
+"""The rule files (TOML) for families of models, to be used as they are or as a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit of all ranks in one call: the first opens the run, each rank writes its files, the first publishes.
+"""The commit of all ranks in one call: the first opens the run, each writes its files, the first publishes.
 
 Used by callers that save whole states now and then, each by a collective call, and keep nothing open in between.
 """

@@ -1,4 +1,4 @@
-"""The values of a run as the script sees them: read out of the run, and refused where the script changes the model.
+"""The values of a run as the script sees them, and the refusal of values that it changes.
 
 A run keeps its values elsewhere: blocks are empty between steps, and the resident part in memory is a copy that the
 next update overwrites. All ranks get all values. A change that a script makes to the model would never reach the run,

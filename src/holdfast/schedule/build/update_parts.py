@@ -1,4 +1,4 @@
-"""The updates of a schedule: optimizer state comes to the host, is stepped, and goes to new files; then the commit.
+"""The updates of a schedule: optimizer state comes to the host, is stepped, and goes to new files.
 
 The commit publishes the new files. No update starts before all losses are known to be finite.
 """

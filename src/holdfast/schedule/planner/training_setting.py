@@ -1,4 +1,4 @@
-"""The setting of a plan: a model on a machine, trained in one way, with all numbers for the formulas of a step.
+"""The setting of a plan: a model, a machine and a way of training, with the numbers for its formulas.
 
 Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
 delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations. ``Affine`` expressions

@@ -1,4 +1,4 @@
-"""The grammar of rules: readable TOML that describes how a format lays out its tensors where it does not record it.
+"""The grammar of rules: readable TOML that describes the layout of tensors where a format does not record it.
 
 A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and the
 operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md describes the

@@ -19,6 +19,8 @@ from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
 from holdfast.store.log.segments import steps_of_segments, streams
 
+HOUR = 3600.0
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -233,6 +235,3 @@ def used_bytes(
         with suppress(FileNotFoundError):
             total += disk.size(path)
     return total
-
-
-HOUR = 3600.0

@@ -1,4 +1,4 @@
-"""The writer of the log: it appends records to segment files in groups, each durable by one write and one sync.
+"""The writer of the log: it appends records to segments in groups, each durable by one write and one sync.
 
 A segment, ``journal/<stream>/step-<first>.t<timeline>.log``, is a row of records. A record is a sealed JSON header in
 whole pages (the step, its timeline, the digest of the record before, checksums of the payload), followed by the payload

@@ -1,10 +1,11 @@
-"""Runs in an S3-compatible object store, read like a disk and written by copies of a run; and places of runs by name.
+"""Runs in an S3-compatible object store, read like a disk, and the names of places that hold runs.
 
-The invariant: an object appears whole or not at all and is never written again with other content, so ranges of it may
-be read at any time. Requests that fail are repeated for a while, then raise ``DiskFailed``. The usual variables give
-the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION,
-AWS_ENDPOINT_URL. A person names a commit as RUN, RUN@STEP or RUN@STEP.tTIMELINE, where RUN is a directory or
-s3://bucket/prefix. Called by readers of runs, by ``push`` and by the command line. Offsets and sizes are bytes.
+Copies of runs are written by ``push``. The invariant: an object appears whole or not at all and is never written again
+with other content, so ranges of it may be read at any time. Requests that fail are repeated for a while, then raise
+``DiskFailed``. The usual variables give the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL. A person names a commit as RUN, RUN@STEP or RUN@STEP.tTIMELINE, where
+RUN is a directory or s3://bucket/prefix. Called by readers of runs, by ``push`` and by the command line. Offsets and
+sizes are bytes.
 """
 
 from __future__ import annotations

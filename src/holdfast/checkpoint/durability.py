@@ -1,9 +1,9 @@
 """The interface of a durability backend: how the steps of a run outlive the process that does them.
 
 There are two backends. ``recording`` writes a log record of every step to the disk; ``replicating`` has a second
-process do every step as well. Both build the record of a step with ``RecordBuilder``. A record is immutable, and
-records follow one another without a gap: only buffers that have changed, and the new end of a text that grew, are in
-the next record. Called by ``Checkpointer``, in the order that ``DurabilityBackend`` lists.
+process do every step as well. Both build the record of a step with ``RecordBuilder``. A record is immutable and builds
+on the one before it: it has the buffers that have changed, and the new end of a text that grew. Called by
+``Checkpointer``, in the order that ``DurabilityBackend`` lists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The verbs that show what a run did and does: ``report`` and ``watch``.
 
 ``report`` writes one page, a trace for Perfetto, or JSON. ``watch`` follows the run of another process, live on a
-terminal and in lines elsewhere. Both read the run's event log and its manifests, take no lock and change nothing.
-Called by ``main``.
+terminal and in lines elsewhere. Both read the run's event log, and the report its manifests too. They take no lock and
+leave the run's state alone. Called by ``main``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A group is a list of requests with one future. Groups go by (priority, arrival),
 writes are two lanes over the same threads, and neither may take the last thread, so a read that somebody waits for
 never queues behind a throttled or syncing writer. Bytes in flight are bounded by threads x request size.
 ``DriveQueues`` has a queue for each of several drives, so that a slow drive holds up no other. Used by the store for
-every file that it reads or writes. Sizes are bytes, times are seconds.
+payload files, logs and scratch. Sizes are bytes, times are seconds.
 """
 
 from __future__ import annotations

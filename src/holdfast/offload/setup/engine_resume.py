@@ -1,9 +1,9 @@
 """The commit from which an engine resumes: the newest whole one, checked to be one of this model.
 
-A commit of another model, of other ``blocks=``, or with tensors in another order is refused by name before anything is
-written. Commits that are passed over because of damage are warned about. Where other ranks made the commit,
-``ReshardedCommit`` reads from it the regions that this rank has, and every byte is verified as it is read. Called by
-``offload`` and by the builder of an engine.
+A commit of another model, of other ``blocks=``, or with tensors in another order is refused by name. Commits that are
+passed over because of damage are warned about. Where other ranks made the commit, ``ReshardedCommit`` reads from it the
+regions that this rank has, and every byte is verified as it is read. Called by ``offload`` and by the builder of an
+engine.
 """
 
 from __future__ import annotations

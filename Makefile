@@ -67,10 +67,10 @@ test-crash: install
 test-matrix: install
 	$(BIN)/pytest -n 2 tests/matrix
 
-# All combinations and all repeated kills, of which the other targets take a part that is the same everywhere. Hours; by hand,
-# before a release.
-campaign: export HOLDFAST_CAMPAIGN = 1
-campaign: test test-slow
+# All combinations and all repeated kills, of which the other targets take a part that is the same everywhere. Hours, alone on the
+# machine; by hand, before a release. Counts are kept in benchmarks/results/.
+campaign: install
+	$(BIN)/python benchmarks/campaign.py --keep
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.

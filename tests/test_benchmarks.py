@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-WITHOUT_SMALL = {"peers_suites", "times"}  # of the suites of others, which are not here, and of this one
+WITHOUT_SMALL = {"campaign", "peers_suites", "times"}  # of suites, this one's and those of others
 SCRIPTS = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")
@@ -36,3 +36,12 @@ def test_a_benchmark_runs_in_its_small_form(script, tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == script and result["commit"]
     assert list(tmp_path.iterdir()) == [], "it left something behind"
+
+
+def test_campaign_counts_what_pytest_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from campaign import counted
+
+    lines = ["3 passed, 1 skipped, 9 deselected in 1.5s", "== short test summary info ==", "2 passed files"]
+    found = counted([*lines, "= 1 failed, 22 passed, 1 error in 63.20s (0:01:03) ="])
+    assert found == {"passed": 25, "skipped": 1, "failed": 1, "errors": 1}

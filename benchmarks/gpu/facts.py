@@ -37,7 +37,7 @@ from common import finish, options_of, table
 
 from holdfast import accelerators
 from holdfast.io.buffers import Buffer
-from holdfast.measure.host_rates import measure_copies
+from holdfast.measure.hardware_rates import measure_copies
 from holdfast.measure.ssd import measure_ssd
 from holdfast.quantities import GiB, MiB
 

@@ -1,4 +1,4 @@
-"""Configuration: one TOML file, every key optional, every value checked before anything is written.
+"""The configuration of a run: one TOML file, every key optional, every value checked before anything is written.
 
 A key is declared once, as a dataclass field with its default, its unit and its meaning. The checks, the
 ``--print-config`` output and the error for a mistyped key all come from that declaration. Sizes are text such as
@@ -27,17 +27,12 @@ from .quantities import parse_bytes
 
 Fraction = float | Literal["auto"]
 """A share between 0 and 1, or "auto": the planner's choice for this machine within the budget."""
-
-
 Rate = float | Literal["auto"]
 """A number, or "auto": the usual value for the optimizer."""
-
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 """The compute dtype, or "auto": bf16, but fp32 on a machine that is faster in it."""
-
 USUAL_RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
 """The highest learning rates for "auto"; for other optimizers it is ``USUAL_RATE``."""
-
 USUAL_RATE = 3e-4
 
 
@@ -325,7 +320,6 @@ def literal(value: object) -> str:
 # -- helpers ----------------------------------------------------------------------------------------
 
 _SECTIONS: dict[str, Any] = get_type_hints(Config)
-
 _ABOUT_CHANGES = (
     "# A run keeps what is marked [fixed]. What is marked [stated] changes in a run only by --set on the",
     "# command line. The rest may change whenever a run is continued.",

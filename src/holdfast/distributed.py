@@ -1,4 +1,4 @@
-"""Ranks: the processes that train together, with the exchanges that storing their state needs.
+"""The ranks that train together, with the exchanges that storing their state needs.
 
 Where all ranks do the same at the same moment (a resume, a common snapshot), they exchange values on their own process
 group. Background communication uses a *board*, a key-value store of torch that the first rank serves: nobody waits for
@@ -23,16 +23,12 @@ import torch.distributed as dist
 from .errors import HoldfastError, RankFailed
 
 T = TypeVar("T")
-
 PATIENCE_SECONDS = 10.0
 """The seconds after which a rank that waits for the others warns."""
-
 BEAT_SECONDS = 0.5
 """The interval in seconds at which the first rank sends the others a heartbeat while they wait."""
-
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """The file that identifies a running machine."""
-
 SUMMED_AT_ONCE = 4 << 20
 """The number of elements that are summed at once: received values occupy memory."""
 

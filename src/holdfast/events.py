@@ -1,4 +1,4 @@
-"""Events: the history of a run, one JSON object per line of ``RUN/events.jsonl``.
+"""The event log of a run: its history, one JSON object per line of ``RUN/events.jsonl``.
 
 Times are unix seconds, sizes bytes. The log is for people and tools, never for recovery: a failure to write it does not
 harm the training. It is never synced, and anybody may add to it, so readers skip what is no event, such as a line torn

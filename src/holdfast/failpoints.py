@@ -1,4 +1,4 @@
-"""Failpoints: named places at which a test can end the process, as a failing machine would.
+"""Named places at which a test can end the process, as a failing machine would.
 
 ``HOLDFAST_FAILPOINT=after_manifest_rename`` kills at the first arrival, ``...:3`` at the third. In a process that forks
 its children a test sets ``armed`` instead of the environment.
@@ -23,7 +23,6 @@ NAMES: list[str] = [
     "after_timeline_opened",
 ]
 """Failpoints of a commit, in the order of its protocol."""
-
 RECORDING: list[str] = [
     "after_gradients_copied",
     "after_step_sealed",
@@ -32,10 +31,8 @@ RECORDING: list[str] = [
     "after_unit_staged",
 ]
 """Failpoints of recording: a step on its way from training to the writer thread, then a part of a snapshot."""
-
 RANKS: list[str] = ["after_share_written"]
 """The failpoint of several ranks: a part of a snapshot is durable, and no commit names it yet."""
-
 JOURNAL: list[str] = [
     "after_segment_made",
     "after_records_write",
@@ -43,10 +40,8 @@ JOURNAL: list[str] = [
     "before_segment_unlink",
 ]
 """Failpoints of log records, in the order in which records become durable and are removed."""
-
 LIFECYCLE: list[str] = ["after_compacted", "before_retired_unlink"]
 """Failpoints of ``holdfast compact`` and ``prune``."""
-
 REPLICA: list[str] = [
     "after_gradient_copied",
     "before_step_handed",
@@ -62,10 +57,8 @@ REPLICA: list[str] = [
 
 A state is *kept* when the trainer has died.
 """
-
 REDO: list[str] = ["before_redo", "before_redone_update", "after_redone_update", "before_redone_write"]
 """Failpoints of a block that is updated again, in order."""
-
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 

@@ -1,4 +1,8 @@
-"""Opening of a state by its name, for reading. torch is imported only for replay or for formats that need it."""
+"""The opening of a state by its name: a run, a step of it, or a path of any format.
+
+A step without a commit is rebuilt from the log records that lead to it. torch is imported only for that, or for formats
+that need it. Called by the command line and by ``sources``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Parsing and formatting of bytes and seconds."""
+"""The parsing and formatting of bytes and seconds, and small functions on numbers and texts.
+
+Sizes are text such as ``"20GiB"``, and what is formatted for a person is rounded. Names from elsewhere are made visible
+before they are shown, so that they cannot control a terminal. All rooms use this module; it uses none.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,17 @@ from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
-
 PAGE = 4096
 """Bytes of a page. Offsets, lengths and addresses of direct I/O are multiples of it."""
-
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
-
 _FACTORS = {
     "": 1, "b": 1,
     "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
     "ki": KiB, "kib": KiB, "mi": MiB, "mib": MiB, "gi": GiB, "gib": GiB, "ti": 1024**4, "tib": 1024**4,
 }  # fmt: skip
-
 _TURNS = "\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff"
 _OBEYED = re.compile(f"[\\x00-\\x1f\\x7f-\\x9f{_TURNS}]")
 _OBEYED_IN_LINES = re.compile(f"[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f{_TURNS}]")
-
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 

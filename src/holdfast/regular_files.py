@@ -1,4 +1,4 @@
-"""Opening of files at paths that people give: only regular files, whatever lies there.
+"""The opening of files at paths that people give: only regular files, whatever lies there.
 
 A FIFO in place of a file would block its reader for ever, a socket or a device could answer with anything, and a sparse
 file of 200 GiB would fill the memory. So files are opened without blocking and must be regular. Small ones are read in
@@ -18,9 +18,7 @@ from .errors import Damaged, ManifestCorrupt
 
 MOST_BYTES = 1 << 30
 """The limit for files that are read as a whole: manifests, indexes, timeline records, configurations."""
-
 PIECE_BYTES = 1 << 20
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

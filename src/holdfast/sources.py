@@ -1,4 +1,8 @@
-"""Starting points for a training: a run, a step replayed from its log, or a checkpoint of another library."""
+"""The starting points of a training: a run, a step replayed from its log, or a checkpoint of another library.
+
+All ranks must name the same state, and what they will read is verified before any rank is changed. What a source lacks
+is reported in warnings. Called by ``Checkpointer``, ``offload`` and the integrations.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from holdfast.checkpoint.collective_snapshots import CollectiveSnapshot
 from holdfast.checkpoint.coordinator import HEARD_SECONDS, RankCoordinator
-from holdfast.checkpoint.storage_share import CollectiveSnapshot
 from holdfast.distributed import Ranks
 
 

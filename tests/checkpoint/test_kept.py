@@ -12,6 +12,7 @@ from holdfast.checkpoint.recovery.run_recovery import recover
 from holdfast.checkpoint.replica import retained_state
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpoint.user_state import NoScriptState
+from holdfast.checkpointer import Checkpointer
 from holdfast.distributed import Ranks
 from holdfast.errors import ChunkCorrupt
 from holdfast.state.live_state import LiveState
@@ -23,13 +24,16 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """A run with nothing on the disk, the place where step 5 of it is kept, and the loop that was there."""
+    """A run with step 0 on the disk, the place where step 5 of it is kept, and the loop that was there."""
     monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 100)
     loop = make(ADAMW, "batchnorm")
+    with Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers) as checkpointer:
+        checkpointer.resume()
     for i in range(5):
         loop.iteration(i, lambda: None)
     with LocalStore.open(tmp_path / "run", keep=Keep(2), direct=False) as store:
-        store.begin(None)
+        first = store.timelines()[0][1]
+        store.begin(retained_state.ForkPoint(0, first.id, first.key))
         state, place = LiveState(loop.model, loop.optimizers), tmp_path / "kept"
         run = [store.opened.id, store.opened.key]
         retained_state.keep(place, state, 5, {"values": state.values(), "groups": []}, run)
@@ -56,7 +60,7 @@ def test_what_somebody_comes_for_meanwhile_stays_kept(left):
     store, place, _ = left
     answers = iter([False, False, True])
     assert persist(store, place, lambda: next(answers)) is None
-    assert store.commits() == []
+    assert [ref.step for ref in store.commits()] == [0]
     assert [each.last for each in retained_state.look(place, store)] == [5]
 
 
@@ -79,4 +83,18 @@ def test_what_is_damaged_becomes_no_base(left):
             file.write_bytes(data)
     with pytest.raises(ChunkCorrupt):
         persist(store, place)
-    assert store.commits() == []
+    assert [ref.step for ref in store.commits()] == [0]
+
+
+def test_run_without_a_commit_can_begin_again(tmp_path):
+    """A trainer was killed while its first step was written, and so was the next one."""
+    loop, place = make(ADAMW, "batchnorm"), tmp_path / "kept"
+    with LocalStore.open(tmp_path / "run", keep=Keep(2), direct=False) as store:
+        store.begin(None)
+        state = LiveState(loop.model, loop.optimizers)
+        run = [store.opened.id, store.opened.key]
+        retained_state.keep(place, state, 0, {"values": state.values(), "groups": []}, run)
+        answers = iter([False, True])
+        assert persist(store, place, lambda: next(answers)) is None
+    with LocalStore.open(tmp_path / "run", keep=Keep(2), direct=False) as store:
+        assert store.commits() == []

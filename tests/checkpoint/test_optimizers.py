@@ -175,8 +175,8 @@ def test_a_run_is_compacted_without_its_script(tmp_path, name):
 def test_what_several_ranks_recorded_of_whole_tensors_is_not_replayed_without_the_script():
     for kind in (
         "torch.optim.adafactor.Adafactor",
-        "holdfast.optim.apollo.Apollo",
-        "holdfast.optim.apollo.Grass",
+        "holdfast.optim.low_rank.Apollo",
+        "holdfast.optim.low_rank.Grass",
     ):
         with pytest.raises(
             BadInput, match=r"needs whole tensors, and 2 ranks recorded parts of them.* call save\(\)"

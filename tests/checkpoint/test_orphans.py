@@ -7,7 +7,7 @@ from threading import Timer
 
 import pytest
 
-from holdfast.checkpoint.replica.replica_rendezvous import (
+from holdfast.checkpoint.replica.replica_liveness import (
     HERE,
     KEPT,
     ReplicaLocks,

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.schedule.planner.plan_search import Case, best_at, search
-from holdfast.schedule.planner.setting import Method
+from holdfast.schedule.planner.training_setting import Method
 
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
 

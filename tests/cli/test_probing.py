@@ -39,7 +39,7 @@ def test_without_a_file_it_is_printed_and_as_json_with_what_was_measured(holdfas
 @pytest.mark.parametrize("slower, dtype", [(0.5, "float32"), (0.9, "bfloat16")])
 def test_the_block_is_timed_in_what_train_would_compute_in(holdfast, tmp_path, monkeypatch, slower, dtype):
     times = {"float32": slower, "bfloat16": 1.0}
-    monkeypatch.setattr("holdfast.measure.host_rates.product_seconds", times.get)
+    monkeypatch.setattr("holdfast.measure.hardware_rates.product_seconds", times.get)
     found = json.loads(holdfast("probe", "--dir", tmp_path, *QUICK, "--json").out)
     assert found["sources"]["device.flops"].endswith(f", in {dtype}")
 

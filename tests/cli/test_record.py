@@ -60,13 +60,13 @@ def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
     train, tmp_path, monkeypatch, faster, chosen
 ):
     monkeypatch.setattr(
-        "holdfast.measure.host_rates.product_seconds", lambda dtype: 1.0 if dtype == faster else 2.0
+        "holdfast.measure.hardware_rates.product_seconds", lambda dtype: 1.0 if dtype == faster else 2.0
     )
     result = train(dtype="auto")
     assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
     assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
     monkeypatch.setattr(
-        "holdfast.measure.host_rates.product_seconds", lambda dtype: 2.0 if dtype == faster else 1.0
+        "holdfast.measure.hardware_rates.product_seconds", lambda dtype: 2.0 if dtype == faster else 1.0
     )
     result = train("train.steps=3", dtype="auto")
     assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
@@ -79,16 +79,20 @@ def test_auto_keeps_what_the_run_computes_in_where_its_record_is_gone(train, tmp
     assert train(dtype="bf16").code == 0
     (tmp_path / "run" / "config.toml").unlink()
     monkeypatch.setattr(
-        "holdfast.measure.host_rates.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 2.0
+        "holdfast.measure.hardware_rates.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 2.0
     )
     result = train("train.steps=3", dtype="auto")
     assert (result.code, result.err, "computed in bf16" in result.out) == (0, "", True)
 
 
 def test_bf16_that_is_a_little_slower_is_taken_and_a_gpu_is_not_asked(monkeypatch):
-    monkeypatch.setattr("holdfast.measure.host_rates.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get)
+    monkeypatch.setattr(
+        "holdfast.measure.hardware_rates.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get
+    )
     assert choose_dtype("cpu") == "bf16"
-    monkeypatch.setattr("holdfast.measure.host_rates.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get)
+    monkeypatch.setattr(
+        "holdfast.measure.hardware_rates.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get
+    )
     assert (choose_dtype("cpu"), choose_dtype("cuda:1")) == ("fp32", "bf16")
 
 

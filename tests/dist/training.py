@@ -31,12 +31,12 @@ from holdfast import failpoints
 from holdfast.checkpoint import coordinator
 from holdfast.checkpoint.capture import device_staging
 from holdfast.checkpoint.capture.layer_copies import LayerHooks
+from holdfast.checkpoint.collective_snapshots import CollectiveSnapshot
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpoint.recovery import model_description
-from holdfast.checkpoint.replica import multi_rank_server, replica_process, replica_rendezvous, replica_server
+from holdfast.checkpoint.replica import multi_rank_server, replica_liveness, replica_process, replica_server
 from holdfast.checkpoint.replica import replica_client as replica
 from holdfast.checkpoint.replica.multi_rank_client import Replicas
-from holdfast.checkpoint.storage_share import CollectiveSnapshot
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
 from holdfast.errors import BadInput, DiskFull
@@ -373,7 +373,7 @@ def train(
     "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
     ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
-    from holdfast.checkpoint import bucket_copy, storage_share
+    from holdfast.checkpoint import bucket_copy, collective_snapshots
     from holdfast.checkpoint.snapshot import snapshot_chunks
     from holdfast.store.commit.retention import Keep
     from holdfast.store.log import journal
@@ -382,7 +382,7 @@ def train(
     bucket_copy.SECONDS = copies_every
     if killed_copying is not None:
         dying_at_object(killed_copying)
-    storage_share.LEAST_STORAGE = least_storage or storage_share.LEAST_STORAGE
+    collective_snapshots.LEAST_STORAGE = least_storage or collective_snapshots.LEAST_STORAGE
     meeting = Meeting(Path(rendezvous.removeprefix("file://")).parent, rank)
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
@@ -407,7 +407,7 @@ def train(
         if not orphans_persist:
             multi_rank_server.MultiRankReplicaServer._persist = lambda self, notes: None
         if disk_fails_orphans:
-            replica_rendezvous.write_durably = full
+            replica_liveness.write_durably = full
         multi_rank_server.ASKED_SECONDS = asked_seconds or multi_rank_server.ASKED_SECONDS
         if slow_share is not None and slow_share[0] == rank:
             # one that fails does so when all ranks wait for the base, and have handed over the steps since

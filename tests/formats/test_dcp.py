@@ -28,9 +28,9 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.formats import state_dict_progress
-from holdfast.formats.dcp import dcp_entries as module
+from holdfast.formats.dcp import dcp_reader as module
 from holdfast.formats.dcp import dcp_writer
-from holdfast.formats.dcp.dcp_entries import DcpFolder, is_dcp
+from holdfast.formats.dcp.dcp_reader import DcpFolder, is_dcp
 from holdfast.formats.dcp.dcp_writer import boxes_of, write_dcp
 from holdfast.formats.load import ReadTarget, read_all
 from holdfast.formats.memory_source import InMemory

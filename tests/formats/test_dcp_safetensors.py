@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from dist.world import World
 from formats.test_dcp import bits, read
 from holdfast.errors import Damaged, FileMissing
-from holdfast.formats.dcp.dcp_entries import DcpFolder
+from holdfast.formats.dcp.dcp_reader import DcpFolder
 from holdfast.formats.dcp.dcp_safetensors import ShardedSafetensors
 from holdfast.formats.readers import open_source
 

@@ -26,7 +26,7 @@ from formats.test_dcp import read
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
-from holdfast.formats.dcp.dcp_entries import DcpFolder
+from holdfast.formats.dcp.dcp_reader import DcpFolder
 from holdfast.formats.dcp.dcp_writer import write_dcp
 from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.integrations.dcp import PlanOfCommit, StorageReader, StorageWriter

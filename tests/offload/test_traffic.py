@@ -8,7 +8,7 @@ import pytest
 
 import holdfast
 from combined import one_in
-from holdfast.schedule.build.parts import REDO_SLOTS
+from holdfast.schedule.build.step_builder import REDO_SLOTS
 from holdfast.schedule.operations import as_guessed, traffic
 from holdfast.schedule.work import StepShape
 from support.grouped import grouped

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.optim import Apollo, apollo_mini
-from holdfast.optim.apollo import drawn, projection
+from holdfast.optim.low_rank import drawn, projection
 
 LR, BETAS, EPS, DECAY, GAP = 0.01, (0.9, 0.99), 1e-6, 0.1, 3
 

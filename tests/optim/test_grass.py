@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import Grass
-from holdfast.optim.apollo import drawn, sampled_rows
+from holdfast.optim.low_rank import drawn, sampled_rows
 
 LR, BETAS, EPS, DECAY, GAP, SCALE = 0.01, (0.9, 0.99), 1e-6, 0.1, 3, 0.5
 

@@ -20,7 +20,7 @@ import holdfast
 from holdfast import accelerators
 from holdfast.cli.machine import choose_device
 from holdfast.errors import BadInput, ModelNotSupported
-from holdfast.measure.host_rates import measure_copies
+from holdfast.measure.hardware_rates import measure_copies
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.runtime import Step

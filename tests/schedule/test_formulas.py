@@ -9,7 +9,7 @@ from holdfast.profiles import load_machine, load_model
 from holdfast.schedule.operation_lists import host_bytes, placement_of, shape_of, work_of
 from holdfast.schedule.operations import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, as_guessed, lane_bytes
 from holdfast.schedule.planner import formulas
-from holdfast.schedule.planner.setting import Duplex, Method, Setting
+from holdfast.schedule.planner.training_setting import Duplex, Method, Setting
 from holdfast.schedule.vertical import vertical
 
 HALVES = [

@@ -9,7 +9,7 @@ from holdfast.schedule.operation_lists import shape_of, work_of
 from holdfast.schedule.operations import traffic
 from holdfast.schedule.planner import formulas
 from holdfast.schedule.planner.plan_search import Case, best_at
-from holdfast.schedule.planner.setting import Method, Setting
+from holdfast.schedule.planner.training_setting import Method, Setting
 from holdfast.schedule.work import BlockPlacement
 from plan_steps import SCHEDULES
 

@@ -11,7 +11,7 @@ from holdfast.profiles import load_machine, load_model
 from holdfast.schedule.planner import formulas
 from holdfast.schedule.planner.linear_program import Solution, load_highs, solve, why_none
 from holdfast.schedule.planner.plan_search import Case
-from holdfast.schedule.planner.setting import Method, Setting
+from holdfast.schedule.planner.training_setting import Method, Setting
 
 GRID = [i / 10 for i in range(11)]
 

@@ -19,7 +19,7 @@ from holdfast.schedule.operation_lists import (
 from holdfast.schedule.operations import as_guessed
 from holdfast.schedule.planner import formulas
 from holdfast.schedule.planner.plan_search import Case, best_at, engine_case
-from holdfast.schedule.planner.setting import Method
+from holdfast.schedule.planner.training_setting import Method
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import vertical
 from holdfast.schedule.work import BlockPlacement

@@ -18,7 +18,7 @@ from holdfast.schedule.planner.plan_search import (
     search,
     what_if,
 )
-from holdfast.schedule.planner.setting import Method
+from holdfast.schedule.planner.training_setting import Method
 
 
 def case(host=256, model="gpt-65b", machine="a100-80g", **method) -> Case:

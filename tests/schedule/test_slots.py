@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.schedule import operations
-from holdfast.schedule.build.parts import AS_LISTED, with_slots
+from holdfast.schedule.build.step_builder import AS_LISTED, with_slots
 from holdfast.schedule.operations import Hold, Key, Op
 from support.schedules import check_schedule
 

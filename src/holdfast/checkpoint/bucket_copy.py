@@ -1,7 +1,7 @@
 """The copy of a run in a bucket, kept up to date by a separate thread while training continues.
 
 The thread reads only what the run has on its disk, so training never waits for it. After a failure it tries again in
-the next round. Times are seconds.
+the next round. Times are seconds. Called by ``Checkpointer``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Survival backends: how the steps of a run outlive the process that does them.
+"""The interface of a durability backend: how the steps of a run outlive the process that does them.
 
-There are two: every step is recorded on the disk (``recording.py``), or a second process does every step as well
-(``replicating.py``). This module holds their interface, as ``Checkpointer`` uses it, and what both do alike.
-
-The builder of log records: it turns a completed step into an immutable record.
+There are two backends. ``recording`` writes a log record of every step to the disk; ``replicating`` has a second
+process do every step as well. Both build the record of a step with ``RecordBuilder``. A record is immutable and builds
+on the one before it: it has the buffers that have changed, and the new end of a text that grew. Called by
+``Checkpointer``, in the order that ``DurabilityBackend`` lists.
 """
 
 from __future__ import annotations
@@ -34,18 +34,6 @@ from .recovery.replay import FlatViews, hashed, sampled
 from .recovery.run_recovery import RecoveryResult
 from .snapshot.snapshot_image import image_of
 from .training_state import TrainingState, is_schedule
-
-
-@dataclass(frozen=True)
-class ResumeRequest:
-    """The request of a ``resume``: the step ``target``, the newest up to it unless ``exact``, or the newest of all."""
-
-    target: int | None
-    exact: bool
-    continuing: bool
-    """Accept only a step from which training continues bit for bit."""
-    show: Callable[[RecoveryProgress], None] | None
-    """Called with the progress of the recovery."""
 
 
 class DurabilityBackend(ABC):
@@ -265,6 +253,18 @@ class DurabilityBackend(ABC):
 
     def _slots_that_fit(self) -> int:
         return self._options.slots_that_fit(self._slot_bytes() + self._loop.script.text_bytes)
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """The request of a ``resume``: the step ``target``, the newest up to it unless ``exact``, or the newest of all."""
+
+    target: int | None
+    exact: bool
+    continuing: bool
+    """Accept only a step from which training continues bit for bit."""
+    show: Callable[[RecoveryProgress], None] | None
+    """Called with the progress of the recovery."""
 
 
 SAMPLES = ""

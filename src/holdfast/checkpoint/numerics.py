@@ -1,9 +1,10 @@
-"""Settings of the process that decide the bits of a step: threads, denormals and the default dtype.
+"""The settings of a process, and the random numbers of a step, that decide the bits of an update.
 
-The number of torch's threads changes the order of sums within a matrix. Denormal numbers may be flushed to zero. The
-default dtype applies to tensors made without one, such as step counts. Each log record holds the settings of its step.
-
-Random numbers that an update draws from the global generators, so that a replay draws the same.
+The number of torch's threads changes the order of sums in a matrix product, denormal numbers may be flushed to zero,
+and the default dtype applies to tensors made without one, such as step counts. Some updates draw from the global
+generators. Each log record holds both, and replay computes under the recorded settings and with the recorded draws. The
+settings of the process are restored afterwards. Called by the optimizer hooks, by ``replay``, and by recovery for its
+warnings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The options of a ``Checkpointer``, and checks that refuse bad ones before anything is written. Bytes, seconds."""
+"""The options of a ``Checkpointer``, and the checks that refuse bad ones before anything is written.
+
+An error names the value and what is enough, so that a run never begins with options that it could not keep. Called by
+``Checkpointer`` and its durability backends. Bytes, seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Comparison of replicated state: ranks that hold the same region of a parameter must hold the same bits.
+"""State that several ranks hold together: which rank stores which region, and a check that copies have the same bits.
 
-Only one of them stores the region, so a copy that differs would stay unseen until a resume. For a snapshot that all
-ranks make at once, the copies are compared before it. Beside training the comparison runs in steps:
+``look`` scans the state on all ranks before the first step and gives each region to one rank, so that nothing is stored
+twice and nothing is missing. A copy on another rank that differs would stay unseen until a resume, so copies are
+compared: at once for a snapshot that all ranks make together, otherwise beside training:
 
 1. The first rank writes to the board at which step the comparison begins, early enough for all ranks to read it.
-2. From that step on each rank digests, at the end of every step, some of the replicated state, in an order known to
-   all.
-3. Each rank writes one digest of everything, and the individual digests where the ranks differ.
-
-Joint scan of the state by all ranks before the first step: it assigns to each rank what it stores.
+2. From that step on each rank digests a part of the replicated state at the end of every step, in one order.
+3. Each rank writes one digest of everything, and the individual digests where ranks differ.
 """
 
 from __future__ import annotations

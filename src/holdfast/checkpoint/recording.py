@@ -1,4 +1,9 @@
-"""Survival by log records: every step is a record on the disk, and snapshots are made beside training."""
+"""The durability backend by log records: every step is a record on the disk, and snapshots are made beside training.
+
+A step counts as durable when its record is on the disk of every rank, or a snapshot holds it. If the disk is behind,
+training waits or skips records, as the options say; after skipped records a snapshot closes the gap. Called by
+``Checkpointer`` as ``DurabilityBackend`` describes.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from ..store import run_store
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
+from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .log.recorder import Recorder
@@ -26,7 +32,6 @@ from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
 from .replica import retained_state
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
-from .storage_share import CollectiveSnapshot, StorageShare
 from .training_state import TrainingState
 
 

@@ -1,4 +1,9 @@
-"""Survival by a replica: every step is handed to a second process, the run's only writer, which makes all snapshots."""
+"""The durability backend by a replica: a second process does every step as well and makes all snapshots.
+
+Each step is handed to the replica, which is the run's only writer. A step survives the trainer's death when the replica
+has it, and power loss when a snapshot of it is published. Called by ``Checkpointer`` as ``DurabilityBackend``
+describes.
+"""
 
 from __future__ import annotations
 

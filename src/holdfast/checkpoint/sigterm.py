@@ -1,4 +1,9 @@
-"""Handling of SIGTERM, which a cluster scheduler sends some time before it takes the machine away."""
+"""The handling of SIGTERM, which a cluster scheduler sends some time before it takes the machine away.
+
+The handler only notes the signal, because it may arrive inside any statement; ``Checkpointer`` asks at the end of each
+step and then makes the step durable. A second SIGTERM ends the process at once. Where the script has a handler of its
+own, nothing is watched.
+"""
 
 from __future__ import annotations
 

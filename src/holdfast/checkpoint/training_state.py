@@ -1,4 +1,9 @@
-"""The training state of a run: the trained tensors, the steps done, and all state that is no tensor."""
+"""The training state of a run: the trained tensors, the steps done, and all state that is no tensor.
+
+It joins the live tensors (``LiveState``), the user state, and the checks that find changes which no step made. All
+ranks must hold it alike except for their shards. Called by ``Checkpointer`` and by its durability backends, at the end
+of every step.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,6 @@ from .snapshot.snapshot_state import replay_info
 from .user_state import ScriptState
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
-
 Which = Callable[[str, Any], bool]
 """A predicate on the script's objects, by name and value."""
 

@@ -1,6 +1,7 @@
-"""User state: what the training script holds besides the model and its optimizers' tensors.
+"""The user state: what the training script holds besides the model and its optimizers' tensors.
 
-Random generators, hyper-parameters, learning-rate schedule, data position and loss scale, by value, as JSON.
+Random generators, hyper-parameters, learning-rate schedule, data position and loss scale, by value, as JSON. It is part
+of every log record and restored last, when the tensors are there. Called by ``TrainingState`` and recovery.
 """
 
 from __future__ import annotations
@@ -35,18 +36,13 @@ LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 
 Above the first there is a warning; above the second a new run is refused.
 """
-
 LOOK_EVERY = 100
 """Steps between two measurements of these tensors."""
-
 MOVING = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
 """Keys of a scheduler's state that change with its position, and learning rates."""
-
 PLAIN = (bool, int, float, str)
-
 KNOWN = ("scheduler", "loader", "scaler")
 """Names of user state that is not ``also=``."""
-
 Stateful = Mapping[str, Any]
 """Objects with ``state_dict`` and ``load_state_dict``, by name."""
 

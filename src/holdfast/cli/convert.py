@@ -1,4 +1,4 @@
-"""``convert``: write a state of any readable format in any writable one.
+"""The verb ``convert``: write a state of any readable format in any writable one.
 
 Importing torch takes over a second, so only the code that needs torch imports it.
 """
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..models.decoder import DecoderConfig
     from ..models.exports import Adapter
 
+
 DTYPES = {
     "fp32": "F32",
     "float32": "F32",
@@ -52,7 +53,6 @@ DTYPES = {
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of dtypes in config.json."""
 FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed", "torch")
-
 Told = Callable[[int], None]
 
 

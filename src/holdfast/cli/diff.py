@@ -1,4 +1,4 @@
-"""``diff``: compare two states tensor by tensor, whatever their formats and files are.
+"""The verb ``diff``: compare two states tensor by tensor, whatever their formats and files are.
 
 Equal means equal bits: -0.0 differs from 0.0, and a NaN equals the same NaN. Where bits differ, the largest difference
 of values tells rounding from damage.
@@ -23,7 +23,6 @@ from .output import console, plain_table, print_json, print_table
 
 CHUNK = 1 << 20
 """The elements that are compared at once, which keeps the copies small."""
-
 SHOWN = 20
 """The number of rows that are printed; ``--json`` has all."""
 

@@ -1,4 +1,8 @@
-"""States of any format as the command line names them, and ``show`` and ``verify`` for foreign formats."""
+"""The states of any format as the command line names them, and ``show`` and ``verify`` for foreign formats.
+
+A name is a run, a step of it, or a path that one of the readers recognizes. Whether a foreign state is whole is told as
+far as its format has checksums. Called by ``convert``, ``diff`` and ``inspect``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ls``, ``show`` and ``verify``: list what a run holds, and check whether it is whole.
+"""The verbs ``ls``, ``show`` and ``verify``: list what a run holds, and check whether it is whole.
 
 Each command gathers plain data first and then prints it, as text or as one JSON document.
 """

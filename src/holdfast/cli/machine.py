@@ -1,4 +1,7 @@
-"""The compute devices of this machine, and the rank of this process. Imports torch only inside functions."""
+"""The compute devices of this machine, and the rank of this process, as the verbs ask for them.
+
+torch is imported only inside functions, so that verbs without training start at once.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,6 @@ def choose_dtype(device: str) -> Dtype:
     """
     if not device.startswith("cpu"):
         return "bf16"
-    from ..measure.host_rates import product_seconds
+    from ..measure.hardware_rates import product_seconds
 
     return "fp32" if product_seconds("float32") < FASTER * product_seconds("bfloat16") else "bf16"

@@ -1,12 +1,9 @@
-"""``holdfast``: the commands, and their exit codes.
+"""The command ``holdfast``: its verbs, their options, and the exit codes.
 
-A command imports what it needs when it runs, so that ``holdfast ls`` does not import torch. Every error, of usage too,
-is one clear line on stderr and an exit code: ``EXIT_CODES``. ``HOLDFAST_DEBUG=1`` adds the traceback.
-
-Help of a command with many options: one section for each ``rich_help_panel``, in plain lines like all other help.
-
-typer draws panels only where rich formats the whole help. Here all help is plain, so that it can be read in a pipe and
-in any width; the sections are written by ``GroupedCommand``.
+A verb imports what it needs when it runs, so that ``holdfast ls`` does not import torch. Every error, of usage too, is
+one clear line on stderr and an exit code (``EXIT_CODES``); ``HOLDFAST_DEBUG=1`` adds the traceback. All help is plain
+text that can be read in a pipe and in any width, so sections of options are written by ``GroupedCommand`` instead of by
+rich.
 """
 
 from __future__ import annotations
@@ -30,6 +27,13 @@ from .machine import launched
 from .plan import plan_commands
 from .plan.plan_commands import AsJson
 
+EXIT_CODES = (
+    "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
+    "nothing was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once, "
+    "on SIGINT and SIGTERM; 141 nobody reads the output any more. `train` commits its step on a first Ctrl-C or "
+    "SIGTERM and ends with 0; a second one leaves at once."
+)
+
 
 class GroupedCommand(TyperCommand):
     """A command whose options are listed by panel; those without a panel come last."""
@@ -50,13 +54,6 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-EXIT_CODES = (
-    "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
-    "nothing was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once, "
-    "on SIGINT and SIGTERM; 141 nobody reads the output any more. `train` commits its step on a first Ctrl-C or "
-    "SIGTERM and ends with 0; a second one leaves at once."
-)
-
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -64,7 +61,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
 )
-
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")

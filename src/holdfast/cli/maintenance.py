@@ -1,12 +1,8 @@
-"""Stub.
+"""The verbs that maintain a run: ``compact``, ``prune``, ``push`` and ``rules``.
 
-``compact``: make a snapshot of a later step from a snapshot and its log records.
-
-``prune``: show which commits a policy would remove and which steps depend on them, and remove them.
-
-``push``: copy a run to a bucket, once or continuously.
-
-``rules``: print the sharding of a run as rules, check whether rules fit, and list the packs.
+``compact`` makes a snapshot of a later step, ``prune`` removes what a policy does not keep, ``push`` copies a run to a
+bucket, and ``rules`` prints or checks the sharding of a run. Each verb prints what it did or, with ``--json``, one
+document. Nothing is removed before it is known which steps depend on it. Called by ``main``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Stub.
+"""The verbs that show what a run did and does: ``report`` and ``watch``.
 
-``report``: a run as one page, as a trace for Perfetto, or as JSON.
-
-``watch``: show a run of another process, live on a terminal, in lines elsewhere.
+``report`` writes one page, a trace for Perfetto, or JSON. ``watch`` follows the run of another process, live on a
+terminal and in lines elsewhere. Both read the run's event log, and the report its manifests too. They take no lock and
+leave the run's state alone. Called by ``main``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ from .output import console, parsed, print_json
 from .runs import open_run
 
 LOG = "events.jsonl"
+SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
+"""The seconds between two scans, and between two lines where there is no terminal."""
+LOOKS = 4
+"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
+LEISURE = 20
+"""The pause after drawing, as a multiple of the drawing time.
+
+Drawing a long log takes a while, and the run has better use for the core.
+"""
+MOST_COLUMNS = 100
 
 
 def report(run: Path, *, out: Path | None, trace: Path | None, predicted: str | None, as_json: bool) -> None:
@@ -47,6 +57,20 @@ def report(run: Path, *, out: Path | None, trace: Path | None, predicted: str | 
     out = out or run / "report.html"
     _write(out, html(look))
     print(f"{out} is the report of {run}: one file, which any browser opens")
+
+
+def watch(run: Path, *, once: bool, as_json: bool) -> None:
+    """Show ``run`` until Ctrl-C, or once."""
+    tail = Tail(log_of(run))
+    panel = LivePanel(History(tail.new()), str(run))
+    if as_json:
+        print_json(panel.document(time.time()))
+    elif once:
+        out = console()
+        out.print(panel.picture(time.time()), width=min(out.width, MOST_COLUMNS))
+    else:
+        with suppress(KeyboardInterrupt):
+            _follow(tail, panel)
 
 
 def log_of(run: Path) -> Path:
@@ -91,35 +115,6 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}. Name another file, with --out or --trace."
         ) from error
-
-
-SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
-"""The seconds between two scans, and between two lines where there is no terminal."""
-
-LOOKS = 4
-"""The number of scans after which the picture is redrawn without new events, since the silent time changes."""
-
-LEISURE = 20
-"""The pause after drawing, as a multiple of the drawing time.
-
-Drawing a long log takes a while, and the run has better use for the core.
-"""
-
-MOST_COLUMNS = 100
-
-
-def watch(run: Path, *, once: bool, as_json: bool) -> None:
-    """Show ``run`` until Ctrl-C, or once."""
-    tail = Tail(log_of(run))
-    panel = LivePanel(History(tail.new()), str(run))
-    if as_json:
-        print_json(panel.document(time.time()))
-    elif once:
-        out = console()
-        out.print(panel.picture(time.time()), width=min(out.width, MOST_COLUMNS))
-    else:
-        with suppress(KeyboardInterrupt):
-            _follow(tail, panel)
 
 
 def _follow(tail: Tail, panel: LivePanel) -> None:

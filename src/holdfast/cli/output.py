@@ -1,6 +1,7 @@
-"""Output of the commands: plain tables and facts that fit a terminal and read as well from a file.
+"""The output of all verbs: tables, facts, JSON and progress bars, and the parsing of their options.
 
-Parsing of options that are numbers or paths; bad values are refused before anything is done.
+Output fits a terminal and reads as well from a file. Names come from files of others, so control characters are escaped
+wherever they are printed, also in tables. Options that are numbers or paths are refused before anything is done.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from ..quantities import visible
 
 PIPE_COLUMNS = 200
 """Columns of output that is no terminal: tables take the width of their lines, and wrap only beyond this."""
-
 LEAST_TEXT = 10
 """The least columns of a text in a table, however narrow the terminal is."""
 

@@ -1,4 +1,4 @@
-"""Runs and commits as the command line names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
+"""The runs and commits that the command line names: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
 
 These functions only read: no lock is taken and nothing is written, so they work while a run trains.
 """

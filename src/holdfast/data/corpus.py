@@ -1,9 +1,9 @@
-"""Corpus: any text as a sequence of fixed windows of bytes, read on demand and never held whole.
+"""A corpus: any text as a sequence of fixed windows of bytes, read on demand and never held whole.
 
 The files, sorted by name, are one long string of bytes. A byte is a token, so there is no tokenizer and nothing to
-download. Window ``k`` is bytes ``k * context`` to ``(k + 1) * context`` inclusive: its last byte is only ever a
-target, so every byte is predicted once per epoch. Every n-th window is held out for validation, evenly over the text,
-because the tail of a sorted folder is rarely like the rest.
+download. Window ``k`` is bytes ``k * context`` to ``(k + 1) * context`` inclusive: its last byte is only ever a target,
+so every byte is predicted once per epoch. Every n-th window is held out for validation, evenly over the text, because
+the tail of a sorted folder is rarely like the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .documents import is_packed
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that hold other people's code, or tests."""
-
 HASHED_BYTES, PIECE_BYTES = 1024 * MiB, MiB
 """The most bytes of a text that its fingerprint reads, and the bytes of each piece. It is read at every start."""
 

@@ -1,8 +1,8 @@
-"""Documents: the records of text files, read piece by piece, with errors that name file, line and byte.
+"""The documents in text files, read piece by piece, with errors that name file, line and byte.
 
 The name of a file gives its form, in any case: ``.jsonl`` and ``.ndjson`` hold one JSON object a line, ``.json`` an
-array of objects or objects one after another, all others plain text. ``.gz`` or ``.zst`` at the end marks a
-compressed file. Text is UTF-8, with or without a byte order mark. Anything else raises ``BadInput``.
+array of objects or objects one after another, all others plain text. ``.gz`` or ``.zst`` at the end marks a compressed
+file. Text is UTF-8, with or without a byte order mark. Anything else raises ``BadInput``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ OTHER_MARKS = {
 
 The longer ones come first, since they begin with the shorter ones.
 """
-
 KEYS = ("text", "prompt", "completion")
 
 

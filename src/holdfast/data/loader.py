@@ -1,21 +1,12 @@
 """Loaders whose position is the number of samples that all ranks together have consumed.
 
-Sample ``n`` of a run is a pure function of (seed, n), random augmentation included. So a position means the same
-under any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after
-all of these have changed. By default the stream has no end, and a batch may straddle two epochs: no sample is
-dropped.
-
-Draws: random numbers of a dataset that depend only on the sample.
-
-A dataset's code uses the generators of the process: ``random``, NumPy's global one, and torch's on the CPU. While
-samples are read, these are seeded anew for each, and afterwards restored. So reading in the trainer's process and in
-a worker's gives the same samples and leaves the trainer's streams alone.
-
-Order: the order of samples, as a pure function of (seed, number of the sample).
-
-Samples are numbered globally from 0, over all ranks and epochs. Every epoch visits each sample once, in an order of
-its own. Nothing is stored: the permutation is a small block cipher on the sample's index, so sample 10**12 costs what
-sample 0 costs, and a position is one integer.
+Sample ``n`` of a run is a pure function of (seed, n), random augmentation included. So a position means the same under
+any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after all of
+these have changed. The order of samples is a small block cipher on the index: nothing is stored, and sample 10**12
+costs what sample 0 costs. While samples are read, the generators of the process are seeded for each, and restored
+afterwards, so workers give the same samples as the trainer and leave its streams alone. By default the stream has no
+end, and a batch may straddle two epochs: no sample is dropped. Used by scripts as ``holdfast.loader``, and by
+``holdfast train``.
 """
 
 from __future__ import annotations
@@ -40,13 +31,6 @@ from .corpus import Windowed
 
 OWN = ("batch_sampler", "collate_fn", "drop_last", "generator", "sampler", "shuffle")
 """The options of torch's ``DataLoader`` that the loader must set itself."""
-
-
-class MapDataset(Protocol):
-    """Any object with a length and items by index, as ``torch.utils.data.Dataset``."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class SampleLoader:
@@ -194,6 +178,44 @@ loader = SampleLoader
 """``holdfast.loader``, for any map-style dataset, used as one would use ``DataLoader``."""
 
 
+class MapDataset(Protocol):
+    """Any object with a length and items by index, as ``torch.utils.data.Dataset``."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Stack = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+"""A function that makes a micro-batch of samples."""
+
+
+def step_loader(
+    corpus: Windowed,
+    micro_batch_size: int,
+    micro_batches: int,
+    *,
+    seed: int = 0,
+    stack: Stack = default_collate,
+) -> SampleLoader:
+    """Return a loader of optimizer steps: each item is a list of ``micro_batches`` dicts for the model.
+
+    The tensors of each dict have ``micro_batch_size`` rows.
+    """
+    return SampleLoader(
+        corpus.training,
+        micro_batch_size * micro_batches,
+        seed=seed,
+        collate=lambda samples: micro_batches_of(samples, micro_batch_size, stack),
+    )
+
+
+def micro_batches_of(
+    samples: Sequence[dict[str, Tensor]], size: int, stack: Stack = default_collate
+) -> list[dict[str, Tensor]]:
+    """Return ``samples`` stacked ``size`` at a time."""
+    return [stack(list(samples[start : start + size])) for start in range(0, len(samples), size)]
+
+
 class _Samples(Dataset):
     """The dataset for torch's loader, in its workers or here, indexed by a whole batch of sample numbers."""
 
@@ -266,37 +288,6 @@ def _check_options(num_workers: int, options: dict[str, Any]) -> None:
             )
             raise BadInput(f"{name}= of torch's DataLoader is not taken: {instead}")
     DataLoader(range(1), num_workers=num_workers, **options)  # type: ignore[arg-type]
-
-
-Stack = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
-"""A function that makes a micro-batch of samples."""
-
-
-def step_loader(
-    corpus: Windowed,
-    micro_batch_size: int,
-    micro_batches: int,
-    *,
-    seed: int = 0,
-    stack: Stack = default_collate,
-) -> SampleLoader:
-    """Return a loader of optimizer steps: each item is a list of ``micro_batches`` dicts for the model.
-
-    The tensors of each dict have ``micro_batch_size`` rows.
-    """
-    return SampleLoader(
-        corpus.training,
-        micro_batch_size * micro_batches,
-        seed=seed,
-        collate=lambda samples: micro_batches_of(samples, micro_batch_size, stack),
-    )
-
-
-def micro_batches_of(
-    samples: Sequence[dict[str, Tensor]], size: int, stack: Stack = default_collate
-) -> list[dict[str, Tensor]]:
-    """Return ``samples`` stacked ``size`` at a time."""
-    return [stack(list(samples[start : start + size])) for start in range(0, len(samples), size)]
 
 
 @contextmanager

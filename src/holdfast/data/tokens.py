@@ -1,9 +1,9 @@
-"""Tokens: text or JSON lines as token ids, encoded once, kept in a file and read on demand.
+"""Text or JSON lines as token ids, encoded once, kept in a file and read on demand.
 
-Documents are encoded one after the other into one long row of ids, which is divided into windows of ``context``.
-Window ``k`` begins with the last id of the window before, so a model that shifts its labels predicts each id once per
-epoch. Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th
-window or sample is held out.
+Documents are encoded one after the other into one long row of ids, which is divided into windows of ``context``. Window
+``k`` begins with the last id of the window before, so a model that shifts its labels predicts each id once per epoch.
+Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th window or
+sample is held out.
 
 Text gets the tokens that it has as a whole: a completion is encoded together with its prompt, and a piece of a long
 document with the text around it. Kept ids are used only if they are complete and were made of the same files by the
@@ -34,7 +34,6 @@ from .documents import PLAIN, chunks, form_of, records
 
 IGNORED = -100
 """The label of an id that is not a target."""
-
 IDS, SAMPLES, ABOUT = "ids.u32", "samples.i64", "about.json"
 PIECE_CHARACTERS = 1 << 16
 """The approximate characters that are encoded at once; a piece ends with a line."""
@@ -49,7 +48,6 @@ ENCODING = 2
 Version 1 encoded completions and pieces by themselves. Ids of that version that a run has kept stay in use, so that
 the run continues with the samples that it began with.
 """
-
 Encoded = tuple[list[int], list[int]]
 """The ids of a text, and for each the number of the text's characters up to its end."""
 

@@ -1,1 +1,1 @@
-"""Moves: a state written under any parallelism, by this library or by another, read under any other."""
+"""States written under any parallelism, by this library or by another, read under any other."""

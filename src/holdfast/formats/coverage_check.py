@@ -1,4 +1,8 @@
-"""Checks that a source which holds a tensor more than once holds equal copies."""
+"""The check that a source which holds a tensor more than once holds equal copies.
+
+Ranks that store the same tensor should have stored the same bits; if not, one of them is wrong and nothing tells which.
+So the tensor is refused by name before any of it is used. Called by ``restore``, ``convert`` and ``sources``.
+"""
 
 from __future__ import annotations
 

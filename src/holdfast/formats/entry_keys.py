@@ -1,4 +1,4 @@
-"""Roles of the entries of a nested state dict: model, optimizer, or something else.
+"""The roles of the entries of a nested state dict: model, optimizer, or something else.
 
 An entry is identified by its key, as ``torch.distributed.checkpoint`` forms it from the names on the path
 (``optim.state.w.step``), and by these names, where the writer kept them. An optimizer is where ``param_groups`` are.
@@ -36,7 +36,6 @@ MOST_OPTIMIZERS, MOST_NAMES = 64, 256
 """Limits for the optimizers of one state and the names on the path to a tensor: each key is compared with all of them.
 """
 _GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
-
 Path = tuple[Any, ...]
 """The names on the path to an entry; numbers are positions in lists."""
 

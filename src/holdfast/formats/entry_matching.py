@@ -1,4 +1,8 @@
-"""Matching of tensors between a source and a model, and the tensors of either that are left over."""
+"""The matching of tensors between a source and a model, and the tensors of either that are left over.
+
+Names, shapes and dtypes must agree, unless the caller allows a difference by name. A source of another model is refused
+with the first tensors that differ. Called by ``restore`` and by writers that name tensors after a model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources made of files: parts are ranges of files, read in place and verified by the checksums of their writers.
+"""Sources that are made of files: parts are ranges of files, read in place and verified by their writers' checksums.
 
 Two rules hold: no byte of a part with a checksum is returned before the whole part was verified, and no byte of a file
 that was rewritten since it was opened.

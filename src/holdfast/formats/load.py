@@ -1,4 +1,4 @@
-"""Reading of tensors from a source: long runs, several threads, bounded memory.
+"""The reading of tensors from a source: long runs, several threads, bounded memory.
 
 A target is a region of a tensor entry and the array to fill with it. Fragments of the region are divided into runs:
 spans of one part of at most ``WINDOW`` bytes. A run may contain holes of at most ``GAP`` bytes, which are read and
@@ -25,8 +25,8 @@ from .source import Source, SourceTensor
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 
+T = TypeVar("T")
 WINDOW, GAP = 32 * MiB, 64 * KiB
 THREADS = 4
 

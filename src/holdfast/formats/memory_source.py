@@ -1,4 +1,8 @@
-"""A source whose tensors are in memory."""
+"""A source whose tensors are in memory, such as a step that was replayed from its log.
+
+A read returns what the tensors hold at that time, so nothing may change them while the source is in use. Made by
+``opening``.
+"""
 
 from __future__ import annotations
 

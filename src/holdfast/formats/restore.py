@@ -1,11 +1,12 @@
-"""Restoring of a source into a live model and its optimizers, under any sharding: each rank reads what it holds.
+"""Restores a source into a live model and its optimizers, under any sharding: each rank reads what it holds.
 
 1. Names and shapes are compared.
 2. Everything that goes to existing tensors is verified.
 3. Optimizer state, which is new, is filled as it is read.
-4. Only then are existing tensors written to.
+4. Only then are existing tensors written to, so that an error leaves the model as it was.
 
-Hyper-parameters that a source has for the live parameter groups, and the state that optimizers keep under them.
+Hyper-parameters of a group are set only where the source has the same for all its parameters; what the optimizer keeps
+under them decides which of its state is needed. Called by ``sources``.
 """
 
 from __future__ import annotations
@@ -37,30 +38,6 @@ from .load import ReadTarget, array_of, check_all, mean, read_all
 from .source import Source, SourceTensor
 
 BATCH_BYTES = 256 * MiB
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The region ``box`` of ``stored``, to be read into the tensor ``slot`` of ``name``; ``dtype`` converts
-    it if set.
-    """
-
-    name: str
-    slot: str
-    stored: SourceTensor
-    box: Region
-    dtype: torch.dtype | None = None
-
-
-def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[SourceTensor]]:
-    """Return the parts that ``restore`` will read, and the tensors that it will restore.
-
-    Raises every error that ``restore`` would, except for damage. Several ranks call this first, so that none is changed
-    if another cannot be.
-    """
-    live, slots = _wanted(state, matched(state, source, allowed))
-    wanted = live + slots
-    return {number for each in wanted for number in _parts_of(each)}, [each.stored for each in wanted]
 
 
 def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, bool]:
@@ -95,6 +72,36 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     _load(state, source, live)
     source.refuse_rewritten()  # closes the gap since the check above
     return found, _set_hyper_parameters(state, source.progress, found)
+
+
+def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[SourceTensor]]:
+    """Return the parts that ``restore`` will read, and the tensors that it will restore.
+
+    Raises every error that ``restore`` would, except for damage. Several ranks call this first, so that none is changed
+    if another cannot be.
+    """
+    live, slots = _wanted(state, matched(state, source, allowed))
+    wanted = live + slots
+    return {number for each in wanted for number in _parts_of(each)}, [each.stored for each in wanted]
+
+
+def matched(state: LiveState, source: Source, allowed: Allowed) -> Match:
+    trained = {id(p.parameter): p.name for p in state.parameters if state.is_trained(p)}
+    keeps = partial(kept_by, state.optimizers, trained, source.progress)
+    return match(_forms_of(state), source, allowed, state.elsewhere, keeps)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The region ``box`` of ``stored``, to be read into the tensor ``slot`` of ``name``; ``dtype`` converts
+    it if set.
+    """
+
+    name: str
+    slot: str
+    stored: SourceTensor
+    box: Region
+    dtype: torch.dtype | None = None
 
 
 def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> None:
@@ -136,12 +143,6 @@ def _parts_of(wanted: _Wanted) -> set[int]:
     stored = wanted.stored
     each = stored.every if stored.average else (stored.pieces,)
     return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
-
-
-def matched(state: LiveState, source: Source, allowed: Allowed) -> Match:
-    trained = {id(p.parameter): p.name for p in state.parameters if state.is_trained(p)}
-    keeps = partial(kept_by, state.optimizers, trained, source.progress)
-    return match(_forms_of(state), source, allowed, state.elsewhere, keeps)
 
 
 def _forms_of(state: LiveState) -> list[ExpectedTensor]:

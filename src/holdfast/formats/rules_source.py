@@ -1,5 +1,7 @@
-"""Rules applied to runs and to sources: inferring rules from a run, checking them, and reading a source
-through them.
+"""The application of rules to runs and to sources: inferring them, checking them, and reading a source through them.
+
+No data moves: rules only say where elements are found. A check compares what rules build from what the ranks of a run
+stored with what the run recorded. Called by ``holdfast rules``, ``convert`` and ``sources``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Writing of any source as a run directory of this library with one commit."""
+"""The writing of any source as a run directory of this library with one commit.
+
+The commit is published last, so an interrupted conversion leaves no run that could be taken for whole. Called by
+``convert``.
+"""
 
 from __future__ import annotations
 

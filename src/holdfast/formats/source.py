@@ -1,4 +1,4 @@
-"""Sources: stored training states of any format, as tensor entries whose elements lie in parts.
+"""The stored training state of any format, as tensor entries whose elements lie in parts.
 
 A reader of a format only describes what is stored; planning and reading are the same for all (``formats.load``).
 Nothing of a source is executed. No memory is allocated for a claim of a source before the claim was checked against the

@@ -1,4 +1,4 @@
-"""Division of verification: ranks that see the same files on one machine check each part once between them.
+"""The division of verification: ranks that see the same files on one machine check each part once between them.
 
 A part that one rank has read lies in the page cache that all ranks of the machine read from, so one check serves all.
 Another machine may have another disk and other memory, even for the same files: its ranks check for themselves.

@@ -1,11 +1,9 @@
-"""Progress of a source, from the entries of a nested state dict that are small or no tensors.
+"""Progress of a source: step, scheduler, hyper-parameters and other values, from what foreign files hold.
 
-``keys`` has found the role of each entry. What writers flattened, as ``torch.distributed.checkpoint`` does, is nested
-again here.
-
-Small tensors that belong neither to the model nor to its optimizer: they are stored in the progress, by value.
-
-Parsing of progress that a foreign or editable file holds as JSON; everything is checked before use.
+``entry_keys`` has found the role of each entry of a state dict. What writers flattened, as
+``torch.distributed.checkpoint`` does, is nested again here, and small tensors that belong neither to the model nor to
+its optimizer are stored by value. Everything is checked before use: the files may hold anything, and a bad value raises
+``Damaged``. Called by the readers.
 """
 
 from __future__ import annotations

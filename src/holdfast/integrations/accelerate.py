@@ -1,4 +1,4 @@
-"""Hugging Face ``accelerate``: recovery of every optimizer step of a script with an ``Accelerator``, bit for bit.
+"""Recovery of every optimizer step of a script with Hugging Face's ``Accelerator``, bit for bit.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     ckpt = AcceleratedCheckpointer("runs/x", accelerator, loader)

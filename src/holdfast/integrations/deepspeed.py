@@ -1,4 +1,4 @@
-"""DeepSpeed: starting a live engine of ZeRO-1, 2 or 3 from any source, and saving it.
+"""The start of a live DeepSpeed engine of ZeRO-1, 2 or 3 from any source, and its saving.
 
 The source may have another stage and world size.
 
@@ -35,9 +35,7 @@ from .zero_save import write
 from .zero_state import ShownState, numbers_of, put_back, refresh, show, told_of_left
 
 __all__ = ["load", "save"]
-
 DEADLINE_SECONDS = 300.0
-
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The changing fields of DeepSpeed's dynamic loss scale."""
 

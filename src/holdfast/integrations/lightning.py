@@ -1,4 +1,4 @@
-"""Lightning: recovery of every optimizer step of an unmodified ``Trainer`` script, bit for bit.
+"""Recovery of every optimizer step of an unmodified Lightning ``Trainer`` script, bit for bit.
 
     trainer = L.Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.fit(model)  # begins the run, or goes on after its newest step
@@ -38,7 +38,6 @@ from .shared.position import LoaderPlace
 
 LOADER = "loader"
 """The name by which a ``Checkpointer`` knows a ``Fit``."""
-
 SYNC = "require_forward_param_sync"
 """The attribute of DDP that tells whether the next forward pass begins with the first rank's buffers.
 

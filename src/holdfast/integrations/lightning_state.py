@@ -1,13 +1,10 @@
-"""Lightning's own state: what its ``Trainer`` and hooks save beside what a ``Checkpointer`` holds.
+"""The state of Lightning itself: what its ``Trainer`` and hooks have beside model and optimizers.
 
-State is in three places: ``state_dict`` of callbacks, plugins and the datamodule; ``on_save_checkpoint`` of callbacks
-and the module, which write into a checkpoint; and plain attributes that are set by hooks which are not called when
-training resumes in mid-epoch. Averaged weights of ``WeightAveraging`` are buffers of the run, because they are large.
-
-Saves and restores Lightning's running sums of values logged per epoch, which callbacks and schedules monitor.
-
-Lightning saves none of them, because it begins an epoch anew. A sum is stored with its reduction and the way it is
-logged: both follow from the call of ``log``, which may not come again in the epoch.
+It is in three places: ``state_dict`` of callbacks, plugins and the datamodule; ``on_save_checkpoint`` of callbacks and
+the module, which write into a checkpoint; and attributes set by hooks that are not called when training resumes in
+mid-epoch. Running sums of values logged per epoch are stored here too, since Lightning begins an epoch anew. Averaged
+weights of ``WeightAveraging`` are buffers of the run, because they are large. A callback whose state could not be
+restored is refused. Called by ``integrations.lightning``.
 """
 
 from __future__ import annotations
@@ -42,10 +39,8 @@ LEFT_OUT: dict[type, frozenset[str]] = {
     LightningDataModule: frozenset(vars(LightningDataModule())),
 }
 """Attributes that belong to the libraries and are no state."""
-
 HOOKS_MAY_SET = frozenset(("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"))
 """Attributes of a ``Trainer`` that are stored if a hook has changed them."""
-
 NOT_RESUMED: dict[type, str] = {
     StochasticWeightAveraging: (
         "exchanges the schedule, and sets up its average, in hooks that are not called in mid-epoch: take"
@@ -65,37 +60,6 @@ NOT_RESUMED: dict[type, str] = {
     ),
 }
 """Callbacks whose state cannot be restored, with the reason and the way out."""
-
-
-def refuse_callbacks(trainer: Any) -> None:
-    """Raise ``BadInput`` for a callback whose state could not be restored."""
-    for callback in trainer.callbacks:
-        for kind, why in NOT_RESUMED.items():
-            if isinstance(callback, kind):
-                raise BadInput(f"{type(callback).__name__} {why}.")
-
-
-def averages_of(trainer: Any) -> dict[str, nn.Module]:
-    """Return the averaged models of callbacks, by name.
-
-    Each is a module with all its tensors as buffers, which are in every log record.
-    """
-    found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
-    return {
-        f"average{i or ''}": _AsBuffers(each._average_model)
-        for i, each in enumerate(found)
-        if each._average_model is not None
-    }
-
-
-class _AsBuffers(nn.Module):
-    """The parameters and buffers of ``module``, as buffers in the same memory."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, tensor in named.items():
-            self.register_buffer(name.replace(".", "__"), tensor.detach())
 
 
 class HostState:
@@ -226,6 +190,37 @@ class HostState:
         return [each for each in self._trainer.callbacks if each is not self._ours]
 
 
+def refuse_callbacks(trainer: Any) -> None:
+    """Raise ``BadInput`` for a callback whose state could not be restored."""
+    for callback in trainer.callbacks:
+        for kind, why in NOT_RESUMED.items():
+            if isinstance(callback, kind):
+                raise BadInput(f"{type(callback).__name__} {why}.")
+
+
+def averages_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return the averaged models of callbacks, by name.
+
+    Each is a module with all its tensors as buffers, which are in every log record.
+    """
+    found = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+    return {
+        f"average{i or ''}": _AsBuffers(each._average_model)
+        for i, each in enumerate(found)
+        if each._average_model is not None
+    }
+
+
+class _AsBuffers(nn.Module):
+    """The parameters and buffers of ``module``, as buffers in the same memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in named.items():
+            self.register_buffer(name.replace(".", "__"), tensor.detach())
+
+
 def _of_lightning(callback: Callback) -> list[type]:
     """Return Lightning's own classes of a callback, which keep what they need in ``state_dict``."""
     return [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.pytorch.")]
@@ -247,7 +242,6 @@ def _refuse_large(state: Mapping[str, Any]) -> None:
 
 PLAIN = tuple(each.name for each in fields(_Metadata) if each.name not in ("reduce_fx", "_sync"))
 """Plain fields of the metadata of a logged value."""
-
 COUNTS = ("has_reset", "_update_count")
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoints as commits of one run of this library.
+"""The checkpoints of torchtitan as commits of one run of this library.
 
     config.checkpoint = CheckpointManager.Config(enable=True, interval=100)  # in a function that --config names
 

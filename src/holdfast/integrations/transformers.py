@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: recovery of every optimizer step of an unmodified script, bit for bit.
+"""Recovery of every optimizer step of an unmodified script with Hugging Face's ``Trainer``, bit for bit.
 
     trainer = Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.train()  # begins the run, or goes on after its newest step

@@ -2,12 +2,10 @@
 
 A rank's parts of parameters, and of their optimizer state, are views of its flat partitions. They appear as the
 parameters and the state of an optimizer of torch, so matching, reading and writing are the same as for any model. What
-was restored into that optimizer's state is then copied to DeepSpeed's.
-
-Optimizers that update the partitions of a live DeepSpeed engine, and the torch optimizer that stands for each.
-
-Torch's own optimizers stand for themselves. DeepSpeed's Adams appear as torch's: they keep the same tensors, but their
-step counts are plain numbers, and decoupled weight decay is a setting of the optimizer, not of its groups.
+was restored into that optimizer's state is then copied to DeepSpeed's. Torch's own optimizers stand for themselves.
+DeepSpeed's Adams appear as torch's: they keep the same tensors, but their step counts are plain numbers, and decoupled
+weight decay is a setting of the optimizer. An engine whose whole state is not known is refused. Called by
+``integrations.deepspeed``.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from ..state.plain_tensors import FROM_NAME
 
 Numbers = dict[str, Any]
 """Values that an optimizer holds for a whole partition, such as a step count, by slot."""
-
 COUNTS = ("step", "mu_product", "eta", "mu")
 """Slots of torch's optimizers that are one number, also for a parameter of one element."""
 
@@ -81,16 +78,36 @@ def show(engine: Any, version: str) -> ShownState:
     return ShownState(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
 
 
-def _shown(captured: CapturedParameter, place: tuple[Partition, PartitionMember] | None) -> CapturedParameter:
-    """Return ``captured`` with this rank's part as the parameter."""
-    if place is None:
-        whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
-        return CapturedParameter(captured.names, whole, None, False)
-    partition, member = place
-    held = partition.master.detach().narrow(0, member.offset, member.stretch.elements)
-    trained = partition.group is not None
-    parameter = nn.Parameter(held, requires_grad=trained)
-    return CapturedParameter(captured.names, parameter, partition.group, trained, member.stretch)
+@torch.no_grad()
+def put_back(shown: ShownState, numbers: Sequence[Numbers], found: Match) -> None:
+    """Copy state and hyper-parameters from the optimizer beside DeepSpeed's to DeepSpeed's own."""
+    put_hyper_parameters(shown.base, shown.beside)
+    for partition, counts in zip(shown.partitions, numbers, strict=True):
+        if partition.group is None:
+            continue
+        made = {
+            slot: number_for(shown.base, slot, value, partition.group, partition.master)
+            for slot, value in counts.items()
+        }
+        made |= _joined(shown, partition, found, made.keys())
+        shown.base.state.pop(partition.master, None)
+        if made:
+            shown.base.state[partition.master] = made
+    if hasattr(shown.engine.optimizer, "_hp_optimizer_states_linked"):
+        shown.engine.optimizer._hp_optimizer_states_linked = False
+
+
+@torch.no_grad()
+def refresh(shown: ShownState) -> None:
+    """Copy the partitions to the model on all ranks. Collective: every rank must call this."""
+    optimizer = shown.engine.optimizer
+    if type(optimizer).__name__ != BY_PARAMETER:
+        optimizer.update_lp_params()
+        return
+    optimizer.checkpoint_event_prologue()
+    for partition in shown.partitions:
+        partition.working.copy_(partition.master)
+    optimizer.checkpoint_event_epilogue()
 
 
 def refuse(engine: Any) -> None:
@@ -118,6 +135,29 @@ def refuse(engine: Any) -> None:
             " updates the parameters."
         )
     _refuse_optimizer(engine.optimizer)
+
+
+def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]:
+    """Return, by partition, the values of the match that are held once for the whole partition.
+
+    Raises ``RunMismatch`` unless its members have equal values in equal slots: a flat tensor has one step count.
+    """
+    return [
+        {} if partition.group is None else _numbers_in(shown.names(partition), source, found)
+        for partition in shown.partitions
+    ]
+
+
+def _shown(captured: CapturedParameter, place: tuple[Partition, PartitionMember] | None) -> CapturedParameter:
+    """Return ``captured`` with this rank's part as the parameter."""
+    if place is None:
+        whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
+        return CapturedParameter(captured.names, whole, None, False)
+    partition, member = place
+    held = partition.master.detach().narrow(0, member.offset, member.stretch.elements)
+    trained = partition.group is not None
+    parameter = nn.Parameter(held, requires_grad=trained)
+    return CapturedParameter(captured.names, parameter, partition.group, trained, member.stretch)
 
 
 def _holds_gradients(engine: Any) -> bool:
@@ -167,17 +207,6 @@ def _refused(why: str, instead: str = "") -> ModelNotSupported:
         " folder that it takes, from any source."
     )
     return ModelNotSupported(f"the engine's state cannot be told from its objects: {why}. {instead}")
-
-
-def numbers_of(shown: ShownState, source: Source, found: Match) -> list[Numbers]:
-    """Return, by partition, the values of the match that are held once for the whole partition.
-
-    Raises ``RunMismatch`` unless its members have equal values in equal slots: a flat tensor has one step count.
-    """
-    return [
-        {} if partition.group is None else _numbers_in(shown.names(partition), source, found)
-        for partition in shown.partitions
-    ]
 
 
 def _numbers_in(members: Sequence[tuple[str, PartitionMember]], source: Source, found: Match) -> Numbers:
@@ -237,25 +266,6 @@ def _told(numbers: Mapping[str, Any], slot: str) -> str:
     return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
-@torch.no_grad()
-def put_back(shown: ShownState, numbers: Sequence[Numbers], found: Match) -> None:
-    """Copy state and hyper-parameters from the optimizer beside DeepSpeed's to DeepSpeed's own."""
-    put_hyper_parameters(shown.base, shown.beside)
-    for partition, counts in zip(shown.partitions, numbers, strict=True):
-        if partition.group is None:
-            continue
-        made = {
-            slot: number_for(shown.base, slot, value, partition.group, partition.master)
-            for slot, value in counts.items()
-        }
-        made |= _joined(shown, partition, found, made.keys())
-        shown.base.state.pop(partition.master, None)
-        if made:
-            shown.base.state[partition.master] = made
-    if hasattr(shown.engine.optimizer, "_hp_optimizer_states_linked"):
-        shown.engine.optimizer._hp_optimizer_states_linked = False
-
-
 def _joined(
     shown: ShownState, partition: Partition, found: Match, numbers: Collection[str]
 ) -> dict[str, torch.Tensor]:
@@ -279,25 +289,11 @@ def _joined(
     return made
 
 
-@torch.no_grad()
-def refresh(shown: ShownState) -> None:
-    """Copy the partitions to the model on all ranks. Collective: every rank must call this."""
-    optimizer = shown.engine.optimizer
-    if type(optimizer).__name__ != BY_PARAMETER:
-        optimizer.update_lp_params()
-        return
-    optimizer.checkpoint_event_prologue()
-    for partition in shown.partitions:
-        partition.working.copy_(partition.master)
-    optimizer.checkpoint_event_epilogue()
-
-
 ADAMS = {
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"),
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
 }
 """DeepSpeed's own Adams, by module and class."""
-
 REMADE = torch.optim.Adagrad
 """A class that DeepSpeed 0.19.8 rebuilds with its constructor's hyper-parameters for all groups."""
 

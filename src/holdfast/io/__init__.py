@@ -1,1 +1,1 @@
-"""The movement of bytes: buffers, queues, threads. Knows offsets and memory, not tensors; never syncs."""
+"""The movement of bytes: buffers, queues and threads, which know offsets and memory, not tensors, and never sync."""

@@ -1,8 +1,8 @@
-"""Buffers: page-aligned memory for direct I/O, from one pool.
+"""Page-aligned memory for direct I/O, from one pool.
 
-A buffer is an anonymous private ``mmap`` of exactly its size. It is kept for the next ``take`` of that size, because
-a training step asks for the same few sizes again and again. The plan bounds the number of buffers, because it has
-counted them all beforehand. Sizes are bytes, rounded up to whole pages.
+A buffer is an anonymous private ``mmap`` of exactly its size. It is kept for the next ``take`` of that size, because a
+training step asks for the same few sizes again and again. The plan bounds the number of buffers, because it has counted
+them all beforehand. Sizes are bytes, rounded up to whole pages.
 """
 
 from __future__ import annotations

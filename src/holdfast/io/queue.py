@@ -1,13 +1,10 @@
-"""One queue for one device: all of a run's transfers, by priority, on a few threads.
+"""The I/O queue of a run: all of its transfers, by priority, on a few threads for each drive.
 
-A *group* is a list of requests with one future. Groups go by (priority, arrival), their requests in order. Reads and
-writes are two lanes over the same threads. Neither lane may take the last thread, so a read that somebody waits for
-never queues behind a throttled or syncing writer. Bytes in flight are bounded by threads x request size. Sizes are
-bytes, times are seconds.
-
-Queues of several drives with the interface of one: a transfer goes to its file's drive.
-
-Each drive has threads, lanes and limits of its own, so that a slow or busy drive holds up no other.
+A group is a list of requests with one future. Groups go by (priority, arrival), their requests in order. Reads and
+writes are two lanes over the same threads, and neither may take the last thread, so a read that somebody waits for
+never queues behind a throttled or syncing writer. Bytes in flight are bounded by threads x request size.
+``DriveQueues`` has a queue for each of several drives, so that a slow drive holds up no other. Used by the store for
+payload files, logs and scratch. Sizes are bytes, times are seconds.
 """
 
 from __future__ import annotations
@@ -27,83 +24,6 @@ from holdfast.quantities import MiB
 
 REQUEST_BYTES = 4 * MiB
 """The most bytes that one request moves, and so the granularity of priorities."""
-
-
-class ReadWrite(Protocol):
-    """The operations that a request needs of a file."""
-
-    def read(self, view: memoryview, offset: int) -> None: ...
-    def write(self, view: memoryview, offset: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One transfer.
-
-    ``before`` runs on the I/O thread before a write, ``after`` runs there after a read is complete.
-    """
-
-    file: ReadWrite
-    view: memoryview
-    offset: int
-    write: bool
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
-
-
-class Throttle:
-    """A limit of ``bytes_per_second`` (None: unlimited), as a token bucket of one request's size."""
-
-    def __init__(
-        self,
-        bytes_per_second: int | None,
-        *,
-        burst_bytes: int = REQUEST_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if bytes_per_second is not None and bytes_per_second <= 0:
-            raise ValueError(f"a throttle needs a positive rate in bytes per second, got {bytes_per_second}")
-        self.bytes_per_second = bytes_per_second
-        self._burst_seconds = burst_bytes / bytes_per_second if bytes_per_second else 0.0
-        self._clock, self._sleep = clock, sleep
-        self._free_at = clock()
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int) -> float:
-        """Reserve the device for ``nbytes`` and return the time at which it will be done with them."""
-        if self.bytes_per_second is None:
-            return 0.0
-        with self._lock:
-            start = max(self._free_at, self._clock() - self._burst_seconds)
-            self._free_at = start + nbytes / self.bytes_per_second
-            return self._free_at
-
-    def wait(self, until: float) -> None:
-        """Sleep until the time ``until``, which ``reserve`` returned."""
-        if self.bytes_per_second is not None and (seconds := until - self._clock()) > 0:
-            self._sleep(seconds)
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    requests: Sequence[Request]
-    kind: str
-    phase: str
-    finish: Callable[[], Any] | None
-    future: Future = field(default_factory=Future)
-    next: int = 0
-    active: int = 0
-    started: bool = False
-    error: BaseException | None = None
-
-
-class _Lane:
-    """The waiting groups of one direction, and the number of threads that work for it."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[int, int, _Group]] = []
-        self.workers = 0
 
 
 class IOQueue:
@@ -334,3 +254,80 @@ class DriveQueues(IOQueue):
         super().close()
         for queue in self.others.values():
             queue.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One transfer.
+
+    ``before`` runs on the I/O thread before a write, ``after`` runs there after a read is complete.
+    """
+
+    file: ReadWrite
+    view: memoryview
+    offset: int
+    write: bool
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+
+class ReadWrite(Protocol):
+    """The operations that a request needs of a file."""
+
+    def read(self, view: memoryview, offset: int) -> None: ...
+    def write(self, view: memoryview, offset: int) -> None: ...
+
+
+class Throttle:
+    """A limit of ``bytes_per_second`` (None: unlimited), as a token bucket of one request's size."""
+
+    def __init__(
+        self,
+        bytes_per_second: int | None,
+        *,
+        burst_bytes: int = REQUEST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(f"a throttle needs a positive rate in bytes per second, got {bytes_per_second}")
+        self.bytes_per_second = bytes_per_second
+        self._burst_seconds = burst_bytes / bytes_per_second if bytes_per_second else 0.0
+        self._clock, self._sleep = clock, sleep
+        self._free_at = clock()
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """Reserve the device for ``nbytes`` and return the time at which it will be done with them."""
+        if self.bytes_per_second is None:
+            return 0.0
+        with self._lock:
+            start = max(self._free_at, self._clock() - self._burst_seconds)
+            self._free_at = start + nbytes / self.bytes_per_second
+            return self._free_at
+
+    def wait(self, until: float) -> None:
+        """Sleep until the time ``until``, which ``reserve`` returned."""
+        if self.bytes_per_second is not None and (seconds := until - self._clock()) > 0:
+            self._sleep(seconds)
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    requests: Sequence[Request]
+    kind: str
+    phase: str
+    finish: Callable[[], Any] | None
+    future: Future = field(default_factory=Future)
+    next: int = 0
+    active: int = 0
+    started: bool = False
+    error: BaseException | None = None
+
+
+class _Lane:
+    """The waiting groups of one direction, and the number of threads that work for it."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int, _Group]] = []
+        self.workers = 0

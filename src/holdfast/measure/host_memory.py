@@ -1,4 +1,8 @@
-"""The host memory that is really free, in bytes."""
+"""The host memory that is really free, in bytes.
+
+What the system calls free leaves out files in the page cache, which it gives up on demand, and ignores the limit of a
+container. Both are counted here. Called before memory budgets are chosen.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from pathlib import Path
 
 GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """The files of limits and usage, of cgroup v2 and v1, as a container sees them."""
-
 CACHED = ("inactive_file ", "active_file ")
 """The statistics of memory that a group returns on demand: files in the page cache."""
 

@@ -1,4 +1,8 @@
-"""The measurement of a whole machine within a time, as a profile that names the source of each figure."""
+"""The measurement of a whole machine within a time, as a profile that names the source of each figure.
+
+What cannot be measured here (such as the life of an SSD) is assumed and marked so. Called by ``holdfast probe``, and by
+``offload`` on the first run on a machine.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,12 @@ from .. import accelerators
 from ..optim.torch_threads import update_helpers
 from ..profiles import MachineProfile
 from ..quantities import format_bytes
-from .host_rates import WORKERS, Copies, measure_checks, measure_copies, measure_update
+from .hardware_rates import WORKERS, Copies, measure_checks, measure_copies, measure_update
 from .ssd import Ssd, measure_ssd
 
 SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}
 """Fractions of the given time; the rest passes between measurements."""
-
 MB = 10**6
-
 MOST_OF_DISK = 4
 """The file takes at most the free space divided by this."""
 

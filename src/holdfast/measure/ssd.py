@@ -20,7 +20,7 @@ from ..io.queue import REQUEST_BYTES, IOQueue, Request
 from ..io.threads import File, open_file
 from ..quantities import PAGE, format_bytes
 from ..store.disk import Disk
-from .host_rates import median_seconds
+from .hardware_rates import median_seconds
 
 THREADS = 4
 GROUP_REQUESTS = 8

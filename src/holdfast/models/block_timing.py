@@ -1,4 +1,8 @@
-"""Measures the forward and backward pass of a decoder's block on a device, for the probe."""
+"""The measurement of the forward and backward pass of a decoder's block on a device, for ``holdfast probe``.
+
+A block of a usual size is timed first. The block of a named model is timed only if it will end in the given time and
+fits on the device; otherwise a warning says that a smaller one was timed. Called by ``probing``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..accelerators import is_accelerator, synchronize
-from ..measure.host_rates import median_seconds
+from ..measure.hardware_rates import median_seconds
 from ..measure.machine_probe import BlockTimes
 from ..profiles import ModelProfile
 from .decoder import Block, DecoderConfig, rotary_table
@@ -24,9 +28,7 @@ ON_CPU = ModelProfile(
     sequence=256,
 )
 """The block that is timed unless a model is named."""
-
 ON_DEVICE = replace(ON_CPU, width=4096, heads=32, hidden=11008, sequence=2048, micro_batch=2)
-
 TIMES = 2
 """Least number of times that a pass is timed, including the first, which does not count."""
 

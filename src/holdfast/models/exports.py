@@ -1,10 +1,9 @@
-"""Exports to folders of Hugging Face, written only if the result loads whole.
+"""The checks and names with which a model, or an adapter, becomes a folder of Hugging Face.
 
-``from_pretrained`` fills a tensor that it does not find with random values and says so only in a log line. So the
-names and shapes of a folder are compared, before a byte is written, with those of the model that its ``config.json``
-describes. Called by ``holdfast convert --to huggingface``.
-
-The reference decoder in the format of Hugging Face's library, whose Llama computes the same.
+``from_pretrained`` fills a tensor that it does not find with random values and says so only in a log line. So the names
+and shapes of a folder are compared, before a byte is written, with those of the model that its ``config.json``
+describes; of an adapter, with its ``adapter_config.json``. The reference decoder is written as a Llama, which computes
+the same. Called by ``holdfast convert --to huggingface``.
 """
 
 from __future__ import annotations

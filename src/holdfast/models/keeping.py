@@ -1,4 +1,4 @@
-"""Keeping: copies into a run the files of a model's folder other than weights.
+"""The files of a model's folder other than weights, copied into a run.
 
 With these, the run resumes and is exported without the original folder.
 """
@@ -16,10 +16,8 @@ from ..store.disk import Disk, write_durably
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 """The files of a folder that holds an adapter of PEFT."""
-
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
 """The suffixes of files that hold weights in other formats."""
-
 MODEL = "model"
 """The directory within a run for these files."""
 

@@ -1,4 +1,4 @@
-"""Naming: translates between the tensors of a folder and those of its model, in both directions.
+"""The translation between the tensors of a folder and those of its model, in both directions.
 
 Folders and models name some tensors differently, and a mixture of experts is stored one expert at a time where its
 model holds all of a layer in one tensor. The translation itself is transformers' own (its weight conversions). It is

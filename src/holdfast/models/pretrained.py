@@ -1,7 +1,7 @@
-"""Folders of Hugging Face: a model on ``meta`` from ``config.json``, and its weights as a source.
+"""The models in folders of Hugging Face: built on ``meta`` from ``config.json``, with the weights as a source.
 
-The model is never whole in memory. Its modules are built empty, and each tensor of its files goes directly to where
-the run keeps it. transformers is imported when a folder is opened, and nothing is downloaded.
+The model is never whole in memory. Its modules are built empty, and each tensor of its files goes directly to where the
+run keeps it. transformers is imported when a folder is opened, and nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Tokenizers of folders: ids of text and text of ids, as the model was trained with them."""
+"""The tokenizer of a model's folder: ids of text and text of ids, as the model was trained with them.
+
+It is read from the folder alone, and nothing is downloaded. A digest of its files tells whether kept ids are still its
+own. Called by the recipe of ``holdfast train``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: curves over steps as inline SVG, without a script. The page's classes set colours; titles show numbers.
+"""Curves over steps as inline SVG, without a script. The page's classes set colours; titles show numbers.
 
 A chart is drawn twice, for a large screen and for a phone, and the page shows one of them: text that is scaled with one
 drawing would be unreadable on the other. Units are pixels of a ``Canvas``, which the page scales. With more points than
@@ -14,7 +14,6 @@ from html import escape
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
-
 COLUMNS = 240
 """The largest number of points of a curve."""
 

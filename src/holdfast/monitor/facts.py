@@ -1,8 +1,7 @@
-"""Facts: a run's history as plain data for the report, its JSON and the panel. Units are seconds and bytes.
+"""The facts of a run as plain data: times, lanes, traffic, memory, durability, and wear of the drive.
 
-Nothing is guessed: what was not measured is None or missing.
-
-Drives: what the bytes that a run writes mean for the life of its SSD.
+Nothing is guessed: what was not measured is None or missing. The report, its JSON and the panel show the same facts, so
+they are computed here once. Units are seconds and bytes. Called by ``report_tables``, ``run_report`` and ``run_panel``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from .lanes import Timeline
 
 RECENT = 20
 """The number of steps, or log lines of several steps, that current rates are taken over."""
-
 CLASSES = {
     "optimizer state": ("state", "optimizer_on_host"),
     "parameters": ("params", "params_on_host"),
@@ -39,6 +37,10 @@ CLASSES = {
     "resident gradients": ("resident_grads",),
 }
 """Purposes of the engine's buffers, with the classes under which they were predicted."""
+RATED_BYTES = 600 * 10**12
+"""The bytes that an SSD may be written in its life: an assumption, typical of consumer drives of 1 TB."""
+SECTOR = 512
+"""The unit of the system's counters, in bytes, whatever the drive's own sector is."""
 
 
 def times(steps: Sequence[StepRecord]) -> dict[str, Any]:
@@ -293,13 +295,6 @@ def is_gone(sitting: Session, processes: Path = Path("/proc")) -> bool:
 def patience(sitting: Session) -> float:
     """Return the seconds without log lines after which a run counts as silent: ten steps, and at least a minute."""
     return max(60.0, 10 * (sitting.steps[-1].seconds if sitting.steps else 0.0))
-
-
-RATED_BYTES = 600 * 10**12
-"""The bytes that an SSD may be written in its life: an assumption, typical of consumer drives of 1 TB."""
-
-SECTOR = 512
-"""The unit of the system's counters, in bytes, whatever the drive's own sector is."""
 
 
 @dataclass(frozen=True)

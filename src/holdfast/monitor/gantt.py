@@ -1,4 +1,4 @@
-"""Gantt: one step by lane, as inline SVG. A lane has a row for each concurrent operation, at most four.
+"""The picture of one step by lane, as inline SVG, with a row for each concurrent operation, at most four.
 
 It is drawn for a large screen, with the names of the lanes at the left, and for a phone, with each name above its lane.
 Operations narrower than a pixel are joined with their neighbours, so ten thousand operations stay a small picture.

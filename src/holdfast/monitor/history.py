@@ -1,4 +1,4 @@
-"""History: what the event log tells of a run, in order. Units are seconds and bytes; times are unix seconds.
+"""The history of a run, read from its event log in order. Units are seconds and bytes; times are unix seconds.
 
 A run consists of *sittings*: an engine or a ``Checkpointer`` from its opening until it was closed or died. A resume may
 repeat steps: ``line`` has each step once, as the newest sitting did it, but written bytes count every time. What the
@@ -21,13 +21,11 @@ TOLD = (
     "not_persisted", "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
 )  # fmt: skip
 """Events that are kept unchanged."""
-
 BEGINNINGS = {
     "engine": ("first_step", "parameters", "blocks", "state_bytes", "device"),
     "checkpointer": ("first_step", "ranks", "codec", "replica"),
 }
 """Events that begin a sitting, with the keys that they must have."""
-
 Traffic = Counter[tuple[str, str]]
 """Bytes by (lane, kind of operation)."""
 

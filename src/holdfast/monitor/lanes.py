@@ -1,4 +1,4 @@
-"""Lanes: when each was busy in one step, and which of them the step waited for. Seconds from the step's beginning.
+"""The lanes of one step: when each was busy, and which of them the step waited for. Seconds from its beginning.
 
 Lanes run side by side. The bottleneck is the lane that is busy longest: no order of the same operations is faster. A
 transfer counts from its request, so a lane is busy while any of its operations is under way.
@@ -20,9 +20,7 @@ NAMES = {
     EXCHANGE: "the exchange between ranks",
 }  # fmt: skip
 """Names of the lanes in texts."""
-
 SSD = "the SSD, reads and writes together"
-
 BUSY, MOST = 0.9, 0.6
 """Shares of a step above which a lane is called the bottleneck, or the busiest."""
 

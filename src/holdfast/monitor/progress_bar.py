@@ -1,4 +1,4 @@
-"""The progress bar of a script: a recovery, or the steps of an engine. It is drawn on terminals only.
+"""The progress bar of a script: a recovery, or the steps of an engine, drawn on terminals only.
 
 A bar must never change where a script's own output goes: what the script prints to a file stays in the file, and what
 it prints to the terminal appears above the bar. The cursor stays visible, since a run may be killed.
@@ -23,6 +23,7 @@ from .training_panel import RECENT, number
 
 if TYPE_CHECKING:
     from ..offload.engine import Engine
+
 
 SECONDS_BETWEEN_DRAWINGS = 0.1
 

@@ -1,6 +1,8 @@
-"""Tables of a report as HTML: traffic, memory, predictions, and events.
+"""The tables of a report as HTML (traffic, memory, predictions, events), and the page around them.
 
-Page: the HTML of a report. One self-contained file: no script, no font, no picture from elsewhere.
+The page is one self-contained file: no script, no font, no picture from elsewhere. All texts are escaped here, because
+names come from the run. A difference from the schedule that is no fault is shown with its cause. Called by
+``run_report``.
 """
 
 from __future__ import annotations
@@ -36,23 +38,18 @@ FORMULAS = {
 
 SSD formulas apply to the blocks that are on the SSD.
 """
-
 SYMBOLS = (
     "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
     " between two blocks."
 )
-
 SHORTER, OTHER_SIZE = "shorter samples", "inputs of another size"
 UNDER_WAY, OF_BEFORE = "rest under way", "rest of an earlier step"
 """Causes of a difference that is no fault."""
-
 UNDER_WAY_SAID = (
     "A step leaves writes to be done beside the next, so the writes of one step may be missing from the mean, or be in"
     " it once too often."
 )
-
 LAST_EVENTS = 40
-
 BYTES = Scale(format_bytes, binary=True)
 
 
@@ -256,13 +253,72 @@ def _size(count: float | None) -> str:
     return "-" if count is None else format_bytes(count)
 
 
+def page(
+    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
+) -> str:
+    """Return the whole document. All texts except the sections' bodies are escaped here."""
+    tile_items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
+    )
+    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
+        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
+
+    title: str
+    body: str
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def absent(text: str) -> str:
+    """Return a paragraph that says what is missing, and why."""
+    return paragraph(text, "absent")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
+    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
+    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _style() -> str:
+    """Return the style sheet with the colours of both pages."""
+    light = LIGHT | {lane: colours[0] for lane, colours in LANE_COLOURS.items()}
+    dark = DARK | {lane: colours[1] for lane, colours in LANE_COLOURS.items()}
+    named = "".join(
+        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}.k-{name}{{background:var(--{name})}}"
+        for name in light
+    )
+    values = [";".join(f"--{name}:{value}" for name, value in each.items()) for each in (light, dark)]
+    return (
+        f":root{{color-scheme:light dark;{values[0]}}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{values[1]}}}}}{STYLE}{named}"
+    )
+
+
 LANE_COLOURS = {
     COMPUTE: ("#2a78d6", "#3987e5"), SSD_READ: ("#1baf7a", "#199e70"), SSD_WRITE: ("#eb6834", "#d95926"),
     UPLOAD: ("#4a3aa7", "#9085e9"), DOWNLOAD: ("#e87ba4", "#d55181"), UPDATE: ("#eda100", "#c98500"),
     COMMIT: ("#e34948", "#e66767"),
 }  # fmt: skip
 """Colours of lanes on a light and on a dark page."""
-
 LIGHT = {
     "page": "#f7f7f5", "card": "#fdfdfc", "ink": "#17171a", "soft": "#56565c", "line": "#e2e2de", "track": "#efefec",
     "edge": "#c9c9c4", "a": "#2a78d6", "b": "#eb6834", "limit": "#c22f2e", "predicted": "#4a3aa7", "now": "#56565c",
@@ -273,7 +329,6 @@ DARK = {
     "edge": "#4a4a50", "a": "#3987e5", "b": "#d95926", "limit": "#e66767", "predicted": "#9085e9", "now": "#b1b1b4",
     "other": "#505055",
 }  # fmt: skip
-
 STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
@@ -311,63 +366,3 @@ svg.large{display:none} svg.small{display:block} table{font-size:13px} td,th{pad
 """
 """Shadows at the edges of what scrolls (``wide``) say that there is more. The large drawings have larger text below 900
 pixels, and below 600 the small ones stand in their place, so that a label has at least 10 pixels on a phone of 360."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report; ``body`` is HTML. Elements of class ``wide`` scroll on a narrow screen."""
-
-    title: str
-    body: str
-
-
-def page(
-    title: str, subtitle: str, tiles: Sequence[tuple[str, str]], sections: Sequence[Section], foot: str
-) -> str:
-    """Return the whole document. All texts except the sections' bodies are escaped here."""
-    tile_items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
-    )
-    parts = "".join(f"<section><h2>{escape(s.title)}</h2>{s.body}</section>" for s in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} - holdfast</title><style>{_style()}</style></head><body><main>"
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p><dl class="tiles">{tile_items}</dl>'
-        f"{parts}<footer><p>{escape(foot)}</p></footer></main></body></html>\n"
-    )
-
-
-def paragraph(text: str, kind: str = "") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
-
-
-def absent(text: str) -> str:
-    """Return a paragraph that says what is missing, and why."""
-    return paragraph(text, "absent")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table. Columns whose names begin with ``>`` are right-aligned."""
-    kinds = [' class="n"' if column.startswith(">") else "" for column in columns]
-    head = "".join(f"<th{kind}>{escape(name.lstrip('>'))}</th>" for kind, name in zip(kinds, columns))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _style() -> str:
-    """Return the style sheet with the colours of both pages."""
-    light = LIGHT | {lane: colours[0] for lane, colours in LANE_COLOURS.items()}
-    dark = DARK | {lane: colours[1] for lane, colours in LANE_COLOURS.items()}
-    named = "".join(
-        f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}.k-{name}{{background:var(--{name})}}"
-        for name in light
-    )
-    values = [";".join(f"--{name}:{value}" for name, value in each.items()) for each in (light, dark)]
-    return (
-        f":root{{color-scheme:light dark;{values[0]}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{values[1]}}}}}{STYLE}{named}"
-    )

@@ -1,4 +1,8 @@
-"""Report of a run, as a page and as a document. It shows only what was measured, and says what is missing."""
+"""The report of a run, as one HTML page and as one JSON document.
+
+It shows only what was measured, says what is missing, and begins with what a person asks first: how far the run is, and
+how much of it is durable. Called by ``holdfast report``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training panel: one live picture of a run in a terminal, plain lines everywhere else.
+"""The panel of a training: one live picture of a run in a terminal, plain lines everywhere else.
 
 It reads only the step events of ``events.jsonl`` (``Engine.last``), so that it shows what the log records. Rates are
 per second over the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The picture fits
@@ -26,16 +26,13 @@ from ..quantities import counted, format_bytes, format_seconds
 
 RECENT = 20
 """The number of steps that rates are taken over."""
-
 SECONDS_BETWEEN_LINES = 2.0, 60.0
 """Seconds between lines of plain output: at the beginning, growing with the run, and at most.
 
 The first step, the last and every skipped one are always printed.
 """
-
 LOSSES = 1000
 """The number of steps whose losses are drawn."""
-
 BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -47,8 +47,8 @@ from .reporting.step_reports import (
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.export import newest_values, state_dict, trained_values
-from .setup.export import told as told_of_edits
+from .setup.model_values import newest_values, state_dict, trained_values
+from .setup.model_values import told as told_of_edits
 from .setup.preflight import Preflight
 from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState

@@ -1,4 +1,8 @@
-"""User state: what the script holds that belongs to every commit, besides the model's tensors."""
+"""The user state of an engine's run: what the script holds that belongs to every commit besides the model's tensors.
+
+It is stored by value with each commit: random generators, hyper-parameters, schedule and data position. Called by
+``offload`` and the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor: runs a list of operations as their dependencies allow.
+"""The executor, which runs a list of operations as their dependencies allow.
 
 Operations on the compute lane run on the calling thread, in list order. All others start as soon as the operations that
 they need are over, each on its lane's own threads. Of several that are ready, the earlier in the list has priority.

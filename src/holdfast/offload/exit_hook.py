@@ -1,13 +1,10 @@
-"""Exit hook for a script that ends without ``close``.
+"""The end of a process in the middle of a step: at exit without ``close``, and at Ctrl-C.
 
 If the interpreter ends threads in the middle of an exchange with other ranks, the whole process is killed by a signal.
-So what is under way is finished first, as if the script had waited for it.
-
-Interrupts: Ctrl-C during a step takes effect between two computations.
-
-Python raises ``KeyboardInterrupt`` anywhere, also while a thread takes a lock that other threads wait for. So while the
-engine works on the main thread, the first SIGINT is only noted, and raised at the next safe point. A second one is
-raised at once. A handler that the script has installed is left alone.
+So what is under way is finished first, as if the script had waited for it. Python raises ``KeyboardInterrupt``
+anywhere, also while a thread takes a lock that other threads wait for. So while the engine works on the main thread,
+the first SIGINT is only noted, and raised at the next safe point; a second one is raised at once. A handler that the
+script has installed is left alone. Called by the engine, and while folders of models are loaded.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .model.takeover import (
     take_over,
 )
 from .runtime import Runtime
-from .setup.export import ExternalEdits
+from .setup.model_values import ExternalEdits
 
 
 class HeldModel:

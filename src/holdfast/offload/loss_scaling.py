@@ -1,14 +1,11 @@
-"""Loss scaling: values that are too small for fp16 are computed enlarged, and scaled back in fp32.
+"""The factors of losses in a step: the scale of fp16 training, and the weights of micro-batches.
 
-The arithmetic is that of ``torch.amp.GradScaler``. The loss is multiplied by the scale, and the summed gradients by its
-reciprocal before they are measured. A step whose gradients are not finite is skipped and lowers the scale; a row of
-steps that were not skipped raises it.
-
-Weights of micro-batches: how much each counts in its step.
-
-By target tokens, the step's loss is the mean over all of them, whatever micro-batch they are in. A model's loss leaves
-out targets of -100. Most causal language models also leave out the first label of each row, because they shift labels,
-and some do not. So the model is asked: its loss with only the first labels is compared with its loss without any.
+``LossScale`` has the arithmetic of ``torch.amp.GradScaler``. The loss is multiplied by the scale, and the summed
+gradients by its reciprocal before they are measured. A step whose gradients are not finite is skipped and lowers the
+scale; a row of steps that were not skipped raises it. Weighted by target tokens, the loss of a step is the mean over
+all of them, whatever micro-batch they are in. Most causal language models leave out the first label of each row and
+some do not, so the model is asked: its loss with only the first labels is compared with its loss without any. Called by
+the engine at every step.
 """
 
 from __future__ import annotations

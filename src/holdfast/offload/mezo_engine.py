@@ -1,4 +1,4 @@
-"""Zeroth order: the state of a MeZO run between two steps.
+"""The state of a MeZO run between two steps.
 
 How far a step moves the weights is known when it is over, and a block moves when the next step reads it. So after a
 step every unit is *behind*: its newest state lacks the last step's ``Delta``, which is in the progress of that step's

@@ -1,4 +1,4 @@
-"""Options of ``offload`` that belong together, as frozen objects. All have defaults. Rates are bytes per second.
+"""The options of ``offload`` that belong together, as frozen objects with defaults. Rates are bytes per second.
 
 Their ``check`` is called by ``offload`` and not at construction, so that with several ranks an error of one is an error
 of all. Each raises ``BadInput``.

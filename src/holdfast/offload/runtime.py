@@ -1,4 +1,4 @@
-"""State shared by the handlers of operations: the model's units, the places of bytes, the store, the device.
+"""The state that the handlers of operations share: the model's units, the places of bytes, the store, the device.
 
 ``Runtime`` lives as long as the engine, ``Step`` as long as one step's operations. A step's updates and commit continue
 beside the next step, so everything that belongs to a step is in its ``Step``.

@@ -1,4 +1,8 @@
-"""Makes a ``Step`` with its operations from what a caller gives the engine."""
+"""The making of a ``Step`` with its operations from the micro-batches and options that a caller gives the engine.
+
+Steps of the same shape share one operation list. The weight of each micro-batch, and the loss scale, are decided here.
+Called by the engine at every step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sampling of tokens that continue a text."""
+"""The sampling of tokens that continue a text, one forward pass for each token.
+
+Each choice depends only on the logits and the seed. Called by ``Engine.generate``.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
 """AdamW variants whose moments take two bytes or one instead of four.
 
-The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``).
-With the fp32 parameter, AdamW keeps 12 bytes for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
-
-Stochastic rounding of optimizer state to few bits, so that the errors of many small steps cancel out.
-
-A moment with decay beta2 = 0.999 moves by a thousandth of its distance in each step. The nearest value of bf16 (steps
-of 1/128 to 1/256) or of a byte is then mostly the old one, and a second moment that should fall stays where it is. Both
-are therefore rounded up or down at random, with the mean at the exact value (Gupta et al. 2015, arXiv 1502.02551).
-
-The random number is a hash of the value's own bits and the number of the step. No generator state must be stored, and
-an element is rounded alike in any slice.
+The update itself is torch's fused AdamW on fp32 copies of the moments. With the fp32 parameter, AdamW keeps 12 bytes
+for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03. A moment with decay beta2 = 0.999 moves by a thousandth of its
+distance in each step, and the nearest value in few bits is then mostly the old one. Moments are therefore rounded up or
+down at random, with the mean at the exact value (Gupta et al. 2015, arXiv 1502.02551). The random number is a hash of
+the value's own bits and the step: no generator state is stored, and an element is rounded alike in any slice.
 """
 
 from __future__ import annotations
@@ -24,6 +18,9 @@ from torch.optim.adam import adam
 
 from ..state.tensor_entries import STEP
 from .declared_state import Form, ShapedStateOptimizer, Slots
+
+BLOCK = 256
+"""The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
 
 
 class _AdamW(ShapedStateOptimizer):
@@ -136,10 +133,6 @@ def adamw_(
         param.copy_(master)
     step.add_(1)
     return int(step)
-
-
-BLOCK = 256
-"""The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
 
 
 def chances(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Base of this library's optimizers: ordinary ``torch.optim`` optimizers that declare their state beforehand.
+"""The base of this library's optimizers: ordinary ``torch.optim`` optimizers that declare their state beforehand.
 
-Forms: the names, shapes and dtypes of the tensors that an optimizer keeps for a parameter of some shape.
-
-The engine uses them to lay out a block's file before anything is computed, and to slice state with its parameter.
+``forms`` gives names, shapes and dtypes of the tensors for a parameter of some shape. The engine uses them to lay out a
+block's file before anything is computed, and to slice state with its parameter. Each parameter is updated by itself,
+with the same bits in any order of parameters; DTensors are refused. The host optimizer describes torch's own optimizers
+by the same ``Slots``.
 """
 
 from __future__ import annotations
@@ -17,14 +18,6 @@ import torch
 from ..errors import OptimizerNotSupported
 from ..state.layout.ownership import is_distributed
 from ..state.tensor_entries import SEED, STEP
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return the result of ``closure``, called with gradients enabled; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 class ShapedStateOptimizer(torch.optim.Optimizer):
@@ -126,3 +119,11 @@ class Slots:
 def anew(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that remains of ``held`` when optimizer state begins anew: a seed, if there was one."""
     return {STEP: torch.tensor(0.0), SEED: held[SEED]} if SEED in held else {}
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of ``closure``, called with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

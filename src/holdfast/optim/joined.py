@@ -1,4 +1,8 @@
-"""One optimizer made of several, each for its own parameters, such as Muon for matrices and AdamW for the rest."""
+"""One optimizer made of several, each for its own parameters, such as Muon for matrices and AdamW for the rest.
+
+No parameter may be in two of them. Groups and state are those of the members, so each is updated, stored and restored
+as by itself. Used by scripts, and by ``holdfast train`` with Muon.
+"""
 
 from __future__ import annotations
 

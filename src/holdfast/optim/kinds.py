@@ -1,4 +1,4 @@
-"""Kinds: how an optimizer class updates a parameter, and so how it runs out of core.
+"""The kind of an optimizer class: how it updates a parameter, and so how it runs out of core.
 
 *Elementwise* optimizers of torch update each element by itself, and can be sliced wherever torch's kernels give the
 same bits. *Whole* ones need a whole tensor at once. Optimizers of this library (``ShapedStateOptimizer``) declare which
@@ -18,8 +18,8 @@ from torch import nn
 
 from ..errors import OptimizerNotSupported
 from .adamw import AdamW8bit, AdamWBF16
-from .apollo import Apollo, Grass
 from .declared_state import Form, ShapedStateOptimizer, Slots
+from .low_rank import Apollo, Grass
 from .mezo import MeZO
 
 ELEMENTWISE = (
@@ -51,21 +51,17 @@ def _adafactor(shape: tuple[int, ...]) -> Slots:
 
 WHOLE: dict[str, Callable[[tuple[int, ...]], Slots]] = {"Adafactor": _adafactor, "Muon": _muon}
 """Classes of ``torch.optim`` whose update needs one whole tensor and no other, with the state they keep."""
-
 REFUSED = {
     "LBFGS": "it evaluates the model several times within one step. Use AdamW or SGD.",
     "SparseAdam": "it takes sparse gradients, which are not summed. Use Adam, and embeddings with sparse=False.",
 }
 """Classes of ``torch.optim`` that are refused, with the reason and an alternative."""
-
 FORMED = (AdamW8bit, AdamWBF16, Apollo, Grass)
 """Optimizer classes of this library."""
-
 IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Keys of a parameter group that hold its parameters or choose the implementation; they are not copied from
 a source.
 """
-
 ELEMENTS = 10_000
 """The number of elements of the parameter that optimizers are tried on."""
 

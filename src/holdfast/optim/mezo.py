@@ -1,4 +1,4 @@
-"""MeZO: training by forward passes alone (Malladi et al. 2023, arXiv 2305.17333).
+"""The MeZO optimizer: training by forward passes alone (Malladi et al. 2023, arXiv 2305.17333).
 
 Each step draws a direction ``z`` of normal numbers, measures the loss at ``w + epsilon z`` and ``w - epsilon z``, and
 moves along ``z`` in proportion to the difference. A step is thus described by a seed and one number (``Delta``).

@@ -1,4 +1,9 @@
-"""Thread counts of torch for threads that work beside the model's computations."""
+"""The thread counts of torch, for threads that work beside the model's computations.
+
+A thread of I/O or updates that computed with all cores would take them from the model. So such threads compute alone or
+share tiles, and the count of the calling thread stays as the script set it. Called by the engine, measurements and
+replays.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,6 @@ import torch
 
 RESERVED_CORES = 4
 """Cores beside a separate device that are left to the threads that start its work, copy and write."""
-
 _setting = threading.Lock()
 
 

@@ -1,9 +1,8 @@
-"""Profile files: those that come with the library, by name, and any other, by its path.
-
-Model profiles read from the ``config.json`` of a transformers model folder.
+"""Profiles by name or path: those that come with the library, TOML files, and model folders of transformers.
 
 ``holdfast plan --model FOLDER`` takes the folder that ``holdfast train --model FOLDER`` trains. Only architectures
-whose parameters the profile counts within one percent (tests/profiles/test_pretrained.py) are accepted.
+whose parameters the profile counts within one percent (tests/profiles/test_pretrained.py) are accepted. A written
+profile is read back equal. Called by the planning commands and by measurements that are kept.
 """
 
 from __future__ import annotations
@@ -18,18 +17,30 @@ from typing import Any, TypeVar
 from ..config import literal
 from ..errors import ConfigError
 from ..regular_files import home_path
-from .profile_keys import MachineProfile, ModelProfile, from_document, path_of
+from .profile_types import MachineProfile, ModelProfile, from_document, path_of
 
 Profile = TypeVar("Profile", MachineProfile, ModelProfile)
-
 HERE = __name__.rpartition(".")[0]
 FOLDERS = {MachineProfile: "machines", ModelProfile: "models"}
-
-
-def known(kind: type[MachineProfile] | type[ModelProfile]) -> list[str]:
-    """Return the names of the profiles that come with the library."""
-    folder = files(HERE) / FOLDERS[kind]
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+GATED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "granite",
+    "olmo2",
+    "smollm3",
+)
+"""Architectures whose MLP has three matrices, and whose matrices have few biases or none."""
+PLAIN = ("gpt2", "gpt_neox")
+"""Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
+LEARNED_POSITIONS = ("gpt2",)
+DEFAULT_SEQUENCE = 2048
+"""The tokens of one sequence, or fewer where the model is limited to fewer."""
 
 
 def load_machine(name: str) -> MachineProfile:
@@ -42,6 +53,12 @@ def load_model(name: str) -> ModelProfile:
     if (folder := home_path(name)).is_dir() and name not in known(ModelProfile):
         return model_of_folder(folder)
     return _load(ModelProfile, name, "model")
+
+
+def known(kind: type[MachineProfile] | type[ModelProfile]) -> list[str]:
+    """Return the names of the profiles that come with the library."""
+    folder = files(HERE) / FOLDERS[kind]
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> str:
@@ -62,73 +79,6 @@ def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> 
         comment = (comments or {}).get(path_of(declared), declared.metadata["doc"])
         lines.append(f"{f'{name} = {shown}':<30} # {comment}")
     return "\n".join([*lines, ""])
-
-
-def _shown(value: object, kind: str) -> str:
-    """Return ``value`` as TOML writes it."""
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    if isinstance(value, int) and kind in ("bytes", "rate"):
-        return literal(_size(value) + "/s" * (kind == "rate"))
-    return literal(value)
-
-
-def _size(count: int) -> str:
-    """Return ``count`` bytes exactly, in the largest unit that needs no fraction."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count % size == 0:
-            return f"{count // size}{unit}"
-    return f"{count}B"
-
-
-def _load(kind: type[Profile], name: str, noun: str) -> Profile:
-    here = known(kind)
-    if name in here:
-        text = (files(HERE) / FOLDERS[kind] / f"{name}.toml").read_text()
-    elif name.endswith(".toml") or "/" in name:
-        text = _read(home_path(name), noun)
-    else:
-        close = get_close_matches(name, here, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise ConfigError(
-            f"there is no {noun} {name!r}{hint} There are: {', '.join(here)}; or give the path of a TOML file "
-            "(docs/plan.md)"
-        )
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{noun} {name} is not TOML: {error}") from error
-    return from_document(kind, document, f"{noun} {name}")
-
-
-def _read(path: Path, noun: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{noun} {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{noun} {path} is not TOML: {error}") from error
-
-
-GATED = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "granite",
-    "olmo2",
-    "smollm3",
-)
-"""Architectures whose MLP has three matrices, and whose matrices have few biases or none."""
-PLAIN = ("gpt2", "gpt_neox")
-"""Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
-LEARNED_POSITIONS = ("gpt2",)
-DEFAULT_SEQUENCE = 2048
-"""The tokens of one sequence, or fewer where the model is limited to fewer."""
 
 
 def model_of_folder(folder: Path) -> ModelProfile:
@@ -178,3 +128,49 @@ def model_of_config(config: Any, what: str) -> ModelProfile:
         sequence=min(DEFAULT_SEQUENCE, longest),
         micro_batch=1,
     )
+
+
+def _shown(value: object, kind: str) -> str:
+    """Return ``value`` as TOML writes it."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, int) and kind in ("bytes", "rate"):
+        return literal(_size(value) + "/s" * (kind == "rate"))
+    return literal(value)
+
+
+def _size(count: int) -> str:
+    """Return ``count`` bytes exactly, in the largest unit that needs no fraction."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count % size == 0:
+            return f"{count // size}{unit}"
+    return f"{count}B"
+
+
+def _load(kind: type[Profile], name: str, noun: str) -> Profile:
+    here = known(kind)
+    if name in here:
+        text = (files(HERE) / FOLDERS[kind] / f"{name}.toml").read_text()
+    elif name.endswith(".toml") or "/" in name:
+        text = _read(home_path(name), noun)
+    else:
+        close = get_close_matches(name, here, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(
+            f"there is no {noun} {name!r}{hint} There are: {', '.join(here)}; or give the path of a TOML file "
+            "(docs/plan.md)"
+        )
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{noun} {name} is not TOML: {error}") from error
+    return from_document(kind, document, f"{noun} {name}")
+
+
+def _read(path: Path, noun: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{noun} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{noun} {path} is not TOML: {error}") from error

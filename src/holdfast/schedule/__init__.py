@@ -1,1 +1,1 @@
-"""Schedules: numbers in, lists of operations out. No torch, no files."""
+"""The schedules: numbers in, lists of operations out. No torch, no files."""

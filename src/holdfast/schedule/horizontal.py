@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .build import gradient_parts, input_parts, update_parts
-from .build.parts import StepBuilder
+from .build import gradient_parts, transfer_parts, update_parts
+from .build.step_builder import StepBuilder
 from .operations import Key, Op
 from .work import BlockPlacement, StepShape, Work
 
@@ -26,9 +26,9 @@ def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[
     for m in range(shape.micro_batches):
         passes += [("forward", block, m) for block in range(s.last)]
         passes += [("backward", block, m) for block in range(s.last, -1, -1)]
-    there = input_parts.load(s, *passes[0])
+    there = transfer_parts.load(s, *passes[0])
     for (phase, block, m), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, input_parts.load(s, *following) if following else ()  # one pass ahead
+        uploaded, there = there, transfer_parts.load(s, *following) if following else ()  # one pass ahead
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
     end = update_parts.end_of_backward(s)
     update_parts.update_resident(s, end)
@@ -51,28 +51,28 @@ def _forward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> N
         work=s.work.blocks[block].forward_flop,
         needs_previous=update_parts.resident_updated(s) if block == 0 and m == 0 else (),
         takes=(
-            *input_parts.made(s, makes, m),
-            *input_parts.activations(s, block, m),
-            *(() if block else input_parts.enter(s, m)),
+            *transfer_parts.made(s, makes, m),
+            *transfer_parts.activations(s, block, m),
+            *(() if block else transfer_parts.enter(s, m)),
         ),
-        gives=input_parts.release(s, "forward", block, m),
+        gives=transfer_parts.release(s, "forward", block, m),
     )
     for made in makes:
-        input_parts.keep(s, made, m, key)
-    input_parts.store(s, block, m)
+        transfer_parts.keep(s, made, m, key)
+    transfer_parts.store(s, block, m)
 
 
 def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
     """Add the backward of one micro-batch of ``block``, which adds to the sum of those before it."""
     is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()
-    given = (*input_parts.release(s, "backward", block, m), *input_parts.used_activations(s, block, m))
+    given = (*transfer_parts.release(s, "backward", block, m), *transfer_parts.used_activations(s, block, m))
     if is_last:
-        given = (*given, *input_parts.leave(s, m))
+        given = (*given, *transfer_parts.leave(s, m))
     else:
         if not s.kept[block]:
-            needs = (input_parts.fetch(s, "backward", block, m),)
-        given = (*given, *input_parts.used(s, "backward", block, m))
+            needs = (transfer_parts.fetch(s, "backward", block, m),)
+        given = (*given, *transfer_parts.used(s, "backward", block, m))
     key = s.compute(
         Key("backward", block, m),
         needs=(*uploaded, *needs, *((gradient_parts.upload(s, block, m),) if m else ())),

@@ -1,7 +1,7 @@
 """The most memory that a schedule can hold, from its list alone. Bytes.
 
 For each class of buffers it is the sum of its largest buffers, as many as the class has slots. That holds for lanes of
-any speed (``slots.py``). What stays in memory for good is added. A budget is checked against ``predict``: an upper
+any speed (``step_builder``). What stays in memory for good is added. A budget is checked against ``predict``: an upper
 bound that a run with a slow SSD reaches.
 """
 

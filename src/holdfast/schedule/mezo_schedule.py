@@ -10,8 +10,8 @@ moments, and nothing is kept for a backward pass. Code that reads weights betwee
 from __future__ import annotations
 
 from . import operations
-from .build import input_parts, update_parts
-from .build.parts import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .build import transfer_parts, update_parts
+from .build.step_builder import PARAM_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 from .operations import Hold, Key, Op
 from .work import BlockPlacement, StepShape, Work
 
@@ -176,14 +176,14 @@ def _forward(s: StepBuilder, block: int, *there: Key) -> None:
     for m in range(s.in_flight):
         key = s.compute(
             Key(DISPLACED, block, m),
-            needs=(*there, *((input_parts.fetch(s, DISPLACED, block, m),) if block else ())),
+            needs=(*there, *((transfer_parts.fetch(s, DISPLACED, block, m),) if block else ())),
             work=flop,
-            takes=(*input_parts.made(s, makes, m), *(() if block else input_parts.enter(s, m))),
+            takes=(*transfer_parts.made(s, makes, m), *(() if block else transfer_parts.enter(s, m))),
             gives=(
-                *(input_parts.used(s, DISPLACED, block, m) if block else ()),
+                *(transfer_parts.used(s, DISPLACED, block, m) if block else ()),
                 *((copies,) if m == s.in_flight - 1 else ()),
-                *(input_parts.leave(s, m) if is_last else ()),
+                *(transfer_parts.leave(s, m) if is_last else ()),
             ),
         )
         for made in makes:
-            input_parts.keep(s, made, m, key)
+            transfer_parts.keep(s, made, m, key)

@@ -1,4 +1,4 @@
-"""Converts a plan to the operation lists that the engine runs, and to the simulator's machine.
+"""The conversion of a plan to the operation lists that the engine runs, and to the simulator's machine.
 
 A model of equal blocks becomes ``Work``, fractions become whole blocks, and a machine's rates become those of the
 mixture of bytes that the list moves.
@@ -20,23 +20,19 @@ from .planner.formulas import FRACTIONS, RECYCLED
 from .planner.linear_program import Solution
 from .planner.machine_rates import Machine
 from .planner.plan_search import Case, best_at
-from .planner.setting import Setting, bus_of, ssd_of
+from .planner.training_setting import Setting, bus_of, ssd_of
 from .simulate import Simulation, simulate
 from .vertical import vertical
 from .work import BlockPlacement, BlockWork, StepShape, Work
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together, if memory allows."""
-
 TRIES = 8
 """Number of times that the linear program is run with less memory, until whole blocks fit."""
-
 STEPS = 4
 """Number of times that a list is played."""
-
 UPDATE_WORKERS = 2
 """Default number of a run's update workers; a machine's rate of updates is that of all of them together."""
-
 COMMIT_SYNCS = 3
 """Syncs one after another until a commit is durable: the last file, the manifest, the directory."""
 

@@ -1,4 +1,4 @@
-"""Operations: a training step as data.
+"""The operations of a training step, as data.
 
 A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator and counted against the
 traffic formulas. An operation names what it waits for by key, in this step (``needs``) or in an earlier one
@@ -13,7 +13,7 @@ Exchanges between ranks also run one after another in list order, through one st
 same list, so none waits for an exchange that another will not make.
 
 Bytes are exact. ``takes`` and ``gives`` name the operations between which each buffer lives, so memory is counted and
-bounded from the same list (``slots.py``, ``memory.py``).
+bounded from the same list (``step_builder``, ``memory_use``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ UPDATE, COMMIT = "update", "commit"
 EXCHANGE = "exchange"  # between ranks
 LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT, EXCHANGE)
 """The resources that operations occupy. Lanes run side by side."""
-
 NOW, SOON, LATER = 0, 1, 2
 """Priorities: a computation will wait for it; only an update waits for it; only a commit does."""
-
-
 GUESS = "guess"
 """Phase of an update that may be made again."""
 

@@ -1,11 +1,10 @@
 """The simulator: how long steps take on a machine, what keeps which lane busy, and what memory they hold.
 
-Seconds, bytes. It is event-driven and exact for its model: a lane serves one operation at a time, chosen as ``ops.py``
-says. Transfers of the SSD consist of small requests, so there a more urgent operation overtakes the one under way. As
-in the engine, a step is known once the last computation of the step before is over; its other operations run beside
-those of the earlier step. Buffers are taken when an operation starts and given back when it ends.
-
-Timelines: one step of a simulation by lane, as text and as a trace (chrome://tracing, Perfetto).
+It is event-driven and exact for its model: a lane serves one operation at a time, chosen as ``operations`` says.
+Transfers of the SSD consist of small requests, so there a more urgent operation overtakes the one under way. As in the
+engine, a step is known once the last computation of the step before is over; its other operations run beside those of
+the earlier step. Buffers are taken when an operation starts and given back when it ends. A result can be drawn as text
+or as a trace (chrome://tracing, Perfetto). Called by the planner and by ``holdfast simulate``. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +19,19 @@ from .operations import COMPUTE, LANES, SSD_READ, SSD_WRITE, Hold, Key, Op, traf
 from .planner.machine_rates import Machine
 
 
-class Span(NamedTuple):
-    """One operation in simulated time. An operation that was overtaken lasts longer than it occupied its lane."""
-
-    op: Op
-    start: float
-    end: float
-    step: int
+def simulate(steps: Sequence[Sequence[Op]], machine: Machine) -> Simulation:
+    """Time ``steps``, one operation list each, one after another; ``[operations] * 4`` is four equal ones."""
+    run = _Run(steps, machine)
+    while run.start_what_is_ready():
+        run.end_what_is_next()
+    assert len(run.spans) == len(run.links.ops), "operations wait for each other"
+    return Simulation(
+        machine,
+        tuple(run.spans),
+        tuple(run.step_ends),
+        dict(run.memory.peak),
+        dict(run.memory.peak_by_kind),
+    )
 
 
 @dataclass(frozen=True)
@@ -79,19 +84,13 @@ class Simulation:
         return self.seconds_per_step / self.busiest()[1]
 
 
-def simulate(steps: Sequence[Sequence[Op]], machine: Machine) -> Simulation:
-    """Time ``steps``, one operation list each, one after another; ``[operations] * 4`` is four equal ones."""
-    run = _Run(steps, machine)
-    while run.start_what_is_ready():
-        run.end_what_is_next()
-    assert len(run.spans) == len(run.links.ops), "operations wait for each other"
-    return Simulation(
-        machine,
-        tuple(run.spans),
-        tuple(run.step_ends),
-        dict(run.memory.peak),
-        dict(run.memory.peak_by_kind),
-    )
+class Span(NamedTuple):
+    """One operation in simulated time. An operation that was overtaken lasts longer than it occupied its lane."""
+
+    op: Op
+    start: float
+    end: float
+    step: int
 
 
 class _Run:

@@ -4,15 +4,15 @@ Parameters cross to the device twice a step and gradients once, whatever the num
 tensors between blocks travel (GreedySnake's vertical scheduling). The last block is not run in the forward pass: its
 forward, the epilogue, the loss and its backward run for one micro-batch before the next, so logits exist once.
 
-``orders.py`` decides in which order micro-batches go through a block, and which blocks are updated beside the next
-forward pass. Delayed updates are the last operations of their own step's list; the block that the next step needs first
-comes first. So the next step needs no information about them.
+``work`` decides in which order micro-batches go through a block, and which blocks are updated beside the next forward
+pass. Delayed updates are the last operations of their own step's list; the block that the next step needs first comes
+first. So the next step needs no information about them.
 """
 
 from __future__ import annotations
 
-from .build import gradient_parts, input_parts, update_parts
-from .build.parts import StepBuilder
+from .build import gradient_parts, transfer_parts, update_parts
+from .build.step_builder import StepBuilder
 from .operations import Key, Op
 from .work import BlockPlacement, StepShape, Work, grad_stays, input_stays, micro_batches
 
@@ -29,9 +29,9 @@ def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op
     )
     passes = [("forward", block) for block in range(s.last)]
     passes += [("backward", block) for block in range(s.last, -1, -1)]
-    there = input_parts.load(s, *passes[0])
+    there = transfer_parts.load(s, *passes[0])
     for (phase, block), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, input_parts.load(s, *following) if following else ()  # one pass ahead
+        uploaded, there = there, transfer_parts.load(s, *following) if following else ()  # one pass ahead
         if phase == "forward":
             _forward(s, block, phase, uploaded)
             continue
@@ -57,9 +57,9 @@ def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> lis
     s = StepBuilder(
         work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False
     )
-    there = input_parts.load(s, "evaluate", 0)
+    there = transfer_parts.load(s, "evaluate", 0)
     for block in range(s.count):
-        uploaded, there = there, input_parts.load(s, "evaluate", block + 1) if block < s.last else ()
+        uploaded, there = there, transfer_parts.load(s, "evaluate", block + 1) if block < s.last else ()
         _forward(s, block, "evaluate", uploaded)
     return s.finish()
 
@@ -88,27 +88,27 @@ def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) 
         there = block == 0 or input_stays(s.shape, block, m)
         key = s.compute(
             Key(phase, block, m),
-            needs=uploaded if there else (*uploaded, input_parts.fetch(s, phase, block, m)),
+            needs=uploaded if there else (*uploaded, transfer_parts.fetch(s, phase, block, m)),
             work=flop,
             needs_previous=() if block else update_parts.resident_updated(s),
             takes=(
-                *input_parts.made(s, makes, m),
-                *input_parts.activations(s, block, m),
-                *(() if block else input_parts.enter(s, m)),
+                *transfer_parts.made(s, makes, m),
+                *transfer_parts.activations(s, block, m),
+                *(() if block else transfer_parts.enter(s, m)),
             ),
             gives=(
-                *(() if there else input_parts.used(s, phase, block, m)),
-                *(input_parts.release(s, phase, block) if m == order[-1] else ()),
-                *(input_parts.leave(s, m) if is_last else ()),
+                *(() if there else transfer_parts.used(s, phase, block, m)),
+                *(transfer_parts.release(s, phase, block) if m == order[-1] else ()),
+                *(transfer_parts.leave(s, m) if is_last else ()),
             ),
         )
         if there and block:
-            input_parts.keep(s, block, m, key)
+            transfer_parts.keep(s, block, m, key)
         for made in makes:
             if not input_stays(s.shape, made, m):
-                input_parts.keep(s, made, m, key)
+                transfer_parts.keep(s, made, m, key)
         if training:
-            input_parts.store(s, block, m)
+            transfer_parts.store(s, block, m)
 
 
 def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
@@ -130,17 +130,17 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
             ),
             takes=(
                 *(gradient_parts.begin(s, block) if m == order[0] else ()),
-                *(input_parts.made_grad(s, block, m) if block else ()),
+                *(transfer_parts.made_grad(s, block, m) if block else ()),
             ),
             gives=(
                 *given,
-                *input_parts.used_activations(s, block, m),
-                *(input_parts.release(s, "backward", block) if m == order[-1] else ()),
-                *(input_parts.leave(s, m) if is_last else ()),
+                *transfer_parts.used_activations(s, block, m),
+                *(transfer_parts.release(s, "backward", block) if m == order[-1] else ()),
+                *(transfer_parts.leave(s, m) if is_last else ()),
             ),
         )
         if block and not grad_stays(s.shape, block, m):
-            input_parts.keep_grad(s, block, m, key)
+            transfer_parts.keep_grad(s, block, m, key)
     summed = update_parts.check_losses(s) if is_last else Key("backward", block, order[-1])
     gradient_parts.hand_over(s, block, summed, gradient_parts.host_buffer(s, block))
 
@@ -153,11 +153,11 @@ def _fetched(s: StepBuilder, block: int, m: int) -> tuple[tuple[Key, ...], tuple
     needs: tuple[Key, ...] = ()
     given: tuple[tuple, ...] = ()
     if s.count > 1:
-        given = input_parts.used(s, "backward", block, m)
-        if not (s.kept[block] or input_parts.used_at_once(s, block, m)):
-            needs = (input_parts.fetch(s, "backward", block, m),)
+        given = transfer_parts.used(s, "backward", block, m)
+        if not (s.kept[block] or transfer_parts.used_at_once(s, block, m)):
+            needs = (transfer_parts.fetch(s, "backward", block, m),)
     if block < s.last:
-        given = (*given, *input_parts.used_grad(s, block + 1, m))
+        given = (*given, *transfer_parts.used_grad(s, block + 1, m))
         if not grad_stays(s.shape, block + 1, m):
-            needs = (*needs, input_parts.fetch_grad(s, block + 1, m))
+            needs = (*needs, transfer_parts.fetch_grad(s, block + 1, m))
     return needs, given

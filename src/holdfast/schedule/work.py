@@ -1,17 +1,10 @@
-"""Work: sizes and FLOPs of a model's step, which blocks stay in host memory, and the options of the step.
+"""The work of a step: sizes and FLOPs of a model, its placement in host memory, and the step's shape.
 
 Sizes are bytes as they are moved, rounded to pages where the SSD is concerned, so that traffic computed from them is
-exact. ``Work`` is what the engine measures from a model.
-
-Orders of the vertical schedule: of micro-batches through a block, and which blocks are delayed or not recomputed.
-
-``"plain"`` is ascending everywhere, so that gradients are added as in an ordinary accumulation loop. ``"snake"`` turns
-at every block: ascending through even ones, descending through odd ones, forward and backward alike. So the last
-micro-batch of a block is the first of the next, and the tensors between the two stay on the device. Gradients of odd
-blocks are then added in reverse order.
-
-The delayed fraction (``alpha -> delayed_fraction``) is of the blocks: the updates of those blocks are left to the next
-forward pass, whole and spread evenly over the model.
+exact. ``"plain"`` order is ascending everywhere, so that gradients are added as in an ordinary accumulation loop.
+``"snake"`` turns at every block, so the last micro-batch of a block is the first of the next, and the tensors between
+the two stay on the device; gradients of odd blocks are then added in reverse order. The delayed fraction (alpha) is of
+whole blocks, whose updates are left to the next forward pass. Measured by the engine, read by schedules and planner.
 """
 
 from __future__ import annotations
@@ -22,8 +15,49 @@ from typing import Literal
 
 ClippingMode = Literal["none", "defer", "speculate", "per_block"]
 """The way in which an update gets the factor that clips its gradients (``docs/schedule.md``)."""
-
 CLIPPING = ("none", "defer", "speculate", "per_block")
+NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
+"""Names, in messages, of the kinds of data that a placement may keep in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step of one model with micro-batches of one shape."""
+
+    blocks: tuple[BlockWork, ...]
+    input_bytes: int
+    """Bytes that flow between two blocks for one micro-batch."""
+    resident_state_bytes: int
+    """Bytes of the resident master parameters and optimizer state, in host memory: the whole file."""
+    resident_param_bytes: int
+    """Bytes of the resident compute copy, on the device."""
+    resident_elements: int
+    unified: bool
+    """True if the device computes in host memory (a CPU): moves between the two hand a buffer over."""
+    ranks: int = 1
+    """Number of processes that train together, each with its shard of all state.
+
+    Compute copies are gathered for every pass, and gradients are summed over the ranks.
+    """
+    head_flop: float = 0.0
+    """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
+    resident_grad_bytes: int = 0
+    """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
+    resident_grad_share_bytes: int = 0
+    """Bytes of the resident gradients that this rank, of several, updates with."""
+    resident_gather_bytes: int = 0
+    """Bytes of the resident compute copy that the other ranks send."""
+    resident_reduce_bytes: int = 0
+    """Bytes of the resident gradients that the other ranks send."""
+    resident_trained_param_bytes: int = 0
+    """Bytes of the resident compute copy that an update rewrites; used only by the zeroth-order step."""
+    update_bytes: int = 0
+    """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
+    workspace_bytes: int = 0
+    """The most memory that computing one micro-batch of one block, or the epilogue, takes besides what is listed.
+
+    It holds the activations between the block's input and its output. In device memory. Measured.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,59 +109,36 @@ class BlockWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """One step of one model with micro-batches of one shape."""
+class StepShape:
+    """The shape of a step. ``micro_batches`` and ``commit`` may differ from step to step."""
 
-    blocks: tuple[BlockWork, ...]
-    input_bytes: int
-    """Bytes that flow between two blocks for one micro-batch."""
-    resident_state_bytes: int
-    """Bytes of the resident master parameters and optimizer state, in host memory: the whole file."""
-    resident_param_bytes: int
-    """Bytes of the resident compute copy, on the device."""
-    resident_elements: int
-    unified: bool
-    """True if the device computes in host memory (a CPU): moves between the two hand a buffer over."""
-    ranks: int = 1
-    """Number of processes that train together, each with its shard of all state.
+    micro_batches: int
+    clipping: ClippingMode = "none"
+    """The way in which gradients are clipped.
 
-    Compute copies are gathered for every pass, and gradients are summed over the ranks.
+    ``defer``: updates wait for the norm of all gradients. ``speculate``: updates do not wait, and are made again where
+    the norm is not as guessed, from the state of the step before, which must be a commit. ``per_block``: a block's
+    gradients are clipped by themselves, so nothing waits.
     """
-    head_flop: float = 0.0
-    """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
-    resident_grad_bytes: int = 0
-    """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
-    resident_grad_share_bytes: int = 0
-    """Bytes of the resident gradients that this rank, of several, updates with."""
-    resident_gather_bytes: int = 0
-    """Bytes of the resident compute copy that the other ranks send."""
-    resident_reduce_bytes: int = 0
-    """Bytes of the resident gradients that the other ranks send."""
-    resident_trained_param_bytes: int = 0
-    """Bytes of the resident compute copy that an update rewrites; used only by the zeroth-order step."""
-    update_bytes: int = 0
-    """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
-    workspace_bytes: int = 0
-    """The most memory that computing one micro-batch of one block, or the epilogue, takes besides what is listed.
+    order: str = "plain"
+    """Order of the micro-batches through a block of the vertical schedule (``micro_batches`` below)."""
+    delayed_fraction: float = 0.0
+    """Fraction of the blocks of the vertical schedule that are updated beside the next forward pass.
 
-    It holds the activations between the block's input and its output. In device memory. Measured.
+    With ``defer`` all are.
     """
+    recomputed_fraction: float = 1.0
+    """Fraction of the blocks before the last that are computed again in the backward pass.
 
-
-def spread(count: int, fraction: float) -> tuple[bool, ...]:
-    """Return for each of ``count`` blocks whether it is among the chosen ``fraction`` of them.
-
-    They are spread evenly, so that every lane sees an even load. The last block is the first to be chosen.
-
-    >>> spread(4, 0.5), spread(4, 0.25)
-    ((False, True, False, True), (False, False, False, True))
+    What the forward pass of the others has computed stays on the device until then, and so do their parameters.
     """
-    chosen = round(fraction * count)
-    return tuple((i + 1) * chosen // count > i * chosen // count for i in range(count))
+    commit: bool = True
+    """True if the step ends in a commit."""
 
-
-NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
-"""Names, in messages, of the kinds of data that a placement may keep in host memory."""
+    @property
+    def keeps_grads(self) -> bool:
+        """True if gradients of every block wait for the end of the backward pass."""
+        return self.clipping in ("defer", "speculate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,37 +188,16 @@ class BlockPlacement:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The shape of a step. ``micro_batches`` and ``commit`` may differ from step to step."""
+def spread(count: int, fraction: float) -> tuple[bool, ...]:
+    """Return for each of ``count`` blocks whether it is among the chosen ``fraction`` of them.
 
-    micro_batches: int
-    clipping: ClippingMode = "none"
-    """The way in which gradients are clipped.
+    They are spread evenly, so that every lane sees an even load. The last block is the first to be chosen.
 
-    ``defer``: updates wait for the norm of all gradients. ``speculate``: updates do not wait, and are made again where
-    the norm is not as guessed, from the state of the step before, which must be a commit. ``per_block``: a block's
-    gradients are clipped by themselves, so nothing waits.
+    >>> spread(4, 0.5), spread(4, 0.25)
+    ((False, True, False, True), (False, False, False, True))
     """
-    order: str = "plain"
-    """Order of the micro-batches through a block of the vertical schedule (``orders.py``)."""
-    delayed_fraction: float = 0.0
-    """Fraction of the blocks of the vertical schedule that are updated beside the next forward pass.
-
-    With ``defer`` all are.
-    """
-    recomputed_fraction: float = 1.0
-    """Fraction of the blocks before the last that are computed again in the backward pass.
-
-    What the forward pass of the others has computed stays on the device until then, and so do their parameters.
-    """
-    commit: bool = True
-    """True if the step ends in a commit."""
-
-    @property
-    def keeps_grads(self) -> bool:
-        """True if gradients of every block wait for the end of the backward pass."""
-        return self.clipping in ("defer", "speculate")
+    chosen = round(fraction * count)
+    return tuple((i + 1) * chosen // count > i * chosen // count for i in range(count))
 
 
 ORDERS = ("plain", "snake")

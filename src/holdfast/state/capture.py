@@ -1,4 +1,4 @@
-"""Capture: the parameters and buffers of a model and its optimizer, by name.
+"""The parameters and buffers of a model and its optimizer, by name.
 
 Names are the model's own without the prefixes of wrappers around it. Optimizer parameters are matched to model
 parameters by object, so groups may be built in any way; an unknown parameter is refused.

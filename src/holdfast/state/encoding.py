@@ -1,4 +1,4 @@
-"""Encoding of values other than model tensors: plain JSON and back, with the same type and value.
+"""The encoding of values other than model tensors: plain JSON and back, with the same type and value.
 
 One encoder serves hyper-parameters, optimizer state that is no tensor, schedules, data positions and user state. It
 accepts a closed list: a value comes back with the same type and the same value, or it is refused by name when it is
@@ -31,22 +31,17 @@ _NUMPY_NAMES = {
 }
 ARRAYS = {np.dtype(theirs): name for name, theirs in _NUMPY_NAMES.items()}
 """The NumPy types of arrays and numbers that can be stored, each with its name."""
-
 Known = Callable[[Any], Any]
 """A function that returns JSON for a value that the caller stores itself, such as a parameter by name.
 
 It returns None for all other values.
 """
-
 Resolve = Callable[[dict[str, Any]], Any]
 """The inverse of ``Known``: a function that returns the value of a JSON dict, or None if the dict is not its own."""
-
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """The factories that a ``defaultdict`` may have."""
-
 _OF_TORCH = ("dtype", "layout", "memory_format")
 """The kinds of torch constants, each stored by the name that torch gives it."""
-
 _MOST_JSON_INT = 2**63
 
 
@@ -390,7 +385,6 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
 }
 """The mark of each type, how it becomes JSON, and how it comes back."""
-
 _FROM_SCALARS: dict[str, Callable[[Any], Any]] = {mark: back for mark, _, back in _SCALARS.values()} | {
     "__int__": lambda told: int(told, 16),
     "__torch__": _decode_constant,

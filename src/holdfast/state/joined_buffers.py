@@ -1,7 +1,7 @@
-"""Buffers in shared memory: several buffers of a model can be one, and forward passes can separate them.
+"""The buffers of a model that share memory, which forward passes can separate.
 
-Buffers that overlap only with one another are noted at each step. So a resume can arrange the model's buffers, which
-it finds as the model is made, as they were after the last step. Called by the training thread.
+Buffers that overlap only with one another are noted at each step. So a resume can arrange the model's buffers, which it
+finds as the model is made, as they were after the last step. Called by the training thread.
 """
 
 from __future__ import annotations

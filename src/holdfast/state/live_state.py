@@ -1,4 +1,4 @@
-"""Live state: the tensors that a model and its optimizers hold at this moment, as tensor entries.
+"""The tensors that a model and its optimizers hold at this moment, as tensor entries.
 
 An optimizer's state comes and goes (most make theirs in the first step), so it is read each time. A parameter with
 everything that belongs to it is one *owner*; so are the persistent buffers together. Of a distributed tensor, this
@@ -36,10 +36,8 @@ from .tensor_entries import RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
-
 Rounds = Generator[Collection[str], None, None]
 """Names of parameters, some at a time."""
-
 Held = dict[str, tuple[TensorEntry, torch.Tensor]]
 """Tensor entries by key, each with the tensor that holds it now."""
 

@@ -1,10 +1,8 @@
-"""Plain tensors: those whose value can be stored, and the one way from a tensor to its bytes.
+"""The one way from a tensor to its bytes, and the test whether a tensor's value can be stored.
 
-A plain tensor has strides, and no class or transform that computes instead of torch. Every room that writes, sends or
-digests a tensor takes its bytes from here. A plain view as bytes would need a stride of 1 even for a single element,
-and would ignore conjugate and negative views.
-
-Types of tensors: torch's own by the names of safetensors, and the reverse.
+A plain tensor has strides, and no class or transform that computes instead of torch. A direct view as bytes would need
+a stride of 1 even for a single element, and would ignore conjugate and negative views, so everything that writes, sends
+or digests a tensor takes its bytes from here. Dtypes are named as in safetensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Progress: the part of the training state that is not tensors of the model.
+"""The part of the training state that is not tensors of the model.
 
-It holds the step, random number generators, data position and learning-rate schedule. User objects with
-``state_dict`` are stored by value (``encoding``).
+It holds the step, random number generators, data position and learning-rate schedule. User objects with ``state_dict``
+are stored by value (``encoding``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ OF_VERSIONS = {
     *("_scale_fn_ref", "_scale_fn_custom", "_anneal_func_type", "_schedule_phases"),
 }
 """The keys in the state of a schedule that only some versions of torch keep."""
-
 HOST_GENERATORS = {"python", "numpy", "torch"}
 """The keys of ``random_state`` that every process has."""
-
 ELASTIC = (
     "a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that"
     " does says so by an attribute elastic = True."

@@ -1,8 +1,8 @@
-"""Schedules: finds learning-rate schedulers that are in use but not given, so that no commit has their state.
+"""The learning-rate schedulers that are in use but were not given, so that no commit has their state.
 
 A scheduler of torch leaves ``initial_lr`` in the groups of its optimizer. ``ReduceLROnPlateau`` leaves nothing and is
-noticed when a learning rate has moved. The scheduler itself is then searched once, among the objects that refer to
-the optimizer.
+noticed when a learning rate has moved. The scheduler itself is then searched once, among the objects that refer to the
+optimizer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Tensor entries: the tensors of a training state in consolidated form.
+"""Tensor entries: the tensors of a training state in consolidated form, as every format of the library names them.
 
 An entry is named by the model's own fully-qualified name and a slot (``param``, ``exp_avg``, ``step``, ``buffer``,
-...). Shapes are global; dtypes are spelled as in safetensors. ``param`` is the fp32 master where there is one.
-
-Numbers: the elements of any type as NumPy numbers, with torch's help only for 8-bit floats.
+...). Shapes are global; dtypes are spelled as in safetensors. ``param`` is the fp32 master where there is one. The
+constants name the slots with a meaning of their own. ``values_of`` reads elements of any dtype as NumPy numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
 """torch's name of each type, by safetensors name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types that are converted into one another on request."""
-
 STEP = "step"
 """The scalar slot that counts updates.
 
@@ -44,10 +42,8 @@ SUBSPACE = "subspace"
 """The slot of the start value of PowerSGD's next approximation, written by earlier versions."""
 CARRIED = (RESIDUAL, SUBSPACE)
 """Slots that one gradient leaves for the next, which no log record advances."""
-
 PENDING = "mezo"
 """The key, in the progress of a MeZO commit, of the last update, which the commit's files lack."""
-
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The names by which torch's wrappers hold the module inside; other wrappers call it ``module``."""
 

@@ -1,4 +1,4 @@
-"""Growing texts: a log record stores only what was added to a long text since the record before.
+"""The new end of a long text, which is all that a log record stores of it.
 
 A log that a script keeps is the same in every record except for its end, so storing it whole would take the square of
 the run's length. This covers texts of ``LONG`` characters or more that are directly in the user state. The addition
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONG = 4096
-
 ADDED, TO = "__added__", "to"
 """The keys of a shortened text: its end, and the number of characters before that."""
 

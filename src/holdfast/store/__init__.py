@@ -1,1 +1,1 @@
-"""Durability: the only room that syncs, renames and unlinks."""
+"""The run directory and its durability: the only room that syncs, renames and unlinks."""

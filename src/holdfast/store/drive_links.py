@@ -1,10 +1,9 @@
-"""Drives: directories on other disks in which a run keeps some of its generation files.
+"""The directories on other disks in which a run keeps some of its generation files.
 
-The run names each drive by a link, ``data/drive_1``, so that a file there has a path below the run like any other.
-Code that reads, verifies, converts or removes files follows the link and knows of no drives.
-A file in the drive's own directory names the run that owns it. The invariant: nothing is written through a link to a
-directory that does not name this run. Its disk may not be mounted, and a copy of the run has the same links. Rates
-are bytes per second.
+The run names each drive by a link, ``data/drive_1``, so that a file there has a path below the run like any other. Code
+that reads, verifies, converts or removes files follows the link and knows of no drives. A file in the drive's own
+directory names the run that owns it. The invariant: nothing is written through a link to a directory that does not name
+this run. Its disk may not be mounted, and a copy of the run has the same links. Rates are bytes per second.
 """
 
 from __future__ import annotations
@@ -28,18 +27,13 @@ from holdfast.store.path_checks import check_place
 
 HOME = "data"
 """The directory of the files on the run's own drive."""
-
 OWNER = "holdfast-drive.json"
 """The file in a drive's directory that names its owner."""
-
 MOST_OWNER_BYTES = 1 << 20
-
 RECORD = "drives.json"
 """The file in the run that records the measured rate of each drive and its share of the state."""
-
 MARK = "holdfast-"
 """Prefix of the empty files by which ranks check for a moment that they see the same drive."""
-
 FOLDER = r"drive_[1-9]\d{0,2}"
 _GENERATION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(0|[1-9]\d*)\.safetensors")
 _NO_FILES = (OWNER, OWNER + TEMPORARY, "lost+found")

@@ -1,7 +1,7 @@
-"""Locks: the file by which one process claims to be the only writer of a run.
+"""The lock file by which one process claims to be the only writer of a run.
 
-A lock is an ``flock``, which the system drops with the process. The content of the file names the holder for people
-and decides nothing, so it is never synced.
+A lock is an ``flock``, which the system drops with the process. The content of the file names the holder for people and
+decides nothing, so it is never synced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Places: the directories that can hold a run, and the errors about others."""
+"""The directories that can hold a run, and the errors about others.
+
+A place is refused before anything is written if it is a file, a dangling link, or inside another run. Called by
+everything that opens a run for writing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,6 @@ NO_PLACE = (
     errno.EROFS,
 )
 """The error numbers for a name that cannot be a directory, or not one of ours."""
-
 OF_A_RUN = ("data", "index", "commits", "timelines", "scratch", "journal")
 """The directories inside a run's directory."""
 

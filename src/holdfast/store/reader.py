@@ -1,8 +1,8 @@
-"""RunReader: reads a run directory.
+"""The reader of a run directory, beside its writer or without one.
 
-It takes no lock and writes nothing. A directory may be read while its writer works. Commits come and go, so every
-call asks the disk, by names alone where that is enough. The invariant: before the writer reuses a commit's files, it
-has unlinked its manifest or replaced it by another one of the same step. So a reader that finds changed bytes checks
+It takes no lock and writes nothing. A directory may be read while its writer works. Commits come and go, so every call
+asks the disk, by names alone where that is enough. The invariant: before the writer reuses a commit's files, it has
+unlinked its manifest or replaced it by another one of the same step. So a reader that finds changed bytes checks
 whether the commit is still listed; if not, it was retired.
 """
 

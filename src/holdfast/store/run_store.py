@@ -1,8 +1,9 @@
-"""LocalStore: a run directory, open for its one writer, and the files that it writes.
+"""A run directory, open for its one writer, and the files that it writes.
 
-``commit_writer`` makes commits, ``rank_commits`` makes those of several ranks, ``retained_commits`` retires them.
-
-Entering: the first rank locks a run and opens its timeline, then the other ranks join.
+``LocalStore`` locks the directory, opens a timeline and hands out the files of units, logs and scratch; its base
+classes make commits (``commit_writer``) and retire them (``retained_commits``). With several ranks the first one locks
+the run and opens its timeline, then the others join, after a check that all see the same directories. On entering,
+every listed commit survives power loss with all that it names. Called by everything that writes a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scratch: bytes that can be computed again, outside every commit.
+"""Scratch files: bytes that can be computed again, outside every commit.
 
 Checksums live in memory and the file is emptied when it is opened, so nothing of an earlier process is ever trusted.
 Nothing is synced. Offsets and sizes are bytes in whole pages.

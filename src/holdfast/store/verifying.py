@@ -1,4 +1,4 @@
-"""Verification: whether every byte that a commit stands for is still as it was written.
+"""The verification of every byte that a commit stands for.
 
 The manifest, its timeline's record, its index and every block of every file are read again. The blocks are read with
 direct I/O, so that the disk answers and not the page cache. Nothing is changed. Sizes are bytes.
@@ -26,6 +26,7 @@ from holdfast.store.format.payload_files import check_size, index_of, unverified
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader
+
 
 WINDOW = 8
 """The number of blocks in flight."""

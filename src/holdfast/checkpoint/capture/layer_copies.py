@@ -6,8 +6,8 @@ since its copy: its version, its place in memory, another accumulation, or some 
 because ``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
 
 With several ranks two kinds of gradients are copied early: shards, which FSDP2 sets when it has reduced them, and those
-that ``averaging`` reports, bucket by bucket. Others are reduced later than torch reports them, and are copied at the
-pre-hook.
+that ``early_averages`` reports, bucket by bucket. Others are reduced later than torch reports them, and are copied at
+the pre-hook.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Own state of an optimizer: attributes, and keys of its ``state`` that are no parameters.
+"""An optimizer's own state: attributes, and keys of its ``state`` that are no parameters.
 
 Log records hold what steps consume, and a replay calls the optimizer's own ``step``, which changes own state as
 training did. So three things suffice:
@@ -45,28 +45,23 @@ OF_TORCH = {
     "_optimizer_load_state_dict_post_hooks",
 }  # fmt: skip
 """Attributes of every torch optimizer, including those that schedulers and scalers add."""
-
 DEPTH = 8
 """The most objects and containers on the path to a leaf."""
-
 _HOSTS = {
     "accelerate", "asyncio", "concurrent", "deepspeed", "holdfast", "lightning", "lightning_fabric", "logging",
     "multiprocessing", "pytorch_lightning", "threading", "tqdm", "transformers", "wandb",
 }  # fmt: skip
 """Packages whose objects belong to the program around the optimizer."""
-
 _CODE = (
     type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial,
     weakref.ReferenceType, nn.Module, property,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, deque)
-
 Path = tuple[tuple[str, Any], ...]
 """The path to a leaf: attributes and items, each with its name or key.
 
 ``state`` is an item of an optimizer's state.
 """
-
 Told = list[list[Any]]
 """Leaves as JSON: the path and the value of each; no value for a leaf that was removed."""
 

@@ -1,8 +1,9 @@
 """Optimizer hooks that copy what each optimizer step consumes, before the step can change it.
 
-A tap is a pre-hook of each optimizer. It runs after averaging, unscaling and clipping, and after other pre-hooks. It
-copies what the codec makes of the gradients. It keeps by value which gradients are None, the hyper-parameters, and what
-a fused optimizer takes from a ``GradScaler``.
+The hook of each optimizer is a pre-hook of its ``step``. It runs after averaging, unscaling and clipping, and after
+other pre-hooks. It copies what the codec makes of the gradients. It keeps by value which gradients are None, the
+hyper-parameters, and what a fused optimizer takes from a ``GradScaler``. Called by the training thread, inside
+``optimizer.step``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from .staging_buffers import StagingBuffer
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes through which a ``GradScaler`` passes values to a fused optimizer."""
-
 OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
 """Fields of an update that records contain only where they have a value."""
 

@@ -1,4 +1,4 @@
-"""Staging buffers: memory into which gradients are copied, owned by the recorder until it is written.
+"""Staging buffers: host memory into which gradients are copied, owned by the recorder until it is written.
 
 Every page is faulted in once. One buffer holds what one iteration consumes. For each optimizer it has a *part*: the
 bytes of a safetensors file with the encoded gradients of all its trained parameters, in whole pages. All buffers have

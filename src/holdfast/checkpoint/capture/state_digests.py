@@ -1,4 +1,9 @@
-"""Comparison of the state of two processes, by the digests of all tensors, owner after owner."""
+"""The comparison of two processes that should hold the same state, by the digests of all tensors, owner after owner.
+
+An owner is a parameter with everything that belongs to it, or all buffers together. A few owners are compared at each
+step, so that the whole state is compared within a bounded time. Called by a replica and its trainer, by ranks that hold
+the same regions, and for buffers that may have changed.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,10 @@
-"""Codecs write the gradients that an optimizer step consumes into a part of a log record, and read them back.
+"""The formats in which gradients are recorded, and how replay reads each of them back.
 
-``Exact`` copies gradients. Other codecs *change what training consumes* (``lossy``). A record holds exactly what
-training consumed, so replay is exact with every codec. Each record names its codec, so a run may be resumed with
-another one. Sizes are bytes.
-
-Lossless compression in place: bytes of one significance are grouped, then compressed by zstd.
-
-Signs and exponents of neighbouring numbers are similar, while mantissas are noise. Separated, the former shrink and the
-latter are stored as they are. Sizes are bytes.
-
-Quantization of a flat tensor to 8-bit integers with a scale for each block.
+A record must hold exactly what the optimizer consumed, so replay is exact with every codec. ``Exact`` copies gradients
+and can compress them without loss, by zstd over bytes of one significance. Other codecs change what training consumes
+(``lossy``); what they write is expanded here, as one sparse vector, 8-bit integers with a scale for each block, or two
+narrow matrices. Training and replay expand by the same functions, which makes the bits equal. Each record names its
+codec, so a run can be resumed with another one. Called by the optimizer hooks and by ``replay``. Sizes are bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Communication hook: ranks of ``DistributedDataParallel`` exchange the largest elements of their gradients.
+"""A communication hook of ``DistributedDataParallel`` by which ranks exchange the largest elements of gradients.
 
 Each rank adds its residual, selects its largest elements and sends them. All ranks add what was sent in the order of
 ranks, starting from zeros, and divide by the number of ranks: a mean, as without the hook. So all ranks hold the same
@@ -23,7 +23,6 @@ from .sparse import Arrays, spread
 
 SENT = ("indices", "values")
 """The arrays that ranks exchange. Their counts are equal on all ranks."""
-
 Forms = dict[str, tuple[int, torch.dtype]]
 """The bytes and the dtype of each array."""
 

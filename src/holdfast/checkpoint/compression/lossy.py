@@ -1,7 +1,8 @@
-"""Lossy codecs: training consumes a gradient that takes few bytes, and what that loses is added later.
+"""The lossy codecs: training consumes a gradient that takes few bytes, and what that loses is added later.
 
 The loss of a gradient is kept as the parameter's *residual* and added to its next gradient (error feedback). The
-optimizer consumes what ``codecs.expand_into`` makes of the recorded arrays, and replay expands the same arrays.
+optimizer consumes what ``codecs.expand_into`` makes of the recorded arrays, and replay expands the same arrays. Called
+by the optimizer hooks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ from .sparse import BITS, Arrays, num_blocks, pick
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """The dtype and the number of elements of each array of a parameter."""
-
 RANKED_AT_ONCE = 1 << 18
 """The number of magnitudes that each CPU thread compares at once, so that they stay in its caches."""
-
 BLOCK = 1024
 """The elements among which the largest are chosen: few enough to be fast, and to index in 16 bits."""
 

@@ -1,4 +1,4 @@
-"""Sparse form of a flat tensor: the values of some of its elements, and their places.
+"""The sparse form of a flat tensor: the values of some of its elements, and their places.
 
 An element's place is its block and a 16-bit index within the block. A block has ``BLOCK`` elements, the last one of a
 tensor fewer, and a count of its stored elements. A block that stores all its elements needs no indices. Missing
@@ -14,10 +14,8 @@ import torch
 
 Arrays = dict[str, torch.Tensor]
 """Flat arrays by name. Those of several parameters, one behind the other, make a part of a log record."""
-
 Take = Callable[[str, torch.dtype, int], torch.Tensor]
 """Returns the next so many elements of the array of that name and dtype."""
-
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of so many bytes."""
 

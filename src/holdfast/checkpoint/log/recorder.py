@@ -1,8 +1,9 @@
-"""The recorder: a thread that makes finalized steps durable, in order and in groups.
+"""The recorder: the thread that makes finalized steps durable, in order and in groups.
 
 A step is *sealed* when all that it consumed has been copied; from then on it belongs to the recorder. A group is
 written when it is full, when its first step has waited for ``MAX_DELAY_SECONDS``, or when a caller waits. After an
-error nothing more is written, and every waiting or later caller gets the error.
+error nothing more is written, and every waiting or later caller gets the error. Called by the log backend and by a
+replica's server.
 """
 
 from __future__ import annotations
@@ -30,10 +31,8 @@ from .. import running_clock
 from ..capture.staging_buffers import StagingBuffer, StagingPool
 
 T = TypeVar("T")
-
 BOUND = 8
 """The most steps that may be on their way to the disk."""
-
 MAX_DELAY_SECONDS = 1.0
 """The longest time that a finalized step waits for others."""
 

@@ -1,6 +1,6 @@
-"""The steps of a run in the event log, in at most one line a second.
+"""The lines of steps in the event log, at most one a second.
 
-So short steps cost nothing. Without an event log, nothing is computed. Seconds, bytes.
+Lines are so rare that short steps cost nothing. Without an event log, nothing is computed. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from ...events import EventLog
 
 SECONDS_BETWEEN_LINES = 1.0
-
 Standing = Callable[[], dict[str, Any]]
 """Returns further fields of a line; its ``written_bytes`` counts since the run was opened."""
 

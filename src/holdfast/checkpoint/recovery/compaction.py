@@ -1,6 +1,6 @@
-"""Compaction: a newer snapshot made from an older one and its log records by replay, so that recovery replays less.
+"""A newer snapshot, made from an older one and its log records by replay, so that recovery replays less.
 
-Invariant: the new snapshot is durable and verified before anything older is removed.
+Invariant: the new snapshot is durable and verified before anything older is removed. Called by ``holdfast compact``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""A snapshot with its log records, as far as all writers have them, and its replay into a live state.
+"""A snapshot with the log records that all writers have after it, and their replay into a live state.
 
-Where this process holds exactly the regions that the writers stored, the records are replayed on the live model. Under
-another parallelism they are replayed in the writers' sharding, on separate tensors, one writer after another, and the
-result is resharded. The log of one writer is a *stream*.
-
-The part of a training state that one writer stored, rebuilt on plain tensors to replay that writer's log records.
-
-Each optimizer is of the same class with the same flags, so that the same kernels run on the same shapes.
+Replay must run with the shapes of the writer, because kernels round differently on other shapes. Where this process
+holds exactly the regions that the writers stored, records are replayed on the live model. Under another parallelism
+each writer's shard is rebuilt on plain tensors (``ShardState``), replayed by itself, and copied into the live state. A
+record that does not verify, or does not reproduce the fingerprint of training, ends the lineage at the step before. The
+log of one writer is called a stream. Called by ``run_recovery``, by compaction, and by replicas.
 """
 
 from __future__ import annotations
@@ -40,16 +38,6 @@ from ..numerics import computing_as, needs_threads, told_in
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
-
-
-class ReplayMismatch(HoldfastError):
-    """Replay of the log record of ``step`` did not give the state that training had."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(
-            f"replaying step {step} did not give what training had. The run continues after step {step - 1}."
-        )
-        self.step = step
 
 
 @dataclass
@@ -384,6 +372,16 @@ class _Taking:
         if self._strides is None:
             return told != fingerprint(self._compared, record.step, self._views)
         return told != fingerprint_as(self._compared, record.step, self._strides)
+
+
+class ReplayMismatch(HoldfastError):
+    """Replay of the log record of ``step`` did not give the state that training had."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"replaying step {step} did not give what training had. The run continues after step {step - 1}."
+        )
+        self.step = step
 
 
 def _chains(

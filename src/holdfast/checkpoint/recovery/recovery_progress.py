@@ -1,4 +1,8 @@
-"""Progress of a recovery: its predicted duration, how far it is, and what it took. Seconds, bytes."""
+"""The progress of a recovery: its predicted duration, how far it is, and what it took.
+
+The prediction comes from the bytes to load and the records to replay, at the rates that the snapshot names. Updated
+while snapshots load and records are replayed; read by progress bars and the event log. Seconds, bytes.
+"""
 
 from __future__ import annotations
 

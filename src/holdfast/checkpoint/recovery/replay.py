@@ -1,7 +1,8 @@
-"""Replay: application of log records to the live model and optimizers, each as the step it was.
+"""The application of log records to a live model and its optimizers, each as the step it was.
 
 Each optimizer runs its own ``step``, without hooks, on the gradients that training consumed, with the hyper-parameters
-of that step. After each step the state is compared with a fingerprint; replay stops where they differ.
+of that step. After each step the state is compared with a fingerprint; replay stops where they differ. Called by
+``lineage``, and by a replica's server for every step.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from ..numerics import draw_again
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""
-
-
 Strides = Mapping[str, Sequence[int]]
 """Strides of parameters that are not contiguous, by name."""
 

@@ -1,13 +1,10 @@
-"""Recovery of a run: its newest whole snapshot and the log records after it, loaded into a live model.
+"""Recovery of a run: the newest whole snapshot and the log records after it, loaded into a live model.
 
 A snapshot that does not verify gives way to the one before it, whose records reach further back. A record ends the
-chain if it is missing, does not verify, or does not reproduce the state of training. The run then continues after the
-step before.
-
-Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is requested.
-All ranks recover the same step, the newest that every rank can reach.
-
-The state of a run at a given step, in memory, without the script that trained it.
+lineage if it is missing, does not verify, or does not reproduce the state of training; the run then continues after the
+step before. Data that the device does not return may be whole, so no step is given up for it, unless an earlier step is
+requested. All ranks recover the same step, the newest that every rank can reach. ``recover`` serves ``Checkpointer``,
+replicas and compaction; ``state_at`` rebuilds the state of any step without the script, for readers of a run.
 """
 
 from __future__ import annotations
@@ -38,25 +35,6 @@ from .recovery_progress import RecoveryProgress
 
 BY, RECORDS = "by", "records"
 """The key, and a value, in a timeline's record that name how the writer's steps survive."""
-
-
-@dataclass
-class RecoveryResult:
-    """The point where the run continues.
-
-    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
-    stored, and does the same after updates. Records may then follow the existing ones.
-    """
-
-    point: Point
-    odd: list[str] = field(default_factory=list)
-    same_cut: bool = True
-    residuals_lost: bool = False
-    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
-    trained: Collection[str] = ()
-    """The parameters that the last step trained, as far as that is known."""
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    """The state that is no tensor, from the record of the last step."""
 
 
 def recover(
@@ -103,6 +81,75 @@ def recover(
         search.refuse_end(line)
         return search.restored(line)
     raise search.none_whole(bases)
+
+
+@dataclass
+class RecoveryResult:
+    """The point where the run continues.
+
+    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
+    stored, and does the same after updates. Records may then follow the existing ones.
+    """
+
+    point: Point
+    odd: list[str] = field(default_factory=list)
+    same_cut: bool = True
+    residuals_lost: bool = False
+    """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
+    trained: Collection[str] = ()
+    """The parameters that the last step trained, as far as that is known."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """The state that is no tensor, from the record of the last step."""
+
+
+def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
+    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
+
+    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
+    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
+    """
+    with LocalStore(root) as store:
+        line = store.line(tip)
+        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
+        threads = torch.get_num_threads()
+        try:
+            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
+            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
+        finally:
+            torch.set_num_threads(threads)
+        if found.residuals_lost:
+            raise BadInput(
+                f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
+                " record. Name a step that `holdfast ls` lists."
+            )
+        told = joined([base.progress_of(stream) for stream in base.streams])
+        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}
+
+
+class _Kept(NoScriptState):
+    """A stand-in for the script that keeps the progress which would be restored."""
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.progress = progress
+
+
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
+
+    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
+    """
+    odd: list[Damaged] = []
+    for ref in store.line(tip):
+        if target is None or ref.step <= target:
+            try:
+                found = store.verify(store.load(ref))
+            except Damaged as error:
+                found = [error]
+            if not found:
+                return
+            odd += found
+    if odd:
+        raise odd[0]
 
 
 @dataclass
@@ -316,25 +363,6 @@ def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
     odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
 
 
-def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
-    """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
-
-    Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
-    """
-    odd: list[Damaged] = []
-    for ref in store.line(tip):
-        if target is None or ref.step <= target:
-            try:
-                found = store.verify(store.load(ref))
-            except Damaged as error:
-                found = [error]
-            if not found:
-                return
-            odd += found
-    if odd:
-        raise odd[0]
-
-
 def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
     """Return whether the snapshot's own records changed residuals after they were copied.
 
@@ -445,34 +473,3 @@ def _said_end(line: Lineage) -> str | None:
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
     )
     return None if line.odd is None else f"{line.odd}{harmless}"
-
-
-class _Kept(NoScriptState):
-    """A stand-in for the script that keeps the progress which would be restored."""
-
-    def restore(self, progress: dict[str, Any]) -> None:
-        self.progress = progress
-
-
-def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
-    """Return the state of the run in ``root`` at ``step``, and the progress of its script there.
-
-    Loads the snapshot before the step and replays the records after it, on the timeline ``tip``. Takes no lock and
-    changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
-    """
-    with LocalStore(root) as store:
-        line = store.line(tip)
-        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
-        threads = torch.get_num_threads()
-        try:
-            state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads
-            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
-        finally:
-            torch.set_num_threads(threads)
-        if found.residuals_lost:
-            raise BadInput(
-                f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
-                " record. Name a step that `holdfast ls` lists."
-            )
-        told = joined([base.progress_of(stream) for stream in base.streams])
-        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}

@@ -1,12 +1,10 @@
-"""Messages between two processes over a stream socket, each delivered whole or not at all.
+"""The transport between a trainer and its replica: messages over a socket, and staging buffers in shared memory.
 
-A message is JSON followed by bytes, preceded by both lengths. Messages that a dead process had sent can still be read;
-a message that its death cut off is dropped. Sizes are bytes.
-
-Staging buffers in memory that two processes share: one fills them, the other uses the content.
-
-The memory is a file that is unlinked as soon as both processes have mapped it. So nothing is left of it when both have
-ended, in whatever way. Sizes are bytes.
+A message, JSON followed by bytes, is delivered whole or not at all. Messages that a dead process had sent can still be
+read; one that its death cut off is dropped. Gradients do not travel in messages: the trainer fills a staging buffer
+that both processes map, and the replica uses the content in place. The file of that memory is unlinked once both have
+mapped it, so nothing is left when both have ended, in whatever way. Used by the replica's client and server. Sizes are
+bytes.
 """
 
 from __future__ import annotations
@@ -34,50 +32,6 @@ from ..capture.staging_buffers import StagingBuffer, StagingPool
 
 _LENGTHS = struct.Struct("<QQ")
 _PIECE = 1 << 20
-
-
-class Message(NamedTuple):
-    about: dict[str, Any]
-    data: memoryview
-    """Writable memory that belongs to this message alone."""
-
-
-class ChannelClosed(Exception):
-    """The other end is closed, and everything that it sent has been read."""
-
-
-class Inbox:
-    """A queue of received messages, filled by a thread at once, so that the sender never waits for the consumer."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
-
-    def next(self, timeout: float) -> Message | None:
-        """Return the next message; None if none arrives within ``timeout`` seconds.
-
-        Raises ``ChannelClosed`` on every call after the end.
-        """
-        try:
-            message = self._messages.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if message is None:
-            self._messages.put(None)
-            raise ChannelClosed
-        return message
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether data has arrived that is not a message yet. Read this before the last call of ``next``."""
-        return self._channel.has_unread
-
-    def _read(self) -> None:
-        with suppress(ChannelClosed):
-            while True:
-                self._messages.put(self._channel.receive())
-        self._messages.put(None)
 
 
 class Channel:
@@ -147,6 +101,50 @@ class Channel:
         return Message(about, data)
 
 
+class Inbox:
+    """A queue of received messages, filled by a thread at once, so that the sender never waits for the consumer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
+
+    def next(self, timeout: float) -> Message | None:
+        """Return the next message; None if none arrives within ``timeout`` seconds.
+
+        Raises ``ChannelClosed`` on every call after the end.
+        """
+        try:
+            message = self._messages.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._messages.put(None)
+            raise ChannelClosed
+        return message
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether data has arrived that is not a message yet. Read this before the last call of ``next``."""
+        return self._channel.has_unread
+
+    def _read(self) -> None:
+        with suppress(ChannelClosed):
+            while True:
+                self._messages.put(self._channel.receive())
+        self._messages.put(None)
+
+
+class Message(NamedTuple):
+    about: dict[str, Any]
+    data: memoryview
+    """Writable memory that belongs to this message alone."""
+
+
+class ChannelClosed(Exception):
+    """The other end is closed, and everything that it sent has been read."""
+
+
 def is_readable(sock: socket.socket, timeout: float | None) -> bool:
     """Return whether ``sock`` has something to read, or has ended, within ``timeout`` seconds (None: at any time).
 
@@ -158,7 +156,6 @@ def is_readable(sock: socket.socket, timeout: float | None) -> bool:
 
 
 RING = "ring"
-
 ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhere is refused."
 """Advice where the shared memory cannot be pinned."""
 

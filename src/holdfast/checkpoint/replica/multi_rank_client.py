@@ -1,14 +1,10 @@
 """The trainer's side of replicas where several ranks train: each rank's replica holds what that rank stores.
 
-A step survives the trainers' death once all ranks have handed it over. So replicas hold back steps that some rank may
-not have, and what all of them have leads to one step. A snapshot is of one step on all ranks, found by counting. It
-becomes a commit when every replica has its share on the disk. Messages between ranks go over the ``RankCoordinator``,
-as for records.
-
-Exchange of state between ranks that hold the same regions, where only one of them has the content.
-
-Under DDP all ranks hold everything and each stores a part, so what their replicas kept is whole only together. The
-bytes travel over the ranks' own group, a bounded number at a time.
+A step survives the trainers' death once all ranks have handed it over, so replicas hold back steps that some rank may
+not have. A snapshot is of one step on all ranks, found by counting, and becomes a commit when every replica has its
+share on the disk. Messages between ranks go over the ``RankCoordinator``, as for records. After a recovery from memory,
+ranks that hold the same regions send each other what only one of them had stored (``give_to_others``). Called by
+``replicating``.
 """
 
 from __future__ import annotations
@@ -42,15 +38,7 @@ from ..snapshot.snapshot_image import image_of
 from ..user_state import ScriptState
 from . import retained_state, shared_memory
 from .replica_client import Replica
-from .replica_rendezvous import ReplicaLocks, StragglerMonitor, has_kept, is_orphan
-
-
-def cut_of(state: LiveState, ranks: Ranks) -> str:
-    """Return a digest of the part of the state that a rank stores."""
-    boxes = {p.name: state.boxes[p.name].to_json() for p in state.stored}
-    return xxhash.xxh3_64_hexdigest(
-        json.dumps([ranks.rank, ranks.world_size, boxes], sort_keys=True).encode()
-    )
+from .replica_liveness import ReplicaLocks, StragglerMonitor, has_kept, is_orphan
 
 
 class Replicas(Replica):
@@ -365,6 +353,14 @@ class Replicas(Replica):
             self._helper.send({"close": True})
         self._helper.end()
         self._post.check()
+
+
+def cut_of(state: LiveState, ranks: Ranks) -> str:
+    """Return a digest of the part of the state that a rank stores."""
+    boxes = {p.name: state.boxes[p.name].to_json() for p in state.stored}
+    return xxhash.xxh3_64_hexdigest(
+        json.dumps([ranks.rank, ranks.world_size, boxes], sort_keys=True).encode()
+    )
 
 
 def _why_not(without: list[int], world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""The replica server of one of several ranks: it holds a replica of what that rank stores.
+"""The server of one rank's replica: it holds what that rank stores, where several ranks train.
 
 It does a step once all ranks have handed the step over. When its trainer dies, the remaining steps are kept as log
 records behind the state. So all replicas of the run can be brought to one step, and they make a snapshot of that step.
@@ -22,13 +22,12 @@ from ...store.run_store import LocalStore
 from ..recovery.replay import clip_as_told
 from . import retained_state, shared_memory
 from .channel import Channel, Message
+from .replica_liveness import HERE, KEPT, ReplicaNotes
 from .replica_process import LAST_WORD, ReplicaConfig
-from .replica_rendezvous import HERE, KEPT, ReplicaNotes
 from .replica_server import ReplicaServer
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
 """The longest times that a replica without trainer waits for a sign of the others, and for their work."""
-
 ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
 """The same times while another trainer waits, the second one for the other ranks' shares of a snapshot."""
 

@@ -1,9 +1,9 @@
-"""The connection to a helper process, such as a replica: start, send, listen, end.
+"""The process of a replica as the trainer sees it: start, send, listen, end.
 
 A thread receives the messages of the process. Every waiting caller gets the error with which the process failed,
-including its death. The process has a session of its own, so a signal that ends this process does not reach it.
-
-The configuration of a replica's process, passed to it when it starts.
+including its death, so no caller waits for a dead process. The process has a session of its own, so a signal that ends
+the trainer does not reach it. ``ReplicaConfig`` is what the process is told when it starts. Called by the replica
+clients.
 """
 
 from __future__ import annotations
@@ -26,31 +26,8 @@ from .. import running_clock
 from .channel import Channel, ChannelClosed
 
 LAST_WORD = "closed"
-
-
 _left: list[PriorityProcess] = []
 """Processes that were released, to be reaped once they have ended."""
-
-
-class PriorityProcess(Protocol):
-    """The interface of a started process."""
-
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
-def start_process(sock: socket.socket) -> PriorityProcess:
-    """Start a replica's process, which serves the other end of ``sock``.
-
-    The process gets none of this one's output streams, because a reader may wait for their end.
-    """
-    source = str(Path(holdfast.errors.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", "holdfast.checkpoint.replica.replica_main", str(sock.fileno())],
-        pass_fds=(sock.fileno(),), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
 
 
 class ReplicaProcess:
@@ -217,6 +194,27 @@ class ReplicaProcess:
             f"the replica {how} while training went on. Step {self.durable_step} is durable, later ones are not. Make"
             " another Checkpointer to resume."
         )
+
+
+def start_process(sock: socket.socket) -> PriorityProcess:
+    """Start a replica's process, which serves the other end of ``sock``.
+
+    The process gets none of this one's output streams, because a reader may wait for their end.
+    """
+    source = str(Path(holdfast.errors.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "holdfast.checkpoint.replica.replica_main", str(sock.fileno())],
+        pass_fds=(sock.fileno(),), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+class PriorityProcess(Protocol):
+    """The interface of a started process."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""The replica server: a process that does every optimizer step of its trainer, writes the run, and outlives the
-trainer.
+"""The server of a replica: it does every step of its trainer, writes the run, and outlives the trainer.
 
 Invariant: only this process writes to the run's directory.
 
@@ -54,11 +53,8 @@ from .replica_process import LAST_WORD, ReplicaConfig
 
 PATIENCE_SECONDS = 5.0
 """The longest time that another process may hold the run's lock."""
-
 LOOK_SECONDS = 0.5
 """The interval of checks whether the trainer is alive, where a child of the trainer keeps its socket open."""
-
-
 BEAT_SECONDS = 1.0
 """Seconds between two heartbeats while a snapshot is written."""
 

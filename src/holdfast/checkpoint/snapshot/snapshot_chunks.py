@@ -1,6 +1,10 @@
-"""Division of the state into chunks, each copied and written by itself in a snapshot. Sizes are bytes.
+"""The chunks of a snapshot: how a state is divided into files, and how one writer's share is loaded again.
 
-One writer's share of a snapshot, loaded into a live state. A writer's part of a run is called a stream.
+A snapshot is written over many steps, so each chunk is copied by itself and may be of an earlier step than the commit;
+log records bring it forward. Therefore tensors that share memory, and everything that an optimizer updates together,
+are in one chunk. What no record brings forward is copied last, at the commit's own step. ``SnapshotShard`` loads the
+chunks of one writer, whose part of a run is called a stream. Called by ``snapshot_writer`` and by recovery. Sizes are
+bytes.
 """
 
 from __future__ import annotations
@@ -64,29 +68,6 @@ class SnapshotChunk:
         }
 
 
-def _in_file(
-    atom: TensorEntry, held: torch.Tensor, stretches: Mapping[str, FlatRange]
-) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that stand for ``held`` in a file, with their keys there."""
-    stretch = stretches.get(atom.name)
-    if stretch is None or stretch.shape != atom.shape:  # not held as its parameter is
-        return [(atom.key, held)]
-    return [(_key_in_file(atom, box), view) for box, view in stretch.views(held)]
-
-
-def _key_in_file(atom: TensorEntry, box: Region) -> str:
-    return f"{atom.key}@{','.join(map(str, box.start))}"
-
-
-def owned_by(state: LiveState) -> dict[str, Held]:
-    """Return the content of a snapshot of ``state``, by owner."""
-    owned = {p.name: state.owned(p) for p in state.stored}
-    buffers = state.buffers()
-    if buffers:
-        owned[BUFFERS] = buffers
-    return owned | {key: {key: held} for key, held in state.residuals_held().items()}
-
-
 def divided(
     owned: dict[str, Held], state: LiveState, prefix: str = ""
 ) -> tuple[list[SnapshotChunk], dict[str, Any]]:
@@ -103,149 +84,18 @@ def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: 
     return {**index, "timeline": timeline, "step": step, "prefix": prefix}
 
 
-def _unit(
-    prefix: str,
-    number: int,
-    owners: tuple[str, ...],
-    rows: range | None,
-    owned: dict[str, Held],
-    state: LiveState,
-) -> SnapshotChunk:
-    held, stretches = _held_of(owned, owners, rows), _stretches(state, owners, rows)
-    entries = [
-        (key, atom.dtype, tuple(tensor.shape))
-        for atom, whole in held.values()
-        for key, tensor in _in_file(atom, whole, stretches)
-    ]
-    layout = Layout.build(entries, METADATA)
-    form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    name = f"{prefix}unit_{number:03d}-{form}"
-    return SnapshotChunk(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
-
-
-def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, FlatRange]:
-    regions = {name: state.boxes.get(name) for name in owners}
-    found = {name: region for name, region in regions.items() if isinstance(region, FlatRange)}
-    return found if rows is None else {name: stretch.rows(rows) for name, stretch in found.items()}
-
-
-def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
-    held = {key: found for owner in owners for key, found in owned[owner].items()}
-    return held if rows is None else _rows_of(held, rows)
+def owned_by(state: LiveState) -> dict[str, Held]:
+    """Return the content of a snapshot of ``state``, by owner."""
+    owned = {p.name: state.owned(p) for p in state.stored}
+    buffers = state.buffers()
+    if buffers:
+        owned[BUFFERS] = buffers
+    return owned | {key: {key: held} for key, held in state.residuals_held().items()}
 
 
 def atoms_of(owned: dict[str, Held]) -> dict[str, TensorEntry]:
     """Return the tensor entries of a snapshot, by key."""
     return {key: atom for held in owned.values() for key, (atom, _) in held.items()}
-
-
-def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
-    """Return groups of owners, each with the rows it covers, None for all.
-
-    Owners stay in order. Overlapping owners stay together. Groups are joined to about ``UNIT_BYTES``; a larger owner is
-    divided by rows. Residuals come last, apart. A rank that stores nothing has one empty group, so that it has a share
-    of the snapshot all the same.
-    """
-    found: list[tuple[tuple[str, ...], range | None]] = []
-    # an optimizer that needs the whole state at once has all chunks at one step
-    bundles = state.bundles() if all(map(is_elementwise, state.optimizers)) else []
-    bundled = {owner for bundle in bundles for owner in bundle}
-    for _, alike in groupby(_together(owned, bundles), lambda owners: _is_late(owned[owners[0]])):
-        for group in packed(alike, lambda owners: sum(_bytes_of(owned[o]) for o in owners), UNIT_BYTES):
-            first, names = group[0][0], tuple(owner for owners in group for owner in owners)
-            is_large = _bytes_of(owned[first]) > UNIT_BYTES  # then it is alone in its group
-            if is_large and first not in bundled and _has_rows(first, owned[first], state):
-                found += [(names, rows) for rows in _divided_rows(owned[first])]
-            else:
-                found.append((names, None))
-    return found or [((), None)]
-
-
-def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the owners in order, each with those whose tensors overlap its own.
-
-    A chunk has all of such a group or none.
-    """
-    group_of = {owner: [owner] for owner in owned}
-    for bundle in bundles:
-        joined = {other for owner in bundle if owner in owned for other in group_of[owner]}
-        in_order = [owner for owner in owned if owner in joined]
-        group_of |= dict.fromkeys(joined, in_order)
-    return [group for owner, group in group_of.items() if group[0] == owner]
-
-
-def _is_late(held: Held) -> bool:
-    """Return whether no log record brings forward what is held."""
-    return any(atom.slot in CARRIED for atom, _ in held.values())
-
-
-def _bytes_of(held: Held) -> int:
-    return sum(atom.nbytes for atom, _ in held.values())
-
-
-def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
-    """Return whether rows of a parameter can be of other steps than the rest.
-
-    That needs an elementwise optimizer whose state is either of the parameter's shape or one number for all rows.
-    """
-    if any(atom.slot in ("buffer", *CARRIED) for atom, _ in held.values()):
-        return False
-    index = state.optimizer_of(state.parameter(owner))
-    whole = _whole_shape(held)
-    alike = all(atom.shape == whole or prod(atom.shape) == 1 for atom, _ in held.values())
-    return alike and len(whole) > 0 and (index is None or is_elementwise(state.optimizers[index]))
-
-
-def _divided_rows(held: Held) -> list[range]:
-    """Divide the rows of a parameter into ranges of at most ``UNIT_BYTES`` with their state, at least one row each."""
-    rows = _whole_shape(held)[0]
-    count = -(-rows // max(rows * UNIT_BYTES // _bytes_of(held), 1))
-    return [range(rows * i // count, rows * (i + 1) // count) for i in range(count)]
-
-
-def _rows_of(held: Held, rows: range) -> Held:
-    """Return the part of an owner's content that belongs to ``rows``."""
-    whole = _whole_shape(held)
-    part: Held = {}
-    for key, (atom, tensor) in held.items():
-        if atom.shape == whole:
-            there = replace(atom, shape=(len(rows), *whole[1:]))
-            part[key] = there, tensor.narrow(0, rows.start, len(rows))
-        elif rows.start == 0:
-            part[key] = atom, tensor
-    return part
-
-
-def _whole_shape(held: Held) -> tuple[int, ...]:
-    """Return the shape of the parameter, which is the first entry of an owner."""
-    return next(iter(held.values()))[0].shape
-
-
-def _index_of(units: Sequence[SnapshotChunk], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
-    atoms: dict[str, Any] = {}
-    whole = atoms_of(owned)
-    for unit in units:
-        for key, (part, _) in unit.held_of(owned).items():
-            atom = whole[key]
-            shape, region = state.place_of(atom)
-            if part.shape != atom.shape and unit.rows is not None:
-                region = region.rows(unit.rows)
-            known = replace(atom, shape=shape).to_json()
-            atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
-    atoms = {key: atoms[key] for key in whole}  # fingerprints are of parameters in the order of the model
-    if not atoms:  # so that two ranks that store nothing write two different files
-        return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
-    return {"version": 1, "atoms": atoms}
-
-
-def _fragments(unit: SnapshotChunk, part: TensorEntry, region: AnyRegion) -> list[dict[str, Any]]:
-    """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
-    if isinstance(region, Region):
-        return [fragment(unit.name, part.key, region)]
-    return [
-        fragment(unit.name, _key_in_file(part, box), box) | {FLAT: list(elements)}
-        for box, elements in zip(region.boxes, region.ranges, strict=True)
-    ]
 
 
 class SnapshotShard:
@@ -379,6 +229,160 @@ class SnapshotShard:
     def _step_of(self, fragment: dict[str, Any]) -> int:
         step = self._base.files[fragment["unit"]].step
         return self._base.step if step is None else step
+
+
+def _in_file(
+    atom: TensorEntry, held: torch.Tensor, stretches: Mapping[str, FlatRange]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that stand for ``held`` in a file, with their keys there."""
+    stretch = stretches.get(atom.name)
+    if stretch is None or stretch.shape != atom.shape:  # not held as its parameter is
+        return [(atom.key, held)]
+    return [(_key_in_file(atom, box), view) for box, view in stretch.views(held)]
+
+
+def _key_in_file(atom: TensorEntry, box: Region) -> str:
+    return f"{atom.key}@{','.join(map(str, box.start))}"
+
+
+def _unit(
+    prefix: str,
+    number: int,
+    owners: tuple[str, ...],
+    rows: range | None,
+    owned: dict[str, Held],
+    state: LiveState,
+) -> SnapshotChunk:
+    held, stretches = _held_of(owned, owners, rows), _stretches(state, owners, rows)
+    entries = [
+        (key, atom.dtype, tuple(tensor.shape))
+        for atom, whole in held.values()
+        for key, tensor in _in_file(atom, whole, stretches)
+    ]
+    layout = Layout.build(entries, METADATA)
+    form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
+    name = f"{prefix}unit_{number:03d}-{form}"
+    return SnapshotChunk(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
+
+
+def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, FlatRange]:
+    regions = {name: state.boxes.get(name) for name in owners}
+    found = {name: region for name, region in regions.items() if isinstance(region, FlatRange)}
+    return found if rows is None else {name: stretch.rows(rows) for name, stretch in found.items()}
+
+
+def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
+    held = {key: found for owner in owners for key, found in owned[owner].items()}
+    return held if rows is None else _rows_of(held, rows)
+
+
+def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
+    """Return groups of owners, each with the rows it covers, None for all.
+
+    Owners stay in order. Overlapping owners stay together. Groups are joined to about ``UNIT_BYTES``; a larger owner is
+    divided by rows. Residuals come last, apart. A rank that stores nothing has one empty group, so that it has a share
+    of the snapshot all the same.
+    """
+    found: list[tuple[tuple[str, ...], range | None]] = []
+    # an optimizer that needs the whole state at once has all chunks at one step
+    bundles = state.bundles() if all(map(is_elementwise, state.optimizers)) else []
+    bundled = {owner for bundle in bundles for owner in bundle}
+    for _, alike in groupby(_together(owned, bundles), lambda owners: _is_late(owned[owners[0]])):
+        for group in packed(alike, lambda owners: sum(_bytes_of(owned[o]) for o in owners), UNIT_BYTES):
+            first, names = group[0][0], tuple(owner for owners in group for owner in owners)
+            is_large = _bytes_of(owned[first]) > UNIT_BYTES  # then it is alone in its group
+            if is_large and first not in bundled and _has_rows(first, owned[first], state):
+                found += [(names, rows) for rows in _divided_rows(owned[first])]
+            else:
+                found.append((names, None))
+    return found or [((), None)]
+
+
+def _together(owned: Mapping[str, Held], bundles: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the owners in order, each with those whose tensors overlap its own.
+
+    A chunk has all of such a group or none.
+    """
+    group_of = {owner: [owner] for owner in owned}
+    for bundle in bundles:
+        joined = {other for owner in bundle if owner in owned for other in group_of[owner]}
+        in_order = [owner for owner in owned if owner in joined]
+        group_of |= dict.fromkeys(joined, in_order)
+    return [group for owner, group in group_of.items() if group[0] == owner]
+
+
+def _is_late(held: Held) -> bool:
+    """Return whether no log record brings forward what is held."""
+    return any(atom.slot in CARRIED for atom, _ in held.values())
+
+
+def _bytes_of(held: Held) -> int:
+    return sum(atom.nbytes for atom, _ in held.values())
+
+
+def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
+    """Return whether rows of a parameter can be of other steps than the rest.
+
+    That needs an elementwise optimizer whose state is either of the parameter's shape or one number for all rows.
+    """
+    if any(atom.slot in ("buffer", *CARRIED) for atom, _ in held.values()):
+        return False
+    index = state.optimizer_of(state.parameter(owner))
+    whole = _whole_shape(held)
+    alike = all(atom.shape == whole or prod(atom.shape) == 1 for atom, _ in held.values())
+    return alike and len(whole) > 0 and (index is None or is_elementwise(state.optimizers[index]))
+
+
+def _divided_rows(held: Held) -> list[range]:
+    """Divide the rows of a parameter into ranges of at most ``UNIT_BYTES`` with their state, at least one row each."""
+    rows = _whole_shape(held)[0]
+    count = -(-rows // max(rows * UNIT_BYTES // _bytes_of(held), 1))
+    return [range(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def _rows_of(held: Held, rows: range) -> Held:
+    """Return the part of an owner's content that belongs to ``rows``."""
+    whole = _whole_shape(held)
+    part: Held = {}
+    for key, (atom, tensor) in held.items():
+        if atom.shape == whole:
+            there = replace(atom, shape=(len(rows), *whole[1:]))
+            part[key] = there, tensor.narrow(0, rows.start, len(rows))
+        elif rows.start == 0:
+            part[key] = atom, tensor
+    return part
+
+
+def _whole_shape(held: Held) -> tuple[int, ...]:
+    """Return the shape of the parameter, which is the first entry of an owner."""
+    return next(iter(held.values()))[0].shape
+
+
+def _index_of(units: Sequence[SnapshotChunk], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
+    atoms: dict[str, Any] = {}
+    whole = atoms_of(owned)
+    for unit in units:
+        for key, (part, _) in unit.held_of(owned).items():
+            atom = whole[key]
+            shape, region = state.place_of(atom)
+            if part.shape != atom.shape and unit.rows is not None:
+                region = region.rows(unit.rows)
+            known = replace(atom, shape=shape).to_json()
+            atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
+    atoms = {key: atoms[key] for key in whole}  # fingerprints are of parameters in the order of the model
+    if not atoms:  # so that two ranks that store nothing write two different files
+        return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
+    return {"version": 1, "atoms": atoms}
+
+
+def _fragments(unit: SnapshotChunk, part: TensorEntry, region: AnyRegion) -> list[dict[str, Any]]:
+    """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
+    if isinstance(region, Region):
+        return [fragment(unit.name, part.key, region)]
+    return [
+        fragment(unit.name, _key_in_file(part, box), box) | {FLAT: list(elements)}
+        for box, elements in zip(region.boxes, region.ranges, strict=True)
+    ]
 
 
 def _owner(atom: dict[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""The bytes of a payload file from the tensors in it, all at once or a block at a time."""
+"""The bytes of a payload file, made of its tensors all at once or a block at a time.
+
+A block at a time needs little memory beside the tensors. Both ways give the same bytes. Called by the writers of
+snapshots and by saves of other libraries' states.
+"""
 
 from __future__ import annotations
 

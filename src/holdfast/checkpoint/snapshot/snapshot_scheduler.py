@@ -1,4 +1,4 @@
-"""The snapshot scheduler: it decides when snapshots are made, and what happens when the disk is behind or full.
+"""The decision when snapshots are made, and what happens when the disk is behind or full.
 
 A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
 are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
@@ -22,13 +22,12 @@ from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
 from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
+from ..collective_snapshots import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from ..log.recorder import Recorder, RecorderTask
 from ..recovery.recovery_progress import RecoveryProgress
-from ..storage_share import LEAST_STORAGE, CollectiveSnapshot, left_bytes
 from .snapshot_writer import SnapshotWriter
 
 POLICIES = ("block", "skip", "commit")
-
 PRIOR_BYTES_PER_SECOND = 500_000_000.0
 """The assumed disk bandwidth before the process has written a snapshot."""
 

@@ -1,17 +1,14 @@
 """Reconstruction of a run's parameters and optimizers from a snapshot, without the script.
 
-Done only where replay in the result equals training:
+Done only where replay in the result equals training; anything else is refused with the reason:
 
 - The optimizers are torch's or this library's. They are elementwise, or work tensor by tensor and one rank recorded the
   run.
 - Nothing is done after the update.
 - The version of torch and the kind of device are the same.
 
-Anything else is refused with the reason.
-
-Factory of models that are only parameters and buffers, and of optimizers of a given class, without the script.
-
-For callers that know a run's tensors by name and its optimizers by class, but do not have the code that made them.
+Models are made as trees of plain modules, and optimizers without ``__init__``. Called by compaction, replicas and
+``state_at``.
 """
 
 from __future__ import annotations
@@ -30,33 +27,6 @@ from ...state.live_state import LiveState
 from ...state.plain_tensors import FROM_NAME
 from ...state.tensor_entries import RESIDUAL
 from ...store.format.manifest import Manifest
-
-
-def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``progress`` that only snapshots hold, since they never change."""
-    kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases")
-    return {name: progress[name] for name in kept if name in progress}
-
-
-def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
-    """Return as JSON what ``rebuilt`` needs; it is stored in a snapshot's progress."""
-    parameters = [captured.parameter for captured in state.parameters]
-    return {
-        "classes": [name_of_class(type(o)) for o in state.optimizers],
-        "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
-        "after_update": after_update,
-        "devices": sorted({parameter.device.type for parameter in parameters}),
-        "strides": strides_of(state),
-        "shared": state.shared(),
-        "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def strides_of(state: LiveState) -> dict[str, list[int]]:
-    """Return the strides of parameters that are not contiguous, by name."""
-    return {p.name: list(p.parameter.stride()) for p in state.parameters if not p.parameter.is_contiguous()}
 
 
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
@@ -90,6 +60,33 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])
     return LiveState(module_of(held), optimizers)
+
+
+def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
+    """Return as JSON what ``rebuilt`` needs; it is stored in a snapshot's progress."""
+    parameters = [captured.parameter for captured in state.parameters]
+    return {
+        "classes": [name_of_class(type(o)) for o in state.optimizers],
+        "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
+        "after_update": after_update,
+        "devices": sorted({parameter.device.type for parameter in parameters}),
+        "strides": strides_of(state),
+        "shared": state.shared(),
+        "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``progress`` that only snapshots hold, since they never change."""
+    kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases")
+    return {name: progress[name] for name in kept if name in progress}
+
+
+def strides_of(state: LiveState) -> dict[str, list[int]]:
+    """Return the strides of parameters that are not contiguous, by name."""
+    return {p.name: list(p.parameter.stride()) for p in state.parameters if not p.parameter.is_contiguous()}
 
 
 def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]], ranks: int) -> None:

@@ -1,9 +1,9 @@
-"""Snapshots: commits of the whole state, made beside training, a bounded number of bytes in each step.
+"""The writer of snapshots: commits of the whole state, made beside training, some bytes in each step.
 
-The state is divided into chunks (``SnapshotChunk``): some parameters with what belongs to them, or some rows of a
-large one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of
-the step at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring
-the chunk to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
+The state is divided into chunks (``SnapshotChunk``): some parameters with what belongs to them, or some rows of a large
+one. Each chunk is copied at the end of some step and written to a generation file of its own. The commit is of the step
+at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring the chunk
+to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
 
 Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
 training thread.

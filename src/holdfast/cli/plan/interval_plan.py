@@ -1,4 +1,7 @@
-"""``plan --cadence``: how often to write a snapshot, and why, from numbers alone. Nothing is read or written."""
+"""The verb ``plan --cadence``: how often to write a snapshot, and why, from numbers alone.
+
+Nothing is read or written. It minimises the same waste as the ``Tuner`` of a run, and says which limits bind.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ from ..output import console, parsed, plain_table, print_facts, print_json, prin
 from .placing import plan_placement
 
 NEEDED = ("step_seconds", "full_bytes", "write_bytes_per_second")
-
 TERMS = {
     "lost": "steps done that were not durable yet",
     "restart": "from the failure to the load",
@@ -35,7 +37,6 @@ TERMS = {
     "record_stall": "training waits for records, failures or not",
     "contention": "training is slower while something is written",
 }
-
 WHAT_IT_DOES = """\
 holdfast plan --cadence finds how many steps to leave between two bases, and how many records to put into one write,
 so that failures and being ready for them cost least. It needs --step, --state and --write; what else is not given

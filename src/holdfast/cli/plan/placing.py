@@ -1,4 +1,8 @@
-"""``plan --model --machine``: placement of the state, time of a step, the bottleneck, and what would help."""
+"""The verb ``plan --model --machine``: placement of the state, time of a step, the bottleneck, and what would help.
+
+The plan is shown as the linear program finds it, and in whole blocks as an engine would run it. Machine and model are
+profiles, so neither has to be here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from ...schedule.planner.plan_search import (
     search,
     what_if,
 )
-from ...schedule.planner.setting import Method
+from ...schedule.planner.training_setting import Method
 from ...schedule.simulate import Simulation
 from ..output import console, parsed, plain_table, print_facts, print_json, print_table
 
@@ -36,12 +40,9 @@ SIZES = {
     "activations": "block inputs",
     "gradients": "waiting gradients",
 }
-
 Engine = tuple[Solution, Simulation] | DoesNotFit
 """The engine's version of a plan and its simulated steps, or the reason why it does not fit."""
-
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
-
 ENGINE_TODAY = (
     "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
     "gradients wait."

@@ -1,4 +1,7 @@
-"""Options of ``plan``, ``simulate`` and ``probe`` on the command line; other files implement the commands."""
+"""The options of ``plan``, ``simulate`` and ``probe`` on the command line.
+
+Each command checks its options and calls the module that implements it, which is imported only then.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Quantity = str | None
 """Bytes or seconds, with a unit."""
-
 PLACEMENT = "Placement of a model on a machine"
 CADENCE = "How often a base is made, with --cadence"
 LIMITS = "Limits, with --cadence"

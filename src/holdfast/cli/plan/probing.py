@@ -1,4 +1,8 @@
-"""``probe``: measure this machine, as a profile for the planner."""
+"""The verb ``probe``: measure this machine, and print the result as a profile for the planner.
+
+The profile names the source of each figure, and ``holdfast plan --machine FILE`` reads it. Bad options are refused
+before anything is measured. Called by ``plan_commands``.
+"""
 
 from __future__ import annotations
 

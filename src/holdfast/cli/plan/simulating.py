@@ -1,4 +1,7 @@
-"""``simulate``: play a plan's operations beside those of ordinary accumulation on the same machine."""
+"""The verb ``simulate``: play a plan's operations beside those of ordinary accumulation on the same machine.
+
+Both orders are the lists that an engine would run, so what is simulated is what would be executed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ...schedule.operation_lists import EVALUATION_BATCHES, fit, host_bytes, pla
 from ...schedule.planner.formulas import PROCESS_BYTES
 from ...schedule.planner.placement import choose
 from ...schedule.planner.plan_search import Case, check_device, engine_case, search
-from ...schedule.planner.setting import Setting
+from ...schedule.planner.training_setting import Setting
 from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_timeline, window
 from ...schedule.vertical import vertical
 from ...schedule.work import BlockPlacement
@@ -25,9 +28,7 @@ from ..output import console, plain_table, print_json, print_table, refuse_no_di
 from .placing import case_of, rate_text
 
 ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}
-
 ON_HOST = ("params", "optimizer", "activations")
-
 COLUMNS = 72
 """The width of a timeline in columns."""
 

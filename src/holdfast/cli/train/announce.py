@@ -1,4 +1,8 @@
-"""Texts of ``holdfast train`` before the first step and after the last, with the commands that continue from there."""
+"""The texts of ``holdfast train``: what it will do before the first step, and how to go on after the last.
+
+Commands are printed as the person would type them, with the arguments that this process was started with. The sample of
+text is printed as it is generated. Called by ``train_job``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from ..output import print_facts
 if TYPE_CHECKING:
     from ...data.corpus import Windowed
     from ...offload.setup.preflight import Preflight
+
 
 MARGIN = "    "
 """The margin left of generated text."""

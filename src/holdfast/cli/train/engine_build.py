@@ -1,6 +1,7 @@
-"""Construction of the engine from a configuration: the recipe's model, its optimizer and its learning rate.
+"""The engine of ``holdfast train``, built from a configuration: optimizer, learning rate, placement and loader.
 
-The optimizer that a configuration selects, over the parameters of a recipe's model.
+The recipe gives the model and the text, the configuration everything else. A continued run gets the hyper-parameters of
+the configuration, not those of its commit. The same seed gives the same bits. Called by ``train_job`` and ``sizing``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from ...offload.setup.preflight import Preflight
 from ...optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mini
 from ..machine import choose_device
 from .recipe import Recipe
+
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+"""Settings of AdamW."""
+OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
+"""Optimizers that update the matrices of the blocks; AdamW updates all other parameters."""
+Group = dict[str, Any]
 
 
 def make_engine(
@@ -104,6 +111,26 @@ def _set_rates(
         group |= {"initial_lr": highest, "lr": highest * factor, "weight_decay": decay}
 
 
+def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
+    """Build the optimizer. Weight decay applies to matrices, not to norms (by dimension) or the embedding.
+
+    Raises ``ConfigError`` if the optimizer would have nothing to update.
+    """
+    kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
+    embeddings = recipe.embeddings()
+    decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
+    others = [p for p in recipe.model.parameters() if p.dim() < 2 or id(p) in embeddings]
+    if kind in OF_MATRICES:
+        return _of_matrices(recipe, config, decayed, _group(others, 0.0))
+    groups = [*_group(decayed, decay), *_group(others, 0.0)]
+    if kind == "adafactor":
+        return torch.optim.Adafactor(groups, lr=rate)
+    if kind == "mezo":
+        return MeZO(groups, lr=rate, seed=config.run.seed)
+    adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}[kind]
+    return adamw(groups, lr=rate, betas=BETAS)
+
+
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
     """Return the factor of the highest learning rate at ``step``, which counts from 0.
 
@@ -123,35 +150,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-BETAS, EPSILON = (0.9, 0.95), 1e-8
-"""Settings of AdamW."""
-
-OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
-"""Optimizers that update the matrices of the blocks; AdamW updates all other parameters."""
-
-Group = dict[str, Any]
-
-
-def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
-    """Build the optimizer. Weight decay applies to matrices, not to norms (by dimension) or the embedding.
-
-    Raises ``ConfigError`` if the optimizer would have nothing to update.
-    """
-    kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
-    embeddings = recipe.embeddings()
-    decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
-    others = [p for p in recipe.model.parameters() if p.dim() < 2 or id(p) in embeddings]
-    if kind in OF_MATRICES:
-        return _of_matrices(recipe, config, decayed, _group(others, 0.0))
-    groups = [*_group(decayed, decay), *_group(others, 0.0)]
-    if kind == "adafactor":
-        return torch.optim.Adafactor(groups, lr=rate)
-    if kind == "mezo":
-        return MeZO(groups, lr=rate, seed=config.run.seed)
-    adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}[kind]
-    return adamw(groups, lr=rate, betas=BETAS)
 
 
 def _of_matrices(

@@ -1,4 +1,4 @@
-"""The record of a run: its latest training configuration, ``config.toml`` in its directory.
+"""The latest training configuration of a run, kept as ``config.toml`` in its directory.
 
 Where ``offload.ssd`` puts the state elsewhere, a copy lies beside the state, so that no other run takes the state for
 its own. A continued run keeps its identity: keys marked ``fixed`` in ``config.py`` keep their values, keys marked
@@ -21,7 +21,6 @@ from ...store.disk import Disk, write_durably
 from ...store.run_store import LocalStore
 
 NAME = "config.toml"
-
 PLACES = ("run.dir", "offload.ssd")
 """Keys that tell where a run is, not what it is."""
 

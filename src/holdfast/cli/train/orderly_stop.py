@@ -1,8 +1,8 @@
-"""Orderly stop: the first SIGINT or SIGTERM requests it, the second one leaves at once.
+"""The orderly stop of a training: the first SIGINT or SIGTERM requests it, the second one leaves at once.
 
 A signal may arrive inside any statement, a print included, so the handler does nothing that takes a lock. It sets a
 flag, which the training loop reads between steps. Leaving at once is always safe, because every durable step is on the
-disk.
+disk. Called by ``train_job``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes of ``holdfast train``: the model and its text.
+"""The recipe of ``holdfast train``: a model, its text, and how samples are stacked and shown.
 
 A recipe is the reference decoder on bytes, or the model in a Hugging Face folder on the tokens of its tokenizer.
 """
@@ -30,14 +30,10 @@ from .kept_config import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
 """Keys of ``[model]`` that a folder defines itself."""
-
 PROMPT = "def __init__(self"
-
 SAMPLE_TOKENS = 240
-
 SAMPLE_SECONDS = 20.0
 """The seconds after which a sample ends: each token reads the whole model from the SSD."""
-
 PROMPT_TOKENS = 12
 """The tokens of held-out text in a prompt, where the model has its own tokenizer."""
 

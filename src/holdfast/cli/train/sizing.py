@@ -1,4 +1,4 @@
-"""The size of the default job: what this machine trains to the lowest loss in about three minutes.
+"""The size of a default job: what this machine trains to the lowest loss in about three minutes.
 
 Called by ``train_job`` for a run without a CONFIG. In this order:
 
@@ -35,7 +35,7 @@ from ...config import FRACTIONS, Config, from_values, to_values
 from ...data.loader import step_loader
 from ...errors import ConfigError, NoCommit, RunMismatch
 from ...events import EventLog
-from ...measure.host_rates import median_seconds
+from ...measure.hardware_rates import median_seconds
 from ...quantities import counted, format_seconds
 from ...store.path_checks import check_place
 from ...store.run_store import LocalStore
@@ -45,7 +45,6 @@ from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, recipe_of
 
 SECONDS = 180.0
 """The seconds that a sized job takes unless ``--seconds`` gives others."""
-
 CONTEXT, SAMPLES = 128, 8
 TOKENS = CONTEXT * SAMPLES
 """The tokens of a step."""
@@ -67,14 +66,10 @@ class Wish:
 
 PLACED = [f"offload.{name}" for name in FRACTIONS]
 """The keys of the place of the state."""
-
 LEAST_STEPS, MOST_WARMUP = 10, 20
-
 MEASURED_SHARE = 0.05
 """The share of the time that measuring may take: no further shape is measured that would exceed it."""
-
 MEASURED_TOKENS = (256_000, 512_000, 1_024_000)
-
 WON_PER_DOUBLING, TOKENS_PER_PARAMETER = 0.08, 20
 """The loss won by twice the tokens beyond the table, up to so many tokens per parameter. Both are assumptions."""
 
@@ -114,7 +109,6 @@ SHAPES = (
     Shape(4, 192, 2e-3, (1.968, 1.700, 1.447)),
 )
 """The shapes to choose from, by rising cost. 4 heads share 2 heads of keys and values."""
-
 TRIED = (SHAPES[0], SHAPES[-1])
 """The shapes that are measured, the cheap one first. Those between are interpolated."""
 

@@ -1,13 +1,9 @@
-"""``holdfast train``: train a language model on text with its state out of core.
+"""The verb ``holdfast train``: a language model is trained on text with its state out of core.
 
 The same command starts a run, continues it and, with more ``train.steps``, extends it: the content of the run directory
-decides. Losses are nats per token; a token of the reference decoder is a byte. Under torchrun it trains on several
-ranks (``launched_ranks``), and the same step uses the same samples on any number of ranks.
-
-``holdfast train`` on several ranks, as torchrun starts them.
-
-Ranks share the micro-batches of a step and stop at the same step. Only the first rank prints and keeps the record of
-the run.
+decides. Under torchrun several ranks share the micro-batches of a step, stop at the same step, and use the same samples
+as any other number of ranks. Only the first rank prints and keeps the record of the run. Losses are nats per token; a
+token of the reference decoder is a byte. Called by ``main``.
 """
 
 from __future__ import annotations
@@ -53,9 +49,7 @@ from .sizing import Wish, sized
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
-
 SAME = "Start all ranks with the same settings and files"
-
 TEMPERATURE = 0.7
 
 
@@ -101,7 +95,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
     def confirm(preflight: Preflight) -> None:
         announce(console, config, recipe.corpus, preflight, config.train.steps - done, ranks.world_size)
 
-    if changed:  # the change was requested with --set, and run() prints it (record.py)
+    if changed:  # the change was requested with --set, and run() prints it (kept_config.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(
@@ -327,7 +321,6 @@ def sampled_ids(
 
 
 T = TypeVar("T")
-
 DEADLINE_SECONDS = 300.0
 """The seconds that a rank waits for another one, as in ``offload``."""
 

@@ -1,5 +1,7 @@
-"""Claims of the ``.metadata`` of a folder of ``torch.distributed.checkpoint``, checked against the sizes of
-its files.
+"""The claims of ``.metadata`` in a folder of ``torch.distributed.checkpoint``, checked against the sizes of its files.
+
+A pickle from elsewhere may claim anything. So no memory is allocated for a claim, and no file is read, before the claim
+was compared with what is there, and a tensor must be covered exactly once. Called by the readers of such folders.
 """
 
 from __future__ import annotations

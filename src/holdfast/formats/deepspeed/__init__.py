@@ -1,4 +1,4 @@
-"""DeepSpeed: reading of ZeRO-1, 2 and 3 checkpoints in place, reading and writing of universal folders."""
+"""The readers of ZeRO-1, 2 and 3 checkpoints of DeepSpeed, in place, and reader and writer of universal folders."""
 
 from __future__ import annotations
 

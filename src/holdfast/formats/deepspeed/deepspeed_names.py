@@ -1,6 +1,9 @@
-"""Code shared by ZeRO checkpoints and universal folders: names, tensor entries of a parameter, and progress.
+"""The part that ZeRO checkpoints and universal folders have in common: names, model states, and progress.
 
-Model states of a checkpoint: facts about the model, its buffers, and parameters that are not trained.
+The model states file holds facts about the model, its buffers, and parameters that are not trained; the rest of a
+parameter comes from other files and is added by ``add_parameter``. Files of two checkpoints are refused. Unknown
+entries of the client state are carried as ``extra``; those that are too large are listed as left out. Called by the
+readers of both formats.
 """
 
 from __future__ import annotations
@@ -32,91 +35,7 @@ _OWN = frozenset({
     "frozen_param_fragments", "lr_scheduler", "global_steps", "mp_world_size", "universal_checkpoint_info",
 })  # fmt: skip
 """Keys of the model states that are read as something other than ``extra``."""
-
-
-class Names(Mapping[str, str]):
-    """Names without those of wrappers, by original name. Raises ``BadInput`` where two names become equal."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        found = {name: unwrapped(name) for name in sorted(names)}
-        while found and all(name.startswith("module.") for name in found.values()):
-            found = {name: plain.removeprefix("module.") for name, plain in found.items()}
-        self._plain = found
-        kept: dict[str, str] = {}
-        for name, plain in found.items():
-            if kept.setdefault(plain, name) != name:
-                raise BadInput(f"{kept[plain]} and {name} are both {plain} without the names of wrappers")
-
-    def __getitem__(self, name: str) -> str:
-        return self._plain[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plain)
-
-    def __len__(self) -> int:
-        return len(self._plain)
-
-
-def add_parameter(contents: WithNumbers, name: str, whole: PlacedParameter) -> None:
-    """Add the tensor entries of a parameter to ``contents``."""
-    for slot, laid in whole.slots.items():
-        pieces, *copies = laid.copies
-        contents.add(
-            SourceTensor(
-                TensorEntry(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged
-            )
-        )
-    for slot, value in whole.values.items():
-        if value.dtype:
-            atom, piece = (
-                TensorEntry(name, slot, (), value.dtype),
-                dense(Region((), ()), value.part, value.offset),
-            )
-        elif slot == "step":
-            atom, piece = (
-                TensorEntry(name, slot, (), "F32"),
-                dense(Region((), ()), contents.add_number(value.number)),
-            )
-        else:
-            contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
-            continue
-        contents.add(SourceTensor(atom, Fragments.of([piece], 0)))
-
-
-def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer stores beside its tensors."""
-    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: state[key] for key in known if key in state}
-
-
-def progress_of(
-    model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the progress from the model states and the optimizer's other values; ``extra`` holds unknown ones."""
-    content, plain = model.content, Plain(model.archive, LARGEST_EXTRA)
-    config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
-    progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}
-    if isinstance(kind := (config.get("optimizer") or {}).get("type"), str):
-        progress["optimizer"] = kind
-    progress["groups"] = [
-        plain({key: value for key, value in group.items() if key != "params"}, f"param_groups[{i}]")
-        for i, group in enumerate(groups)
-    ]
-    if content.get("lr_scheduler") is not None:
-        progress["scheduler"] = plain(content["lr_scheduler"], "lr_scheduler")
-    extra = {
-        key: plain(value, key) for key, value in content.items() if key not in _OWN and value is not None
-    }
-    extra |= {key: plain(value, key) for key, value in optimizer.items()}
-    extra |= {key: plain(value, key) for key, value in model.module.items() if not isinstance(value, Tensor)}
-    progress["extra"] = extra | ({"not_carried": plain.left_out} if plain.left_out else {})
-    return progress
-
-
-def writer_of(model: ModelStates, ranks: int | None = None) -> str:
-    """Return the DeepSpeed version that claims to have written the checkpoint and the number of ranks, for messages."""
-    version = str(model.content.get("ds_version") or "of an unknown version")[:40]
-    return f"DeepSpeed {version}" + (f", {counted(ranks, 'rank')}" if ranks else "")
+SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
 
 
 class ModelStates:
@@ -158,6 +77,79 @@ class ModelStates:
         return self._parts[key]
 
 
+def progress_of(
+    model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the progress from the model states and the optimizer's other values; ``extra`` holds unknown ones."""
+    content, plain = model.content, Plain(model.archive, LARGEST_EXTRA)
+    config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
+    progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}
+    if isinstance(kind := (config.get("optimizer") or {}).get("type"), str):
+        progress["optimizer"] = kind
+    progress["groups"] = [
+        plain({key: value for key, value in group.items() if key != "params"}, f"param_groups[{i}]")
+        for i, group in enumerate(groups)
+    ]
+    if content.get("lr_scheduler") is not None:
+        progress["scheduler"] = plain(content["lr_scheduler"], "lr_scheduler")
+    extra = {
+        key: plain(value, key) for key, value in content.items() if key not in _OWN and value is not None
+    }
+    extra |= {key: plain(value, key) for key, value in optimizer.items()}
+    extra |= {key: plain(value, key) for key, value in model.module.items() if not isinstance(value, Tensor)}
+    progress["extra"] = extra | ({"not_carried": plain.left_out} if plain.left_out else {})
+    return progress
+
+
+def add_parameter(contents: WithNumbers, name: str, whole: PlacedParameter) -> None:
+    """Add the tensor entries of a parameter to ``contents``."""
+    for slot, laid in whole.slots.items():
+        pieces, *copies = laid.copies
+        contents.add(
+            SourceTensor(
+                TensorEntry(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged
+            )
+        )
+    for slot, value in whole.values.items():
+        if value.dtype:
+            atom, piece = (
+                TensorEntry(name, slot, (), value.dtype),
+                dense(Region((), ()), value.part, value.offset),
+            )
+        elif slot == "step":
+            atom, piece = (
+                TensorEntry(name, slot, (), "F32"),
+                dense(Region((), ()), contents.add_number(value.number)),
+            )
+        else:
+            contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
+            continue
+        contents.add(SourceTensor(atom, Fragments.of([piece], 0)))
+
+
+class Names(Mapping[str, str]):
+    """Names without those of wrappers, by original name. Raises ``BadInput`` where two names become equal."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        found = {name: unwrapped(name) for name in sorted(names)}
+        while found and all(name.startswith("module.") for name in found.values()):
+            found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+        self._plain = found
+        kept: dict[str, str] = {}
+        for name, plain in found.items():
+            if kept.setdefault(plain, name) != name:
+                raise BadInput(f"{kept[plain]} and {name} are both {plain} without the names of wrappers")
+
+    def __getitem__(self, name: str) -> str:
+        return self._plain[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+
 def beside(
     contents: ReadFiles, models: list[ModelStates], trained: set[str], partitioned: bool
 ) -> dict[str, LocalParameter]:
@@ -181,6 +173,30 @@ def beside(
     return found | {key: _frozen(contents, models, key, frozen[key]) for key in frozen if partitioned}
 
 
+def check_models(models: list[ModelStates], beside: tuple[str, ...] = ()) -> None:
+    """Raise ``Damaged`` unless all model states agree in the keys of ``SAME`` and of ``beside``."""
+    for key in (*SAME, *beside):
+        for model in models[1:]:
+            if model.content.get(key) != models[0].content.get(key):
+                raise Damaged(
+                    f"{model.archive.path}: {key} is not what it is in {models[0].archive.path.name}: the files are of"
+                    " two checkpoints. Take all of them from one.",
+                    path=str(model.archive.path),
+                )
+
+
+def writer_of(model: ModelStates, ranks: int | None = None) -> str:
+    """Return the DeepSpeed version that claims to have written the checkpoint and the number of ranks, for messages."""
+    version = str(model.content.get("ds_version") or "of an unknown version")[:40]
+    return f"DeepSpeed {version}" + (f", {counted(ranks, 'rank')}" if ranks else "")
+
+
+def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer stores beside its tensors."""
+    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: state[key] for key in known if key in state}
+
+
 def _frozen(contents: ReadFiles, models: list[ModelStates], key: str, shape: Shape) -> LocalParameter:
     """Return a frozen parameter of ZeRO-3, which is divided as trained ones are."""
     local = LocalParameter(shape, -1)
@@ -195,18 +211,3 @@ def _frozen(contents: ReadFiles, models: list[ModelStates], key: str, shape: Sha
         pieces = flat(shape, low, high, model.part(contents, fragment), fragment.offset)
         local.add("param", fragment.storage.dtype, pieces, model.archive.path)
     return local
-
-
-SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
-
-
-def check_models(models: list[ModelStates], beside: tuple[str, ...] = ()) -> None:
-    """Raise ``Damaged`` unless all model states agree in the keys of ``SAME`` and of ``beside``."""
-    for key in (*SAME, *beside):
-        for model in models[1:]:
-            if model.content.get(key) != models[0].content.get(key):
-                raise Damaged(
-                    f"{model.archive.path}: {key} is not what it is in {models[0].archive.path.name}: the files are of"
-                    " two checkpoints. Take all of them from one.",
-                    path=str(model.archive.path),
-                )

@@ -1,4 +1,8 @@
-"""Parameters of one model-parallel rank, joined from the partitions of its data-parallel ranks."""
+"""The parameters of one model-parallel rank, joined from the partitions of its data-parallel ranks.
+
+All ranks must have equal dtypes and equal values, or the checkpoint is refused. Only places are computed; of the data,
+single numbers are read. Called by the readers of ZeRO checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron: reading of its distributed checkpoints (``torch_dist``) in place."""
+"""The reader of Megatron's distributed checkpoints (``torch_dist``), in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a Megatron distributed checkpoint beside those of its tensors.
+"""The files of a Megatron distributed checkpoint beside those of its tensors.
 
 ``metadata.json`` is written last and names the format. ``common.pt`` holds what all ranks have in common.
 ``integrity.json``, which is optional in Megatron, holds the SHA-256 of every file; it reveals a file of another save,

@@ -1,4 +1,4 @@
-"""Places of parameters in the buffers of Megatron's distributed optimizer.
+"""The places of parameters in the buffers of Megatron's distributed optimizer.
 
 Two formats store the optimizer state as flat buffers of a model-parallel rank, without a table of contents. The places
 follow from how Megatron fills a buffer: with the rank's parameters from the last to the first, each at a multiple of
@@ -28,8 +28,6 @@ _IN_LAYER = (
 """Prefixes of a layer's parameters, in the order of its modules."""
 _NORM = "self_attention.linear_qkv.layer_norm_"
 """The prefix of a norm that belongs to the projection with Transformer Engine, and is the first module without it."""
-
-
 _UNKNOWN = (
     "virtual_pipeline_model_parallel_size", "num_experts", "mtp_num_layers", "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",

@@ -1,9 +1,9 @@
-"""Progress of a Megatron checkpoint, from ``common.pt`` and the objects that ranks stored.
+"""The meaning of keys and objects in a Megatron checkpoint: tensors of the model, groups and progress.
 
-Keys of Megatron's distributed checkpoints, and the tensors of the model that they stand for.
-
-A key is a parameter's name in the whole model, or that name after ``optimizer.state`` and a slot. Layers, and experts
-inside them, are stacked in one tensor or have numbered keys; here each has its own name.
+Progress comes from ``common.pt`` and from objects that ranks stored. A key is a parameter's name in the whole model, or
+that name after ``optimizer.state`` and a slot. Layers, and experts inside them, are stacked in one tensor or have
+numbered keys; here each has its own name. An object of which a rank's part is missing is refused. Called by
+``megatron_reader``.
 """
 
 from __future__ import annotations
@@ -153,8 +153,6 @@ _CALLED = {
     "num_experts": "num_local_experts",
     "vocab_size": "vocab_size",
 }
-
-
 MASTERS = ("fp32_param", "master_param")
 """Further names of the slot ``param``, the fp32 master."""
 MOST = 1 << 20

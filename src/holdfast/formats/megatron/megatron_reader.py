@@ -18,8 +18,8 @@ from ...state.encoding import encode
 from ...state.layout.fragments import Fragment, Fragments, dense, flat, joined
 from ...state.layout.regions import Region
 from ...state.tensor_entries import TensorEntry
-from ..dcp.dcp_entries import Entries, Values
 from ..dcp.dcp_metadata import METADATA, Claims, DcpEntry
+from ..dcp.dcp_reader import Entries, Values
 from ..entry_keys import EXTRA, ShapeAndType, slot_of
 from ..source import SourceTensor
 from ..torch_archive.archives import Archive

@@ -1,9 +1,9 @@
-"""State of Megatron's distributed optimizer that is stored as flat buffers.
+"""The state of Megatron's distributed optimizer that is stored as flat buffers.
 
 There are two such formats: ``dp_zero_gather_scatter``, one object for each model-parallel rank, and
 ``fully_sharded_bucket_space`` (now ``dp_reshardable``), one tensor for each bucket. The places of parameters in buffers
-are computed (``layout``) and then proven: every rounded fp32 master must equal the model's stored parameter bit for
-bit.
+are computed (``megatron_layout``) and then proven: every rounded fp32 master must equal the model's stored parameter
+bit for bit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .megatron_layout import LocalTensor, Mesh, one_bucket, places
 
 if TYPE_CHECKING:
     pass
+
 
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_0"

@@ -1,4 +1,4 @@
-"""Packs: rule files (TOML) for families of models, beside this module, to be used as they are or as a start."""
+"""The rule files (TOML) for families of models, to be used as they are or as a start."""
 
 from __future__ import annotations
 

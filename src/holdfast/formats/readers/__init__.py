@@ -1,4 +1,4 @@
-"""The foreign formats: one reader for each, which opens a path as a ``Source``."""
+"""The formats of other libraries: one reader for each, which opens a path as a ``Source``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from ...errors import BadInput
-from ..dcp.dcp_entries import DcpFolder, is_dcp
+from ..dcp.dcp_reader import DcpFolder, is_dcp
 from ..dcp.dcp_safetensors import ShardedSafetensors, is_sharded
 from ..deepspeed import is_deepspeed, open_deepspeed
 from ..fragment_reads import looking_at

@@ -1,4 +1,4 @@
-"""Writer of safetensors for Hugging Face: one file, or a folder that ``from_pretrained`` loads.
+"""The writer of safetensors for Hugging Face: one file, or a folder that ``from_pretrained`` loads.
 
 Files are written by several threads, each file under a temporary name until it is durable. An interrupted conversion
 continues with the missing files. The header is written last, because it holds checksums: under ``holdfast.xxh3`` one

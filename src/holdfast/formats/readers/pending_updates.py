@@ -1,4 +1,4 @@
-"""Pending updates: a MeZO commit lacks the update of its last step, which is computed while its files are read.
+"""The last update of a MeZO commit, which its files lack and which is computed while they are read.
 
 The commit stores the update in its progress as one number for all parameters. The direction is drawn again from the
 seed and the step count that each parameter keeps.

@@ -1,4 +1,8 @@
-"""This library's own commits as sources: every byte that is read has been verified."""
+"""The commits of this library as sources, for everything that reads a state of any format.
+
+Every byte that is returned has been verified by the checksums of the manifest. A commit that is retired while it is
+read is reported as such, and not as damage.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reader of safetensors: one file, or a folder with an index, as Hugging Face's libraries write them.
 
-The metadata of a file that ``huggingface.py`` wrote tells the role of each key, and holds checksums of the tensors and
-of the header. In other files every tensor is a parameter, and flipped bits cannot be detected.
-
-Sets of files with an index from keys to files, as Hugging Face's libraries write them.
+A header is read as strictly as the safetensors library reads it, and bounded in size and memory. The metadata of a file
+that ``huggingface`` wrote tells the role of each key, and holds checksums of the tensors and of the header. In other
+files every tensor is a parameter, and flipped bits cannot be detected. In a folder the single file wins over an index,
+as in transformers. Opened by ``formats.readers``; headers and indexes are also read by other readers of such folders.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reader of state dicts of ``torch.save``: of a model, or of a model, its optimizer and more.
 
 The state dict is one file, or several files with an index, as in older Hugging Face folders. Roles of keys are found as
-in folders of DCP (``keys``). Where an optimizer knows its parameters by number, the names are those stored beside the
-numbers. Without them, the model's order is used, if the shapes allow one assignment only; each group is assumed to keep
-that order.
+in folders of DCP (``entry_keys``). Where an optimizer knows its parameters by number, the names are those stored beside
+the numbers. Without them, the model's order is used, if the shapes allow one assignment only; each group is assumed to
+keep that order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Archives: the zip files that ``torch.save`` writes, whose tensors are stored uncompressed and can be read in place.
+"""The zip files that ``torch.save`` writes, whose tensors are stored uncompressed and can be read in place.
 
 An archive is a whole file or a range of one (an entry of a ``.distcp`` file of DCP). Its entries carry CRC-32 sums,
 which torch writes but does not check when it reads.

@@ -1,4 +1,8 @@
-"""Conversion of pickled objects to JSON, as ``state.progress.encode`` writes it; an object becomes its arguments."""
+"""The conversion of pickled objects to JSON, in the form of ``state.encoding``; an object becomes its arguments.
+
+Nothing that a pickle names is imported or called. Tensors up to a limit are stored by value; larger ones are left out
+and listed. Called by the readers of formats that hold values in pickles.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,6 @@ from .pickles import Key, PickledObject, Tensor
 
 MOST_BEYOND = 16 * MiB
 """Limit for the bytes of tensors, counted each time that they are held, beyond the archive's own size."""
-
 NUMBERS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 """NumPy's names of the number types that Python has as well."""
 

@@ -1,4 +1,4 @@
-"""Reader for foreign pickles that never imports a class or calls a function that a pickle names.
+"""A reader of foreign pickles that never imports a class or calls a function that a pickle names.
 
 A pickle is a program. The names that it may use are listed (``ALLOWED``); each becomes a ``PickledObject``, which holds
 the arguments and attributes that the pickle gives it, or a tensor that says where its bytes lie. Any other name is
@@ -30,7 +30,6 @@ STORAGES = {
 DTYPES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
 _TYPE = re.compile(r"\w+Storage|(q?u?int|float|complex|bits)\d\w*")
 """Torch's names of element types."""
-
 MOST_ELEMENTS = 1 << 62
 """A limit that no axis of a tensor reaches."""
 MOST_SHARED = 1 << 20
@@ -152,7 +151,6 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "torch.device": lambda *given: ":".join(map(str, given)),
 }
 """Callables that are really called: they only hold what they are given."""
-
 ALLOWED = frozenset({
     # torch
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch._utils._rebuild_tensor_v2",

@@ -1,1 +1,1 @@
-"""The common needs of several integrations: positions in a loader, attributes that change, commits of all ranks."""
+"""Code that several integrations need: positions in a loader, attributes that change, commits of all ranks."""

@@ -3,9 +3,8 @@
 Trainers set things up in hooks that they do not call when training resumes in mid-epoch: a number of batches to
 accumulate over, a weight of the loss, the layers that are frozen or in evaluation mode. Plain values in attributes are
 stored by value. An attribute is stored only if training has changed it: everything else belongs to the script, also
-after a resume.
-
-Access to torch's objects inside the wrappers of other libraries.
+after a resume. What cannot be stored causes a warning. Called by all integrations with trainers, as are the helpers for
+wrapped optimizers.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from ...state.encoding import decode, encode
 SCALARS = (bool, int, float, str, type(None))
 KINDS = frozenset((*SCALARS, list, dict, tuple, torch.Tensor, np.ndarray))
 """The exact types of values that are stored."""
-
 PARTS = (nn.Module, torch.optim.Optimizer, torch.Tensor, types.ModuleType)
 """Types that are stored elsewhere, or are no state."""
-
 MOST_ITEMS, MOST_CHARACTERS = 4096, 64 * 1024
 """Limits for the items of a list or dict, and for the JSON; longer attributes cause a warning and are not stored."""
 

@@ -1,6 +1,6 @@
-"""One commit of all ranks: the first opens the run, each rank writes its own files, the first publishes.
+"""The commit of all ranks in one call: the first opens the run, each writes its files, the first publishes.
 
-For callers that save whole states now and then, each by a collective call, and keep nothing open in between.
+Used by callers that save whole states now and then, each by a collective call, and keep nothing open in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ...store.format.manifest import Manifest, Timeline
 from ...store.run_store import LocalStore
 
 _FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+(\.unit_\d+-[0-9a-f]+)?\.0\.safetensors")
-
 Progress = dict[str, Any]
 
 

@@ -1,13 +1,10 @@
-"""Position: the place in a torch ``DataLoader``, which has none of its own: a number of batches of an epoch.
+"""The position in a torch ``DataLoader``, which has none of its own: a number of batches of an epoch.
 
 Batches that were trained on are skipped by their indices alone. The generators are stored as they were when the epoch
-began, so that its order is drawn again. They are set to where the run had them when the first new batch is made. A
-place belongs to one rank of a fixed number.
-
-Sampling: batches of indices, and the random numbers with which batches were made.
-
-Loaders are one batch ahead of training. A batch that is made in the training process draws its random numbers (masks,
-augmentation) before the previous step. Making the same batch again requires the generators as they were then.
+began, so that its order is drawn again, and are set to where the run had them when the first new batch is made. Loaders
+are one batch ahead of training, so a batch that is made but not handed out is made again with its own draws (masks,
+augmentation). A position belongs to one rank of a fixed number: other batch sizes or numbers of ranks are refused.
+Called by the integrations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Units: the bytes of one block (or of the resident rest) in each of their forms.
+"""The units of a model: the bytes of one block (or of the resident rest) in each of their forms.
 
 A unit has a *state image* (fp32 master, optimizer state and counters of its trained parameters, exactly the bytes of
 its generation file), a *frozen image* (parameters that never change), a *compute copy* (every parameter in the compute

@@ -1,12 +1,9 @@
-"""Parameter fragments: one rank's part of a unit's parameters, and its place in the unit's layout.
+"""The shard of each parameter that one rank holds, and its place in the layout of the parameter's unit.
 
-Offsets are bytes. A process that trains by itself has every parameter whole, and its shard is the unit.
-
-Sharding of a unit's tensors over the ranks that train together.
-
-The tensors lie one after another, and a rank has one range of all of them. So its shard of everything laid out in their
-order (compute copy, gradients) is one range of bytes. A tensor is divided only between rows, and only at a multiple of
-4096 elements: there torch's fused kernels give the same bits as on the whole tensor.
+The tensors of a unit lie one after another, and a rank has one range of all of them, so its shard of everything laid
+out in their order (compute copy, gradients) is one range of bytes. A tensor is divided only between rows, and only at a
+multiple of 4096 elements: there torch's fused kernels give the same bits as on the whole tensor. A process that trains
+by itself has every parameter whole. Called by ``block_states``. Offsets are bytes.
 """
 
 from __future__ import annotations
@@ -85,6 +82,37 @@ class ParameterShard:
         return tensor if self.is_whole else tensor[self.box.slices]
 
 
+def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) -> list[list[RowRange]]:
+    """Return, for each rank, its parts of ``tensors``: about as many elements each.
+
+    Each tensor is given by its shape and whether it may be divided.
+
+    >>> for shares in divided([((64, 128), True), ((64,), True)], 2):
+    ...     print(*shares)
+    RowRange(index=0, start=0, stop=4096)
+    RowRange(index=0, start=4096, stop=8192) RowRange(index=1, start=0, stop=64)
+    """
+    bounds = list(accumulate((prod(shape) for shape, _ in tensors), initial=0))
+    total = bounds[-1]
+    inner = [_nearest(tensors, bounds, total * rank / world_size) for rank in range(1, world_size)]
+    return [
+        _between(bounds, first, last, rank == world_size - 1)
+        for rank, (first, last) in enumerate(pairwise([0, *inner, total]))
+    ]
+
+
+class RowRange(NamedTuple):
+    """Elements ``start`` to ``stop`` of the tensor number ``index``, which are whole rows."""
+
+    index: int
+    start: int
+    stop: int
+
+
+GRAIN = 4096
+"""Elements."""
+
+
 class CopyPart(NamedTuple):
     """A contiguous range of a rank's shard of the compute copy.
 
@@ -126,37 +154,6 @@ def copy_parts(ranges: Sequence[tuple[int, int]]) -> list[CopyPart]:
         found.append(CopyPart(at, first, end))
         at += end - first
     return found
-
-
-GRAIN = 4096
-"""Elements."""
-
-
-class RowRange(NamedTuple):
-    """Elements ``start`` to ``stop`` of the tensor number ``index``, which are whole rows."""
-
-    index: int
-    start: int
-    stop: int
-
-
-def divided(tensors: Sequence[tuple[tuple[int, ...], bool]], world_size: int) -> list[list[RowRange]]:
-    """Return, for each rank, its parts of ``tensors``: about as many elements each.
-
-    Each tensor is given by its shape and whether it may be divided.
-
-    >>> for shares in divided([((64, 128), True), ((64,), True)], 2):
-    ...     print(*shares)
-    RowRange(index=0, start=0, stop=4096)
-    RowRange(index=0, start=4096, stop=8192) RowRange(index=1, start=0, stop=64)
-    """
-    bounds = list(accumulate((prod(shape) for shape, _ in tensors), initial=0))
-    total = bounds[-1]
-    inner = [_nearest(tensors, bounds, total * rank / world_size) for rank in range(1, world_size)]
-    return [
-        _between(bounds, first, last, rank == world_size - 1)
-        for rank, (first, last) in enumerate(pairwise([0, *inner, total]))
-    ]
 
 
 def _nearest(tensors: Sequence[tuple[tuple[int, ...], bool]], bounds: list[int], target: float) -> int:

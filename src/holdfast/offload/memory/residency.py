@@ -1,8 +1,9 @@
-"""Residency: the place of every tensor of a run. Handlers of operations acquire and release its buffers here.
+"""The place of every tensor of a run in memory, and the buffers that hold it.
 
-For each block it knows the compute copy (kept on the host, or loaded for one pass), the state image (kept, or loaded
-for one update) and the gradients. For each block and micro-batch it knows the moving inputs. Buffers come from one pool
-of exact sizes; tensors are views of them.
+Handlers of operations acquire and release buffers here, so that none is used twice. For each block it knows the compute
+copy (kept on the host, or loaded for one pass), the state image (kept, or loaded for one update) and the gradients. For
+each block and micro-batch it knows the moving inputs. Buffers come from one pool of exact sizes; tensors are views of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transfer pool: host memory for copies to and from a separate device, which returns to the pool by itself.
+"""Host memory for copies to and from a separate device, which returns to its pool by itself.
 
 No code knows when a tensor that flows between blocks is no longer used: a copy from host memory may be under way long
 after the computation that needs it was queued. So tensors are lent. Their memory returns when nothing, and no copy,
@@ -36,7 +36,6 @@ CROSSING = (
     "input gradients",
 )
 """Kinds of buffers that a separate device copies from or to."""
-
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a packed tensor. Kernels, and so the last bits, depend on strides."""
 

@@ -1,4 +1,4 @@
-"""Boundaries of blocks: the inputs of a call, its output, and the way back for gradients.
+"""The boundaries of blocks: the inputs of a call, its output, and the way back for gradients.
 
 A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the block and
 kept (on the host or on the SSD) for its recomputation, unless its graph is kept. Their gradients go back to the code

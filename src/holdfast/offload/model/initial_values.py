@@ -1,4 +1,4 @@
-"""Initial values of a fresh run: the model's own, or created unit by unit for parameters on ``meta``.
+"""The initial values of a fresh run: the model's own, or created unit by unit for parameters on ``meta``.
 
 A Hugging Face model is initialised as by its own constructor: every module by ``reset_parameters``, then every module
 by ``_init_weights``, children first, because some modules are initialised by their parent. All other units are on

@@ -1,4 +1,4 @@
-"""Micro-batches as coroutines: the model's ordinary forward, suspended at every block.
+"""The micro-batches of a step as coroutines: the model's ordinary forward, suspended at every block.
 
 Each micro-batch runs ``model(...)`` on a thread of its own, and one thread runs at a time. Where the model calls a
 block, the thread hands over the call and waits. The engine runs the block when the schedule says so and hands the
@@ -26,8 +26,6 @@ from ..setup.process_settings import callers_default_device, end_openmp_threads
 from .blocks import BlockFunction, Blocks
 
 _running = threading.local()
-
-
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 """Autocast state for each kind of device: the kind, whether autocast is on, and its dtype."""
 

@@ -1,4 +1,8 @@
-"""A model described for out-of-core training. Describing it changes and writes nothing."""
+"""The description of a model for out-of-core training: blocks, resident rest, units and their layouts.
+
+Describing a model changes and writes nothing, so everything that could be wrong with it is found before anything is
+taken over. Called by ``offload``, and by whatever needs the sizes of its units.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a model over: its own parameters leave memory, and the resident parameters are put in their place.
+"""The takeover of a model: its own parameters leave memory, and the resident parameters are put in their place.
 
 Each parameter carries a mark that names the run which has taken it, so that no other engine takes an empty parameter
 for a fresh one.

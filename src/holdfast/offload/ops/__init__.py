@@ -1,4 +1,4 @@
-"""Handlers that carry out each kind of operation. One file per concern, one function per kind."""
+"""The handlers that carry out each kind of operation: one file per concern, one function per kind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "catch_up_resident": mezo_ops.catch_up_resident,
     "commit": commit_ops.commit,
 }
-
 REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_state": rollback.load,
     "load_grads": rollback.load_grads,

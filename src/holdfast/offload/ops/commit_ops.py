@@ -1,4 +1,8 @@
-"""The commit: the manifest that makes a step's files the newest state."""
+"""The operation that makes a step's files the newest state: the manifest of its commit.
+
+With several ranks each makes its share durable, and the first publishes. No commit names a file that is not durable,
+and all ranks must publish the same step. Run by the executor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computations: a block's forward, its recomputation with backward, and the loss.
+"""The computations of a step: a block's forward, its recomputation with backward, and the loss.
 
 All run on the engine's own thread. A block's parameters are installed for one pass: each place in the modules holds a
 leaf that shares the memory of the compute copy. The leaf's gradient is added to the fp32 sum as soon as it arrives.
@@ -30,7 +30,6 @@ from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
 FORWARD = "forward"
-
 Held = Callable[[], Gradients]
 """Function that returns the place to which a block's gradients are added, once there are any."""
 

@@ -1,4 +1,8 @@
-"""Gradients of a block's parameters: handed to the host, measured for clipping, spilled where memory is short."""
+"""The operations on gradients of parameters: handed to the host, measured for clipping, spilled where memory is short.
+
+Norms are computed as ``clip_grad_norm_`` does, in the order of the model's parameters. Several ranks add their sums,
+and each keeps the shard that it updates with. Run by the executor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that flow between blocks: outputs that become inputs, and their gradients on the way back.
+"""The operations on tensors that flow between blocks: outputs that become inputs, and their gradients on the way back.
 
 A block's output is a ``BlockOutput`` until the model's thread has received it. From then until the next block's
 backward it is that block's input, a ``Boundary``. The input of block 0 comes from the prologue.

@@ -1,4 +1,4 @@
-"""The zeroth-order step (MeZO): losses with displaced weights tell how far to move the weights.
+"""The operations of the zeroth-order step (MeZO): losses with displaced weights tell how far to move the weights.
 
 Weights are first moved by the step before, then displaced both ways. A block's buffer holds one compute copy, displaced
 along the direction of the step, and behind it the trained part of another, displaced against it. What never changes is

@@ -1,4 +1,8 @@
-"""Parameters: a block's compute copy comes to the device for one pass, and goes back after an update."""
+"""The operations on a block's compute copy: to the device for one pass, and back after an update.
+
+With several ranks the whole copy is gathered from their shards for the pass. A copy that is read from the SSD is the
+one that the latest update wrote. Run by the executor.
+"""
 
 from __future__ import annotations
 

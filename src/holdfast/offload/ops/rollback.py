@@ -1,4 +1,4 @@
-"""Redo of updates that were made before the gradient norm was known, for steps that must be clipped or skipped.
+"""The redo of updates that were made before the gradient norm was known, where they must be clipped or skipped.
 
 The commit of the step before is still whole: none of its files is written before the next commit is published. So the
 state before the guess is read from that commit, whether it lives on the SSD or in host memory. The new state goes to

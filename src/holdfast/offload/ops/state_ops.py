@@ -1,4 +1,8 @@
-"""Master parameters and optimizer state of a unit: brought to the host, updated, and written to a new file."""
+"""The operations on master parameters and optimizer state: brought to the host, updated, and written to a new file.
+
+The file that a step writes is named by no commit until the step's own is published, so the state before the update
+stays whole. Run by the executor, on the threads of their lanes.
+"""
 
 from __future__ import annotations
 

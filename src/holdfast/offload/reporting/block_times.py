@@ -1,4 +1,4 @@
-"""Measures with real tensors how long one micro-batch takes in a block and in the rest of the model. Seconds.
+"""The measured times of one micro-batch, with real tensors, in a block and in the rest of the model. Seconds.
 
 One block and the code outside of the blocks get parameters of random numbers, in the dtype of the run. The model's own
 code runs from its first line to its loss, and the other blocks pass on the output of the first. So no model is too
@@ -31,7 +31,6 @@ from ..setup.process_settings import callers_default
 
 TIMES = 9
 """Largest number of times that each is timed; the median is taken."""
-
 RANDOM_ELEMENTS = 64 * 2**20
 """Most elements of a parameter that gets random numbers; larger ones get one number."""
 

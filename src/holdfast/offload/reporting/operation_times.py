@@ -1,4 +1,4 @@
-"""Records when the operations of a step ran, for the event log. Seconds.
+"""The record of when the operations of a step ran, for the event log. Seconds.
 
 Recorded are the first and the third step since the engine was built, and every thousandth. In all others nothing is
 recorded. A step's updates and its commit continue beside the next step, so a record is written when the computations of
@@ -20,7 +20,6 @@ from .step_reports import by_lane
 
 SAMPLED, EVERY = (1, 3), 1000
 """Recorded steps since the engine was built, counted from 1."""
-
 DIGITS = 6
 """Decimal digits of recorded seconds."""
 

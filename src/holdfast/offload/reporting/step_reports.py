@@ -1,4 +1,8 @@
-"""Reports for events: what a run will take, what a step did, and what moved. Bytes, seconds."""
+"""The events of an engine: what a run will take, what a step did, and what moved.
+
+Bytes are those that really moved, counted by the queue and the device, so that a report can compare them with the
+schedule. Called by the engine. Bytes, seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures a model without running it: one micro-batch through fake tensors.
+"""The measurement of a model without running it: one micro-batch through fake tensors.
 
 The model's own forward and backward are traced with tensors that have shapes and no bytes. The trace gives:
 

@@ -1,4 +1,8 @@
-"""Builder of a run's runtime in its open store, filled afresh, from another state, or from a commit."""
+"""The builder of a run's runtime in its open store, filled afresh, from another state, or from a commit.
+
+Units are filled one at a time, so that the model is never whole in memory. Every byte that comes from a commit is
+verified. Called by ``offload``, once its checks have passed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections of the machine profile by the times of a run's own steps, for the next start.
+"""The correction of the machine's profile by the times of a run's own steps, for the next start.
 
 They change nothing in the run. The rule:
 
@@ -32,10 +32,8 @@ from .automatic_placement import Prediction
 
 FIRST, LAST = 5, 9
 """First and last recorded step since the engine was built, counted from 1."""
-
 MOST = 2.0
 """Largest ratio that counts."""
-
 LEAST_PART = 0.5
 """Fraction of a step during which a resource must work to be corrected."""
 

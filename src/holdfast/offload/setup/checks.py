@@ -1,4 +1,8 @@
-"""Checks of the arguments of ``offload``, before anything else is done with them."""
+"""The checks of the arguments of ``offload``, before anything else is done with them.
+
+Each check refuses a combination that could not work, with the way out, or warns of one that is slow. Nothing is changed
+or written.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import nn
 
 from ...accelerators import emulates_bf16, is_accelerator, name_of
 from ...errors import BadInput, ModelNotSupported
-from ...measure.host_rates import product_seconds
+from ...measure.hardware_rates import product_seconds
 from ...optim.mezo import epsilon_of
 from ...schedule.work import ORDERS
 from ..model.blocks import Blocks, candidates, configurations, parameter_bytes

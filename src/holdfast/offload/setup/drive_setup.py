@@ -1,14 +1,10 @@
-"""The drives of a run: their rates, measured once for a list of drives, and the units stored on each. Bytes, seconds.
+"""The drives of a run: their rates, and the drive on which each unit of the state lies.
 
-The result is stored with the run, so that a unit stays on its drive from one resume to the next. Only another list of
-drives is measured anew; units that then belong elsewhere are written to their new drive as the run continues. All ranks
-use the same drives, as the first rank finds them.
-
-Distribution of the units of state over several SSDs. Bytes, bytes per second.
-
-A unit's files all lie on one drive. Units go round in proportion to the rate of each drive, so that in every step and
-every stretch of blocks all drives are busy for about the same time. Several ranks move their parts of one unit at once,
-so these lie on different drives too.
+Rates are measured once for a list of drives and stored with the run, so that a unit stays on its drive from one resume
+to the next; units that belong elsewhere after a change of the list are written to their new drive as the run continues.
+A unit's files all lie on one drive. Units go round in proportion to the rate of each drive, so that in every stretch of
+blocks all drives are busy for about the same time, and the parts of several ranks lie on different drives. All ranks
+use the drives that the first rank finds. Called by ``offload``. Bytes, seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +30,6 @@ from ...store.run_store import see_drives
 from ..model.model_parts import ModelParts
 from .automatic_placement import Limits, nearest, to_standard_error
 from .step_planning import RunPlan
-
-SECONDS = 1.0
-"""Duration of the measurement of one drive."""
-
-FILE_BYTES = 256 * MiB
-OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
-"""Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +136,13 @@ class Drives:
             sum(unit.missing_bytes() for unit in stored.values() if unit.folder == folder)
             for folder in self.folders
         ]
+
+
+SECONDS = 1.0
+"""Duration of the measurement of one drive."""
+FILE_BYTES = 256 * MiB
+OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
+"""Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
 
 
 def moved_bytes(plan: RunPlan) -> tuple[int, int]:

@@ -1,6 +1,9 @@
-"""Resuming: finds the newest whole commit of a run, and checks that it is one of this model.
+"""The commit from which an engine resumes: the newest whole one, checked to be one of this model.
 
-Reading of a commit that other ranks have made, as the fragments that this rank has.
+A commit of another model, of other ``blocks=``, or with tensors in another order is refused by name. Commits that are
+passed over because of damage are warned about. Where other ranks made the commit, ``ReshardedCommit`` reads from it the
+regions that this rank has, and every byte is verified as it is read. Called by ``offload`` and by the builder of an
+engine.
 """
 
 from __future__ import annotations
@@ -41,77 +44,10 @@ def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
     return manifest
 
 
-def _newest_readable(store: LocalStore) -> Manifest | None:
-    """Return the newest commit whose manifest and index can be read; its data may be damaged."""
-    for ref in store.line():
-        with suppress(Damaged, NoCommit):
-            manifest = store.load(ref)
-            store.atoms(manifest)
-            return manifest
-    return None
-
-
-def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> None:
-    """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
-    theirs = store.atoms(manifest)
-    ours = parts.index()["atoms"]
-    for key in [*ours, *theirs]:
-        there, here = _sort(theirs.get(key)), _sort(ours.get(key))
-        if there != here:
-            raise RunMismatch(
-                f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
-                "Give this one its own directory, or build the model and optimizer that the run was made with."
-            )
-
-
-def _sort(atom: dict[str, Any] | None) -> str:
-    return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
-
-
 def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
     _same_blocks(stored, store, manifest)
     _same_layouts(stored, store, manifest)
-
-
-def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
-    """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
-    there, here = (
-        ", ".join(sorted(one - other))
-        for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
-    )
-    if there or here:
-        raise RunMismatch(
-            f"{store.root} was made with other blocks= of this model: there are files of {there or 'no others'} in "
-            f"it, and here of {here or 'no others'}. Pass the blocks= that the run was made with, or give this one its "
-            "own directory."
-        )
-
-
-def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
-    """Raise ``RunMismatch`` if a file of the run has its tensors at other places.
-
-    Names, shapes and dtypes are the same then, in another order, as after a change of the model's code.
-    """
-    for name, unit in stored.items():
-        ref = manifest.files[name]
-        if store.layout(ref).header != unit.layout.header:
-            raise other_layout(ref.path)
-
-
-def other_layout(path: str) -> RunMismatch:
-    """Return the error for a file whose tensors are not where this model would have them."""
-    return RunMismatch(
-        f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
-        "run was made with, or give this one its own directory."
-    )
-
-
-def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
-    """Return ``manifest`` with the progress of this rank, or that of the first rank if this rank has none."""
-    streams = [ranks.stream, *manifest.streams]
-    stream = next(each for each in streams if each in manifest.streams)
-    return replace(manifest, progress=manifest.progress_of(stream))
 
 
 class ReshardedCommit:
@@ -150,6 +86,73 @@ class ReshardedCommit:
             image[entry.offset : entry.end] = read_box(
                 self._files, self._manifest, self._atoms[entry.key], box
             )
+
+
+def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
+    """Return ``manifest`` with the progress of this rank, or that of the first rank if this rank has none."""
+    streams = [ranks.stream, *manifest.streams]
+    stream = next(each for each in streams if each in manifest.streams)
+    return replace(manifest, progress=manifest.progress_of(stream))
+
+
+def _newest_readable(store: LocalStore) -> Manifest | None:
+    """Return the newest commit whose manifest and index can be read; its data may be damaged."""
+    for ref in store.line():
+        with suppress(Damaged, NoCommit):
+            manifest = store.load(ref)
+            store.atoms(manifest)
+            return manifest
+    return None
+
+
+def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
+    theirs = store.atoms(manifest)
+    ours = parts.index()["atoms"]
+    for key in [*ours, *theirs]:
+        there, here = _sort(theirs.get(key)), _sort(ours.get(key))
+        if there != here:
+            raise RunMismatch(
+                f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
+                "Give this one its own directory, or build the model and optimizer that the run was made with."
+            )
+
+
+def _sort(atom: dict[str, Any] | None) -> str:
+    return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
+
+
+def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
+    there, here = (
+        ", ".join(sorted(one - other))
+        for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
+    )
+    if there or here:
+        raise RunMismatch(
+            f"{store.root} was made with other blocks= of this model: there are files of {there or 'no others'} in "
+            f"it, and here of {here or 'no others'}. Pass the blocks= that the run was made with, or give this one its "
+            "own directory."
+        )
+
+
+def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raise ``RunMismatch`` if a file of the run has its tensors at other places.
+
+    Names, shapes and dtypes are the same then, in another order, as after a change of the model's code.
+    """
+    for name, unit in stored.items():
+        ref = manifest.files[name]
+        if store.layout(ref).header != unit.layout.header:
+            raise other_layout(ref.path)
+
+
+def other_layout(path: str) -> RunMismatch:
+    """Return the error for a file whose tensors are not where this model would have them."""
+    return RunMismatch(
+        f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
+        "run was made with, or give this one its own directory."
+    )
 
 
 def _is_same(one: FileRef, other: FileRef) -> bool:

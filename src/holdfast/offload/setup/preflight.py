@@ -1,4 +1,8 @@
-"""The preflight: what a run will take, known before anything is written."""
+"""The preflight of a run: the memory and disk space that it will take, known before anything is written.
+
+``DoesNotFit`` names what is too small and by how much. The numbers come from the operation lists that the engine runs.
+Called by ``offload``; printed by ``holdfast train`` and compared with what was measured in reports.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The process: its memory, how its allocator keeps freed memory, and its OpenMP threads.
+"""The settings of the process that an engine needs: its memory, its OpenMP threads, and the default device.
 
-Default devices: Holdfast creates its tensors on the host, whatever ``torch.set_default_device`` the script has set.
-
-What the engine creates without naming a device belongs on the host, so every public call runs with the host as the
-default device. The model's own code gets the caller's default back (``callers_default``): blocks on the calling thread,
-the rest of the model on its micro-batch's thread.
+Freed memory is kept by few heaps and returned on request, and threads that a phase of a step no longer needs are ended.
+What the engine creates without naming a device belongs on the host, whatever ``torch.set_default_device`` the script
+has set, so every public call runs with the host as the default device. The model's own code gets the caller's default
+back (``callers_default``). Called by the engine and wherever it runs code of the model.
 """
 
 from __future__ import annotations
@@ -76,10 +75,8 @@ def _pause_openmp() -> Callable[[int], int]:
 
 
 HOST = torch.device("cpu")
-
 _callers: ContextVar[torch.device | None] = ContextVar("holdfast_default_device", default=None)
 """The caller's default device, inside a call that has changed it."""
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

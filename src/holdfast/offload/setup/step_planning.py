@@ -1,4 +1,4 @@
-"""Plans a run: measures a micro-batch, chooses what stays on the host, and lists a step's operations.
+"""The plan of a run: a measured micro-batch, the choice of what stays on the host, and a step's operations.
 
 Memory, traffic and space are then computed from that list. Nothing is changed, written or allocated.
 """
@@ -34,20 +34,15 @@ from .block_measurement import MeasuredBlocks, measure
 from .process_settings import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
-
 ZEROTH = "zeroth"
 """The schedule of MeZO, which replaces the other two."""
-
 LISTS = {**SCHEDULES, ZEROTH: zeroth}
-
 NOT_GIVEN: dict[str, Fraction] = {
     "params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0, "recomputed": 1.0,
 }  # fmt: skip
 """Fractions used where none is given and nothing is planned."""
-
 MOST_OF_FREE = 0.9
 """Fraction of the memory that is free when a run begins, which "auto" allows the run."""
-
 KERNEL_BYTES = 48 * MiB
 """Bytes by which a process grows when torch's kernels run for the first time: code, tables and scratch.
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters: summed on the device, brought to the host, spilled where they may not wait there.
+"""The transfers of parameters' gradients: summed on the device, brought to the host, spilled where they may not wait.
 
 On the host they stay until the end of the backward pass (``kept_grads``), or their buffer goes from block to block
 (``grads``). Delayed ones stay where block inputs were kept that the backward pass has used, if there are enough of them
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import Hold, Key
-from .parts import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
+from .step_builder import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
 
 
 def spilled(s: StepBuilder, block: int) -> bool:

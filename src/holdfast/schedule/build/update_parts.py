@@ -1,6 +1,6 @@
-"""Updates: the optimizer's state comes to the host, is stepped with the gradients, and goes to new files.
+"""The updates of a schedule: optimizer state comes to the host, is stepped, and goes to new files.
 
-The commit publishes these files. No update starts before all losses are known to be finite.
+The commit publishes the new files. No update starts before all losses are known to be finite.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .parts import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:

@@ -1,4 +1,4 @@
-"""Cadence: steps between snapshots and log records per write, chosen so that failures cost least.
+"""The steps between snapshots and the log records per write, chosen so that failures cost least.
 
 It is the optimum of ``waste.py`` over whole numbers, under limits of the user (time to recover, storage, memory,
 bandwidth) or of the writer (steps on their way, the time it takes to make a snapshot). Each limit bounds one of the two
@@ -27,7 +27,6 @@ from .waste import (
 
 MOST_STEPS = 1_000_000
 """Most steps between snapshots, where no limit asks for fewer."""
-
 STORAGE_FULLS = 20
 """Default cap on storage, in sizes of the state."""
 

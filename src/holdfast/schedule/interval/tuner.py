@@ -1,9 +1,9 @@
-"""The tuner: adapts the number of steps between snapshots while a run continues.
+"""The tuner of the number of steps between snapshots, which follows what a run measures while it continues.
 
-It receives how long the training thread waits, how much is written and how fast, and runs ``cadence.optimum`` again
-when that has changed. Pure: it reads no clock; callers pass times. Seconds, bytes.
-
-Estimates of a run's measured costs, updated while they change. Seconds, bytes.
+It receives how long the training thread waits, how much is written and how fast, and computes the optimum again when
+that has changed. Estimates start at what is believed before anything is known, and newer observations have more weight.
+Where not all limits can be kept, storage is. Pure: it reads no clock; callers pass times. Called by the snapshot
+scheduler, and by the planning command for the same numbers. Seconds, bytes.
 """
 
 from __future__ import annotations
@@ -24,36 +24,18 @@ FIRST_STEPS = 100
 Replay takes a fraction of training, so this costs a few steps' time after a failure. A snapshot that takes as long as
 several steps is spread over a hundred.
 """
-
 WARM_STEPS = 10
 """Steps until a step's time is believed."""
-
 ENOUGH = 1.07
 """Factor by which the optimum must have moved for another number to be taken."""
-
 KEEP = 0.6
 """Weight that an observation leaves to those before. Snapshots are rare: a changed machine shows after a few."""
-
 COPY_BYTES_PER_SECOND = 4 * GiB
 """Rate believed of copies in host memory until one was timed."""
-
 BASE_BYTES_PER_STEP = 64 * MiB
 """Bytes of a snapshot that a Checkpointer copies at the end of one step."""
-
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
 """Mean time believed as firmly as one observed failure, until there are restarts."""
-
-
-@dataclass(frozen=True)
-class IntervalChange:
-    """Another number of steps, and the reason."""
-
-    steps: int
-    was: int
-    binding: tuple[str, ...]
-    relaxed: tuple[str, ...]
-    """Limits that cannot be kept, and were left out."""
-    measured: MeasuredCosts
 
 
 class Tuner:
@@ -152,6 +134,18 @@ class Tuner:
         return all(self.steps >= bound.value if bound.low else self.steps <= bound.value for bound in found)
 
 
+@dataclass(frozen=True)
+class IntervalChange:
+    """Another number of steps, and the reason."""
+
+    steps: int
+    was: int
+    binding: tuple[str, ...]
+    relaxed: tuple[str, ...]
+    """Limits that cannot be kept, and were left out."""
+    measured: MeasuredCosts
+
+
 def prior(
     full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float
 ) -> MeasuredCosts:
@@ -167,50 +161,6 @@ def prior(
         replay_seconds=0.1,
         mean_seconds_between_failures=MEAN_SECONDS_BETWEEN_FAILURES,
     )
-
-
-def _rarest(measured: MeasuredCosts, limits: Limits) -> int:
-    """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
-    most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
-    return int(max(1, min(MOST_STEPS, *most)))
-
-
-def _near(a: int, b: int) -> bool:
-    return max(a, b) <= ENOUGH * min(a, b)
-
-
-def _relaxations(limits: Limits) -> Iterator[tuple[tuple[str, ...], Limits]]:
-    yield (), limits
-    yield ("recovery time",), replace(limits, recovery_seconds=inf)
-    yield ("bandwidth share",), replace(limits, bandwidth_share=1.0)
-    yield ("recovery time", "bandwidth share"), replace(limits, recovery_seconds=inf, bandwidth_share=1.0)
-
-
-def mean_between_failures(
-    prior_seconds: float, prior_failures: float, seconds: float, failures: int
-) -> float:
-    """Return the mean seconds between failures, after ``failures`` of them in ``seconds``.
-
-    Before, it was believed to be ``prior_seconds``, as firmly as if ``prior_failures`` failures had been seen (a gamma
-    prior of an exponential rate).
-
-    >>> mean_between_failures(3600.0, 1.0, seconds=0.0, failures=0)
-    3600.0
-    >>> mean_between_failures(3600.0, 1.0, seconds=1800.0, failures=2)
-    1800.0
-    """
-    return (prior_failures * prior_seconds + seconds) / (prior_failures + failures)
-
-
-@dataclass
-class _Ratio:
-    """A ratio of two sums, in which older observations have exponentially less weight."""
-
-    amount: float = 0.0
-    per: float = 0.0
-
-    def add(self, amount: float, per: float, keep: float) -> None:
-        self.amount, self.per = keep * self.amount + amount, keep * self.per + per
 
 
 class Estimates:
@@ -258,3 +208,47 @@ class Estimates:
             self._prior.mean_seconds_between_failures, self._prior_failures, self._ran_seconds, self._failures
         )
         return replace(self._prior, mean_seconds_between_failures=mean, **values)
+
+
+def _rarest(measured: MeasuredCosts, limits: Limits) -> int:
+    """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
+    most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
+    return int(max(1, min(MOST_STEPS, *most)))
+
+
+def _near(a: int, b: int) -> bool:
+    return max(a, b) <= ENOUGH * min(a, b)
+
+
+def _relaxations(limits: Limits) -> Iterator[tuple[tuple[str, ...], Limits]]:
+    yield (), limits
+    yield ("recovery time",), replace(limits, recovery_seconds=inf)
+    yield ("bandwidth share",), replace(limits, bandwidth_share=1.0)
+    yield ("recovery time", "bandwidth share"), replace(limits, recovery_seconds=inf, bandwidth_share=1.0)
+
+
+def mean_between_failures(
+    prior_seconds: float, prior_failures: float, seconds: float, failures: int
+) -> float:
+    """Return the mean seconds between failures, after ``failures`` of them in ``seconds``.
+
+    Before, it was believed to be ``prior_seconds``, as firmly as if ``prior_failures`` failures had been seen (a gamma
+    prior of an exponential rate).
+
+    >>> mean_between_failures(3600.0, 1.0, seconds=0.0, failures=0)
+    3600.0
+    >>> mean_between_failures(3600.0, 1.0, seconds=1800.0, failures=2)
+    1800.0
+    """
+    return (prior_failures * prior_seconds + seconds) / (prior_failures + failures)
+
+
+@dataclass
+class _Ratio:
+    """A ratio of two sums, in which older observations have exponentially less weight."""
+
+    amount: float = 0.0
+    per: float = 0.0
+
+    def add(self, amount: float, per: float, keep: float) -> None:
+        self.amount, self.per = keep * self.amount + amount, keep * self.per + per

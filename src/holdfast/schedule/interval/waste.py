@@ -1,4 +1,4 @@
-"""Waste: the part of an hour of training that failures, and preparing for them, cost.
+"""The part of an hour of training that failures, and preparing for them, cost.
 
 After Young, Daly and LowDiff. More snapshots cost stalls and bandwidth all the time; fewer make every recovery replay
 more. Counted are the seconds of a wall-clock hour that do not end as kept training. Stalls are *measured* on the
@@ -16,7 +16,6 @@ from math import ceil, expm1, inf, sqrt
 from typing import NamedTuple
 
 HOUR = 3600.0
-
 _MAY_BE_INFINITE = ("write_bytes_per_second", "read_bytes_per_second")
 _NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quantities import MiB
-from ..build.parts import (
+from ..build.step_builder import (
     DEVICE_SLOTS,
     GRAD_SLOTS,
     INPUT_SLOTS,
@@ -21,7 +21,7 @@ from ..build.parts import (
     STATE_SLOTS,
     UPDATED_SLOTS,
 )
-from .setting import Affine, Setting
+from .training_setting import Affine, Setting
 
 FRACTIONS = ("params", "optimizer", "activations", "gradients")
 RECYCLED = "recycled"

@@ -1,4 +1,4 @@
-"""The linear program: what stays in host memory, for a given number of micro-batches and delayed fraction.
+"""The linear program that says what stays in host memory, for given micro-batches and delayed fraction.
 
 It minimises the seconds per block, forward and backward, such that each lane has the time for its work and everything
 held fits. HiGHS solves it, and is imported only when needed; code that only evaluates the formulas does without.
@@ -17,14 +17,12 @@ from ...errors import BadInput, DoesNotFit
 from ...quantities import format_bytes
 from . import formulas
 from .formulas import FRACTIONS, RECYCLED
-from .setting import Affine, Setting
+from .training_setting import Affine, Setting
 
 FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
 UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)
-
 KEEP = {"params": -1.0, "optimizer": -1.0, "activations": -1e-3}
 """Second cost: of equally fast placements, the paper's authors take the one with most in memory."""
-
 CLOSE = 1e-7
 """Relative loss of seconds that the second solution may have against the first."""
 

@@ -1,4 +1,4 @@
-"""A machine as the simulator sees it: the speed of each lane.
+"""The machine as the simulator sees it: the speed of each lane.
 
 Rates are per second. What costs no time (a transfer on a device that computes in host memory) has an infinite rate.
 """
@@ -14,7 +14,6 @@ from ..operations import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRIT
 
 SSD, BUS, CORES = "ssd", "bus", "cores"
 """Names of the resources that serve two lanes where these compete."""
-
 _SHARES = {SSD_READ: SSD, SSD_WRITE: SSD, UPLOAD: BUS, DOWNLOAD: BUS, COMPUTE: CORES, UPDATE: CORES}
 
 

@@ -1,4 +1,4 @@
-"""Placement by budget: chooses what stays in host memory, as far as it fits.
+"""The placement by budget: which parts of the state stay in host memory, as far as they fit.
 
 Fractions are of the blocks, budgets are bytes. Fractions that are not given are filled in by how much traffic they save
 per byte kept: parameters first (written once, read twice a step for two bytes each), then gradients that wait for
@@ -17,7 +17,6 @@ from ..vertical import vertical
 from ..work import BlockPlacement, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
-
 STATE_FIRST = ("optimizer", "gradients", "activations", "params")
 """Order for a step of forward passes alone, which reads and writes the state and no compute copy."""
 

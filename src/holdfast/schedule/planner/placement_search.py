@@ -1,15 +1,13 @@
-"""Chooses a placement and the delayed and recomputed fractions for a measured model on a measured machine.
+"""The search for a placement and for delayed and recomputed fractions, for a measured model on a measured machine.
 
-1. For several delayed fractions, the linear program (``linear.py``) proposes a placement, and so does the greedy choice
-   by traffic saved per byte (``placement.py``).
+1. For several delayed fractions, the linear program proposes a placement, and so does the greedy choice by traffic
+   saved per byte (``placement``).
 2. Each proposal becomes whole blocks that fit, by the exact memory of the operation list that the engine will run.
 3. The simulator plays that list, and the fastest choice is taken.
 4. The choice is improved while memory is left, for which activations compete.
 
 Of equally fast choices, the one that recomputes most is taken, because it needs least memory, and then the one that
-wears the SSD least.
-
-A measured model as the linear program takes it.
+wears the SSD least. Called by ``automatic_placement``.
 """
 
 from __future__ import annotations
@@ -33,28 +31,42 @@ from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .placement import ORDER, checked, choose
-from .setting import Method, Setting
+from .training_setting import Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, rounded to whole blocks."""
-
 RECOMPUTED = (0.0, 1 / 4, 1 / 2, 3 / 4)
 """Recomputed fractions that are tried after 1, rounded to whole blocks."""
-
 SAME = 5e-3
 """Relative difference of step times below which two choices are equally fast."""
-
 STEPS = 4
 """Number of times that a list is played; the step time is the mean of the later half."""
-
 PLAYED = 400_000
 """Most operations that are played in one search: about ten seconds."""
-
 TRIES = 4
 """Number of times that the linear program is run with less memory, until whole blocks fit."""
-
 NO_LIMIT = 1024 * 1024 * GiB
 """Host memory assumed where there is no budget."""
+
+
+def answer(question: Question) -> Answer:
+    """Return the best choice.
+
+    Raises ``DoesNotFit`` if no choice fits with what was stated, and ``BadInput`` for a value that is no fraction.
+    """
+    search, with_program = _Search(question), has_highs()
+    for shape in search.shapes():
+        for placement in search.proposals(shape, with_program):
+            search.play(placement, shape)
+    if not search.played:
+        assert search.refusal is not None
+        raise search.refusal
+    for shape in search.less_recomputed(search.best.shape):
+        for placement in search.proposals(shape, with_program):
+            if search.fits(placement, shape):
+                search.play(placement, shape)
+    search.improve()
+    return Answer(search.best, len(search.played), with_program)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,26 +140,6 @@ class Answer:
     tried: int
     by_linear_program: bool
     """False if HiGHS is not installed."""
-
-
-def answer(question: Question) -> Answer:
-    """Return the best choice.
-
-    Raises ``DoesNotFit`` if no choice fits with what was stated, and ``BadInput`` for a value that is no fraction.
-    """
-    search, with_program = _Search(question), has_highs()
-    for shape in search.shapes():
-        for placement in search.proposals(shape, with_program):
-            search.play(placement, shape)
-    if not search.played:
-        assert search.refusal is not None
-        raise search.refusal
-    for shape in search.less_recomputed(search.best.shape):
-        for placement in search.proposals(shape, with_program):
-            if search.fits(placement, shape):
-                search.play(placement, shape)
-    search.improve()
-    return Answer(search.best, len(search.played), with_program)
 
 
 def play(question: Question, placement: BlockPlacement, shape: StepShape) -> Choice:

@@ -1,9 +1,8 @@
-"""Search for the number of micro-batches and the delayed fraction, around the linear program.
+"""The search for the number of micro-batches and the delayed fraction, and explanations of the plan that is found.
 
 More micro-batches hide more I/O behind computing, up to a point. Of the counts within ``ENOUGH`` of the best, the
-smallest is chosen, because it changes the training least.
-
-Explanations of a plan: what binds, what more of a resource would bring, how long the SSDs live.
+smallest is chosen, because it changes the training least. Each count is solved by the linear program. An explanation
+says which lane binds, what more of a resource would bring, and how long the SSDs live. Called by ``holdfast plan``.
 """
 
 from __future__ import annotations
@@ -16,48 +15,17 @@ from ...profiles import MachineProfile, ModelProfile
 from ...quantities import GiB, format_bytes
 from . import formulas
 from .linear_program import BACKWARD, FORWARD, Solution, solve, why_none
-from .setting import CLIPPING, Method, Setting
+from .training_setting import CLIPPING, Method, Setting
 
 MOST_MICRO_BATCHES = 64
-
 ENOUGH = 0.99
 """Fraction of the best count's tokens per second that is enough."""
-
 PATIENCE = 20
 """Counts tried after tokens per second have grown by less than 1 %."""
-
 COARSE, FINE = 20, 5
 """Delayed fractions are tried in steps of a twentieth, then in steps of a fifth of that around the best."""
-
 SAME = 1e-3
 """Relative difference of step times below which the smaller delayed fraction is taken."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The planning problem: everything but the number of micro-batches and the delayed fraction."""
-
-    machine: MachineProfile
-    model: ModelProfile
-    method: Method
-
-    def setting(self, micro_batches: int, delayed_fraction: float = 0.0) -> Setting:
-        return Setting(
-            machine=self.machine,
-            model=self.model,
-            method=self.method,
-            micro_batches=micro_batches,
-            delayed_fraction=delayed_fraction if self.method.delayed is None else self.method.delayed,
-        )
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best solution for each number of micro-batches that was tried, and the chosen one."""
-
-    case: Case
-    tried: tuple[Solution, ...]
-    best: Solution
 
 
 def search(
@@ -85,6 +53,33 @@ def search(
     best = best_at(case, count, delayed)
     assert best is not None
     return Found(case, tried, best)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The planning problem: everything but the number of micro-batches and the delayed fraction."""
+
+    machine: MachineProfile
+    model: ModelProfile
+    method: Method
+
+    def setting(self, micro_batches: int, delayed_fraction: float = 0.0) -> Setting:
+        return Setting(
+            machine=self.machine,
+            model=self.model,
+            method=self.method,
+            micro_batches=micro_batches,
+            delayed_fraction=delayed_fraction if self.method.delayed is None else self.method.delayed,
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best solution for each number of micro-batches that was tried, and the chosen one."""
+
+    case: Case
+    tried: tuple[Solution, ...]
+    best: Solution
 
 
 def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Solution | None:
@@ -157,9 +152,7 @@ def _best(solutions: list[Solution]) -> Solution | None:
 
 BINDS = 0.99
 """Fraction of a pass during which a lane must work for the pass to wait for it."""
-
 MORE_HOST_BYTES = 64 * GiB
-
 DAY = 86400.0
 
 

@@ -1,6 +1,6 @@
-"""Stretches: consecutive elements of a flattened tensor, held as a tensor of one dim.
+"""Flat ranges: consecutive elements of a flattened tensor, held as a tensor of one dim.
 
-ZeRO leaves such a part of a parameter to a rank, and FSDP1 did in runs of an earlier version. A stretch is used like
+ZeRO leaves such a part of a parameter to a rank, and FSDP1 did in runs of an earlier version. A flat range is used like
 a region, except for its shape, which is (n,): in the whole tensor it is several regions.
 """
 
@@ -18,6 +18,7 @@ from .regions import Region, joined
 
 if TYPE_CHECKING:
     import torch
+
 
 FLAT = "flat"
 """The key of a fragment's elements in the flattened tensor, where its writer held them as a stretch."""

@@ -1,4 +1,4 @@
-"""Fragments: where the elements of a tensor are in the arrays that hold it.
+"""The places of a tensor's elements in the arrays that hold it.
 
 A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of a foreign file. A ``Fragment``
 gives the place of one region of the tensor in a part: its element at ``index`` is at ``offset + sum((index[d] -

@@ -1,8 +1,9 @@
-"""Overlaps: the tensors of a training state that share memory.
+"""The tensors of a training state that share memory.
 
-A write to one of them changes the others. So they are copied at one step, replayed with the same overlap, and
-restored as they were, or else refused by name. Slices of one storage that have no byte in common do not overlap. A
-*key* is the name of a parameter or buffer and the way to a tensor that belongs to it: ``("head.weight", "exp_avg")``.
+A write to one tensor changes the others in the same memory. So they are copied at one step, replayed with the same
+overlap, and restored as they were, or else refused by name. Slices of one storage that have no byte in common do not
+overlap. A *key* is the name of a parameter or buffer and the way to a tensor that belongs to it: ``("head.weight",
+"exp_avg")``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 Key = tuple[Any, ...]
-
 Shared = list[list[list[Any]]]
 """Groups of overlapping tensors, as JSON.
 
 Each tensor has its key, its start in bytes from a multiple of ``ALIGN``, and its strides in elements.
 """
-
 ALIGN = 64
 PARAMETERS = (("param",),)
 PLACED = (*PARAMETERS, ("buffer",))

@@ -1,4 +1,4 @@
-"""Ownership: the region of each tensor that this process holds, and the process that stores it.
+"""The region of each tensor that this process holds, and the process that stores it.
 
 A tensor that is not distributed is held whole. What several ranks hold alike, as in DDP, one of them stores.
 """

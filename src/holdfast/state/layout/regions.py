@@ -1,4 +1,4 @@
-"""Regions: axis-aligned, half-open parts of a tensor, in elements.
+"""Axis-aligned, half-open regions of a tensor, in elements.
 
 The region of a scalar has no axes and holds one element.
 """

@@ -1,4 +1,4 @@
-"""Sharding: the ways in which a tensor is divided over axes of a mesh, and their reversal.
+"""The ways in which a tensor is divided over axes of a mesh, and their reversal.
 
 A ``TensorLayout`` is a tensor whose elements' places are known; what several ranks hold alike is there several times.
 Each kind of ``Sharding`` takes the tensors that its ranks hold, by index along its axis, and returns the one that was
@@ -18,7 +18,6 @@ from .regions import Region
 Shape = tuple[int, ...]
 Names = Mapping[str, Value]
 """The names that expressions may use, with their values."""
-
 RegionPairs = Sequence[tuple[Region, Region]]
 """The regions that a rank holds of a divided tensor, each with its place in the rank's own tensor."""
 

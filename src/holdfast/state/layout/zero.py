@@ -1,9 +1,9 @@
-"""ZeRO: the elements of each parameter that a rank holds in the flat partitions of a live DeepSpeed engine.
+"""The elements of each parameter that a rank holds in the flat partitions of a live DeepSpeed engine.
 
 Stages 1 and 2 join the parameters of a group into one flat tensor, of which each rank has an equal part. Stage 3
-divides each parameter by itself and joins a rank's parts of some of them. In both cases a rank has an fp32 tensor
-that its optimizer updates, the *master*, beside the one that the model computes with. DeepSpeed's own data say where
-in the master each parameter is. They are private, so everything in them is compared with what is computed here, and a
+divides each parameter by itself and joins a rank's parts of some of them. In both cases a rank has an fp32 tensor that
+its optimizer updates, the *master*, beside the one that the model computes with. DeepSpeed's own data say where in the
+master each parameter is. They are private, so everything in them is compared with what is computed here, and a
 difference is refused.
 """
 
@@ -24,7 +24,6 @@ from .zero_shares import cut, dealt, share_of, starts_of
 
 ALIGNED = 16
 """The alignment of parameters in bytes, under ``parameter_alignment``."""
-
 FLAT_GROUPS = {
     "DeepSpeedZeroOptimizer": (
         "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"
@@ -34,7 +33,6 @@ FLAT_GROUPS = {
     ),
 }  # fmt: skip
 """The attribute names of each class for a group's parameters, the joined tensor, the ranks' parts and the master."""
-
 BY_PARAMETER = "DeepSpeedZeroOptimizer_Stage3"
 
 

@@ -1,4 +1,8 @@
-"""The arithmetic of ZeRO's division: where the elements of parameters are in its flat tensors."""
+"""The arithmetic of ZeRO's division: where the elements of parameters are in its flat tensors.
+
+Pure numbers, as DeepSpeed computes them; readers compare them with what a checkpoint or an engine records. Called by
+the readers of ZeRO checkpoints and by ``zero``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assembly: applies rules to the tensors that ranks stored, to get tensor entries and their fragments.
+"""The application of rules to the tensors that ranks stored, to get tensor entries and their fragments.
 
 1. Tensors are taken out of flat partitions.
 2. The parts of one tensor are joined as they were divided, the innermost division first.

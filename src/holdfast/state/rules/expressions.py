@@ -1,9 +1,9 @@
-"""Expressions: the integers that rules compute from captures, values and coordinates.
+"""The integers that rules compute from captures, values and coordinates.
 
-They have ``+ - * // %``, parentheses, numbers and names, and are read by the small parser below, so the text of a
-rule is never executed. ``$1`` is the text that the first group of the rule's regex captured. In the braces of a
-template, a number that comes first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5.
-A group that captured nothing counts as 0.
+They have ``+ - * // %``, parentheses, numbers and names, and are read by the small parser below, so the text of a rule
+is never executed. ``$1`` is the text that the first group of the rule's regex captured. In the braces of a template, a
+number that comes first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5. A group that
+captured nothing counts as 0.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from dataclasses import dataclass
 
 Value = int | str
 """The value of a name. A capture is text, and a number where it is computed with."""
-
 Tree = int | str | tuple[str, "Tree", "Tree"]
 """A number, a name, or an operator with its two operands."""
-
 Values = Mapping[str, "Expression"]
 """The expressions that a text may name, by name."""
-
 NONE: Values = {}
 TOKEN = re.compile(r"\s*(?:(\d{1,18})(?!\w)|(\$\d+|[A-Za-z_]\w*)|(//|[-+*%()]))")
 OPERATORS = {

@@ -1,4 +1,4 @@
-"""Inference: writes the rules for a state whose sharding is exactly known, for a person to edit.
+"""The inference of rules for a state whose sharding is exactly known, for a person to edit.
 
 Parameters of repeated layers that are sharded alike share a rule. The axis ``rank`` tells apart what several ranks
 hold.

@@ -1,8 +1,8 @@
-"""Layouts: the index arithmetic of sharding.
+"""The index arithmetic of sharding.
 
-Numbers in, spans and regions out, all in elements. A span is the start and stop of something along one dim. Three
-rules divide a length unevenly, each in its own way, so stored widths are compared with those of the rule and never
-taken for granted.
+Numbers in, spans and regions out, all in elements. A span is the start and stop of something along one dim. Three rules
+divide a length unevenly, each in its own way, so stored widths are compared with those of the rule and never taken for
+granted.
 """
 
 from __future__ import annotations

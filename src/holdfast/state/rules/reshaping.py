@@ -1,4 +1,4 @@
-"""Reshaping: brings the joined tensors of a rule to canonical form, by the rest of the rule.
+"""The operations of a rule that bring joined tensors to canonical form.
 
 The order is fixed, whatever the order in the file: padding is removed, a stack is taken apart, tensors are joined,
 permuted, split, transposed, stacked. No data moves: each operation only changes where the elements are found. A state
@@ -20,13 +20,10 @@ from .rule_matching import PARAM, Row
 
 FREE = frozenset({"part", "index"})
 """The parts of a name that are known only when a tensor is taken apart."""
-
 Place = tuple[int, str]
 """The place of a tensor among those that make one: slice of a stack, part of a join."""
-
 Called = tuple[dict[str, Value], TensorLayout]
 """A tensor, and the values that tell it from the others that were one tensor with it."""
-
 K = TypeVar("K")
 
 

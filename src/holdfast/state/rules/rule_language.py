@@ -1,8 +1,8 @@
-"""Rules: readable TOML that describes how a format lays out its tensors, where the format does not record it.
+"""The grammar of rules: readable TOML that describes the layout of tensors where a format does not record it.
 
-A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and
-the operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md
-describes the language with examples; this module has its grammar, ``state/rules/assembly.py`` its meaning.
+A rule has a regex over the whole name of a stored tensor, the way in which its parts make one tensor (``cut``), and the
+operations that give that tensor its canonical form. The first rule that matches is applied. docs/moves.md describes the
+language with examples; this module has its grammar, ``state/rules/assembly.py`` its meaning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ OPTIONS: dict[str, set[str]] = {
 TEXTS = ("rename", "slot", "alias_of")
 RESERVED = ("size", "part", "index")
 """Names that expressions may use and that no value may have."""
-
 LAYOUTS = ("block", "interleaved")
 
 

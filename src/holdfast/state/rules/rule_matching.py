@@ -1,4 +1,8 @@
-"""Matching: the rule for each stored tensor, which is the first whose regex matches its whole name."""
+"""The rule for each stored tensor: the first whose regex matches its whole name.
+
+Rules that were applied are noted, and so are tensors that several rules match, because a person should know. Called by
+``assembly`` and ``reshaping``.
+"""
 
 from __future__ import annotations
 

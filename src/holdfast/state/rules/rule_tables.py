@@ -1,4 +1,7 @@
-"""Tables: values of a rule file, read by key and type; errors say what is wrong and where."""
+"""The values of a rule file, read by key and type; errors say what is wrong and where.
+
+A key that nobody has read is an error, so that a mistyped one is never ignored. Called by ``rule_language``.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""WrittenCommits: makes commits, one after another, for the one writer of a run.
+"""The making of commits, one after another, by the one writer of a run or by several ranks.
 
 The order on disk of every commit:
+
 1. Write the data; sync.
 2. Write the manifest under a temporary name; sync.
 3. Rename the manifest; sync the directory.
 4. Only then unlink an older manifest, sync the directory again, and write its files anew.
 
-The invariant: no manifest, no commit; a manifest that can be listed names files that are whole.
-
-SharedCommits: commits of several ranks, each with its share. The first rank publishes, the others follow.
+The invariant: no manifest, no commit; a manifest that can be listed names files that are whole. Of several ranks each
+makes its share durable, the first publishes one manifest of all, and the others follow. ``LocalStore`` inherits from
+here.
 """
 
 from __future__ import annotations
@@ -219,24 +220,6 @@ class WrittenCommits(RetainedCommits):
             raise
 
 
-def _reach(done: str) -> None:
-    failpoints.reach(f"after_manifest_{done}")
-
-
-def manifest_of(
-    timeline: Timeline,
-    step: int,
-    files: dict[str, FileRef],
-    index: dict[str, Any],
-    progress: dict[str, Any],
-) -> Manifest:
-    """Return the manifest of ``step`` of ``timeline``, made by this process now."""
-    return Manifest(
-        step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, files, index,
-        progress, time.time(), this_writer(),
-    )  # fmt: skip
-
-
 class RankCommits(WrittenCommits):
     """The commits of one writer, or of several ranks of which the first has entered the run."""
 
@@ -313,3 +296,21 @@ class RankCommits(WrittenCommits):
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         return self._insert(manifest_of(timeline, point.step, {}, {}, {}).with_shares(shares))
+
+
+def manifest_of(
+    timeline: Timeline,
+    step: int,
+    files: dict[str, FileRef],
+    index: dict[str, Any],
+    progress: dict[str, Any],
+) -> Manifest:
+    """Return the manifest of ``step`` of ``timeline``, made by this process now."""
+    return Manifest(
+        step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, files, index,
+        progress, time.time(), this_writer(),
+    )  # fmt: skip
+
+
+def _reach(done: str) -> None:
+    failpoints.reach(f"after_manifest_{done}")

@@ -1,4 +1,4 @@
-"""Generations: a unit of state alternates between several files, so that the newest steps stay whole.
+"""The generations of a unit: several files that its state alternates between, so that the newest steps stay whole.
 
 Each step writes a unit to a file that no retained manifest names; then the new manifest names that file. A whole file
 is written, header and filler included: nothing in a published file is older than its commit, and each request is one
@@ -28,7 +28,6 @@ from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
 
 PIECES = 4
 """Number of checksum blocks in memory at once while ``write_through`` writes a file."""
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 

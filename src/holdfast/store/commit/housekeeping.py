@@ -1,7 +1,7 @@
-"""Housekeeping: the repairs that a new writer makes before it begins.
+"""The repairs that a new writer makes before it begins.
 
-The rule: only files that are known to be ours by name are touched. Everything else in the directory belongs to
-somebody else.
+The rule: only files that are known to be ours by name are touched. Everything else in the directory belongs to somebody
+else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from holdfast.store.log.segments import segments, streams
 
 if TYPE_CHECKING:
     from holdfast.store.run_store import LocalStore
+
 
 _SCRATCH_NAME = re.compile(
     r"(params|gradients|inputs-\d+)(-rank-\d{5})?\.bin|note-[a-z]+-t\d{4,}-rank-\d{5}\.json(\.tmp)?"

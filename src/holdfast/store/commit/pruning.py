@@ -1,4 +1,9 @@
-"""Pruning: the commits and log records that a policy removes, what depends on them, and the removal."""
+"""The removal of commits and log records that a policy does not keep, and what depends on them.
+
+What would be lost is known before anything is removed: a commit leads to later steps by log records, so removing it may
+lose steps that have no commit. The newest commit that stays must be whole. Called by ``holdfast prune`` and by
+compaction. Sizes are bytes.
+"""
 
 from __future__ import annotations
 

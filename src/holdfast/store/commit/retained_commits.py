@@ -1,4 +1,4 @@
-"""RetainedCommits: the commits that a writer remembers, and how its policy retires them.
+"""The commits that a writer remembers, and how its policy retires them.
 
 A commit is retired by unlinking its manifest. Only when that is durable are the files removed that nothing names any
 more, then the log records that nothing needs. Sizes are bytes.

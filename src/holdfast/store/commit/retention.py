@@ -1,10 +1,9 @@
-"""Retention: the choice of the commits that are kept.
+"""The choice of what a run keeps: commits, timelines and log segments, and the disk space that they take.
 
-Pure: names in, names out. A commit is kept by its manifest alone, so retiring one means unlinking one small file. The
-newest ``retain`` commits of the current line are kept. Those of a line that was abandoned by resuming from an earlier
-step are kept too, until the current one has ``retain`` commits of its own or the room is needed.
-
-The disk space that a run takes, and the segments of its logs that nobody needs. Sizes are bytes.
+Mostly pure: names in, names out. A commit is kept by its manifest alone, so retiring one means unlinking one small
+file. The newest ``retain`` commits of the current line are kept. Those of a line that was abandoned by resuming from an
+earlier step are kept too, until the current one has ``retain`` commits of its own or the room is needed. A segment
+stays as long as a commit needs a record in it. Called by the writers of commits and by pruning. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -51,6 +50,31 @@ class Keep:
     def for_good(self) -> bool:
         """True if any snapshots are kept for good."""
         return self.every is not None or self.hours is not None
+
+
+def dropped(
+    commits: Collection[CommitRef],
+    timelines: Mapping[int, Timeline],
+    tip: int,
+    *,
+    retain: int,
+    room: int,
+    for_good: Collection[CommitRef] = (),
+    damaged: Collection[CommitRef] = (),
+) -> list[CommitRef]:
+    """Return the commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay.
+
+    The commits in ``for_good`` stay besides. Those in ``damaged`` are worth nothing: they do not count and are
+    retired. Called with the timeline ``tip`` open, after each of its commits and before its first.
+    """
+    commits = set(commits) - set(damaged)
+    line = lineage(commits, timelines, tip)
+    kept = line[:retain]
+    own = [ref for ref in kept if ref.timeline == tip]
+    abandoned = sorted(commits - set(line), reverse=True)
+    if len(own) < retain:
+        kept += abandoned[: max(0, room - len(kept))]
+    return sorted((commits | set(damaged)) - set(kept) - set(for_good))
 
 
 def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
@@ -110,6 +134,16 @@ def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int
         found.append((record.parent, fork_step if limit is None else min(limit, fork_step)))
 
 
+def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
+    """Return the timeline in which ``step`` of the line of ``tip`` was made.
+
+    >>> [writer_of({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2, step) for step in (7, 8)]
+    [1, 2]
+    """
+    line = ancestry(timelines, tip)[::-1]
+    return next(timeline for timeline, limit in line if limit is None or step <= limit)
+
+
 ANCESTORS_KEPT = 4
 """The number of timelines of the newest line whose records always stay.
 
@@ -146,66 +180,6 @@ def unneeded_timelines(
     return sorted(timelines.keys() - needed)
 
 
-def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
-    """Return the timeline in which ``step`` of the line of ``tip`` was made.
-
-    >>> [writer_of({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2, step) for step in (7, 8)]
-    [1, 2]
-    """
-    line = ancestry(timelines, tip)[::-1]
-    return next(timeline for timeline, limit in line if limit is None or step <= limit)
-
-
-def dropped(
-    commits: Collection[CommitRef],
-    timelines: Mapping[int, Timeline],
-    tip: int,
-    *,
-    retain: int,
-    room: int,
-    for_good: Collection[CommitRef] = (),
-    damaged: Collection[CommitRef] = (),
-) -> list[CommitRef]:
-    """Return the commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay.
-
-    The commits in ``for_good`` stay besides. Those in ``damaged`` are worth nothing: they do not count and are
-    retired. Called with the timeline ``tip`` open, after each of its commits and before its first.
-    """
-    commits = set(commits) - set(damaged)
-    line = lineage(commits, timelines, tip)
-    kept = line[:retain]
-    own = [ref for ref in kept if ref.timeline == tip]
-    abandoned = sorted(commits - set(line), reverse=True)
-    if len(own) < retain:
-        kept += abandoned[: max(0, room - len(kept))]
-    return sorted((commits | set(damaged)) - set(kept) - set(for_good))
-
-
-SMALL = ("index", "commits", "timelines")
-"""The directories of small files."""
-
-
-def used_bytes(
-    disk: AnyDisk, is_mine: Callable[[str], bool] = lambda unit: True, small: Collection[str] | None = None
-) -> int:
-    """Return the bytes of all files of a run, reserved space included, but for the log of events.
-
-    For one of several ranks, count only its units and logs (by ``is_mine``) and the files in ``small``; None counts
-    all small files.
-    """
-    paths = [path for path in data_paths(disk) if is_mine(path.rpartition("/")[2])]
-    for stream in streams(disk):
-        if is_mine(f"{stream}."):
-            paths += [f"journal/{stream}/{name}" for name in disk.listdir(f"journal/{stream}")]
-    if small is None:
-        small = [f"{folder}/{name}" for folder in SMALL for name in disk.listdir(folder)]
-    total = 0
-    for path in (*paths, *small):
-        with suppress(FileNotFoundError):
-            total += disk.size(path)
-    return total
-
-
 Need = tuple[int, int | None]
 """The step after which a commit needs log records, and the last step that it needs (None: all since)."""
 
@@ -236,3 +210,28 @@ def unneeded_segments(disk: AnyDisk, needed: Collection[Need], timeline: int | N
             )
             if not used and ref != appended_to:
                 yield ref.path
+
+
+SMALL = ("index", "commits", "timelines")
+"""The directories of small files."""
+
+
+def used_bytes(
+    disk: AnyDisk, is_mine: Callable[[str], bool] = lambda unit: True, small: Collection[str] | None = None
+) -> int:
+    """Return the bytes of all files of a run, reserved space included, but for the log of events.
+
+    For one of several ranks, count only its units and logs (by ``is_mine``) and the files in ``small``; None counts
+    all small files.
+    """
+    paths = [path for path in data_paths(disk) if is_mine(path.rpartition("/")[2])]
+    for stream in streams(disk):
+        if is_mine(f"{stream}."):
+            paths += [f"journal/{stream}/{name}" for name in disk.listdir(f"journal/{stream}")]
+    if small is None:
+        small = [f"{folder}/{name}" for folder in SMALL for name in disk.listdir(folder)]
+    total = 0
+    for path in (*paths, *small):
+        with suppress(FileNotFoundError):
+            total += disk.size(path)
+    return total

@@ -1,4 +1,4 @@
-"""Sealing: JSON files that carry the digest of their own content.
+"""JSON files and headers that carry the digest of their own content, such as manifests.
 
 The last line holds the xxh3_128 of every byte before it. So a flip of any bit is found without a canonical form of
 JSON, and a person can still read the file. Sizes are bytes.

@@ -1,9 +1,9 @@
-"""Layout: the position of each tensor in a payload file.
+"""The layout of a payload file: the position of each tensor in it.
 
-Payload files are safetensors. Offsets and sizes are bytes from the start of the file. The header is padded with
-spaces to whole pages, and filler tensors ``__pad__N`` keep the rest aligned. A tensor of 16 KiB or more starts at a
-multiple of 16 KiB, so every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32 elements
-from that tensor's start, where the host optimizer may split it. Smaller tensors start at multiples of 64.
+Payload files are safetensors. Offsets and sizes are bytes from the start of the file. The header is padded with spaces
+to whole pages, and filler tensors ``__pad__N`` keep the rest aligned. A tensor of 16 KiB or more starts at a multiple
+of 16 KiB, so every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32 elements from that
+tensor's start, where the host optimizer may split it. Smaller tensors start at multiples of 64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from holdfast.state.tensor_entries import DTYPE_BYTES
 
 CHECKSUM_BLOCK = 4 * MiB
 """Bytes under one checksum, counted from the start of the file; the last block of a file is shorter."""
-
 LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
 PAD = "__pad__"
 METADATA = {"format": "holdfast", "version": "1"}

@@ -1,7 +1,7 @@
-"""Manifests: the small JSON files that define commits.
+"""The manifests, small JSON files that define commits, and the records of timelines.
 
-No manifest, no commit. Manifests and timeline records are sealed (``checksummed_json``). Sizes are bytes, times
-are unix seconds.
+No manifest, no commit. Manifests and timeline records are sealed (``checksummed_json``). Sizes are bytes, times are
+unix seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading: the files that a manifest names, whole and verified; ``payload_ranges`` reads parts of them.
+"""The reading of files that a manifest names, whole and verified; ``payload_ranges`` reads parts of them.
 
 An index is trusted because the manifest names it by hash. Offsets and sizes are bytes.
 """

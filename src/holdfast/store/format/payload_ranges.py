@@ -1,4 +1,4 @@
-"""Ranges: verified bytes from anywhere in the payload files of a commit, for many threads at once.
+"""Verified bytes from anywhere in the payload files of a commit, for many threads at once.
 
 Nothing is trusted before its checksum block has been verified, the header of a payload file included. Verification
 works on whole blocks, so the blocks at the two ends of a range are read in full. The last few of those are kept,

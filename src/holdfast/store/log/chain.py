@@ -1,4 +1,4 @@
-"""Chains: a snapshot and the log records after it, as far as replay can use them.
+"""The chain of a snapshot and the log records after it, as far as replay can use them.
 
 Only headers are read, except by ``verify_records``. Nothing here is trusted before it has been verified.
 """

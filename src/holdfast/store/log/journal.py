@@ -1,9 +1,9 @@
-"""The log writer: appends log records to segment files in groups, each durable by one write and one sync.
+"""The writer of the log: it appends records to segments in groups, each durable by one write and one sync.
 
 A segment, ``journal/<stream>/step-<first>.t<timeline>.log``, is a row of records. A record is a sealed JSON header in
-whole pages (the step, its timeline, the digest of the record before, checksums of the payload), followed by the
-payload in whole pages. The digests chain the records of a timeline: none can be left out, repeated or taken from
-another run. Sizes and offsets are bytes.
+whole pages (the step, its timeline, the digest of the record before, checksums of the payload), followed by the payload
+in whole pages. The digests chain the records of a timeline: none can be left out, repeated or taken from another run.
+Sizes and offsets are bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from holdfast.store.log.segments import KINDS, SegmentRef
 
 SEGMENT_BYTES = 256 * MiB
 """Upper bound of a segment's bytes; a group of records that needs more gets a segment of its own."""
-
 GROUPS_PER_SEGMENT = 64
 """Upper bound of a segment's size in groups, which matters where records are small."""
-
 LEAST_GROUPS = 8
 """Lower bound of a segment's size in groups, so that not every write begins a segment."""
 

@@ -1,4 +1,4 @@
-"""Segments: reads the files of the log, the records in them by their headers, and the payloads.
+"""The segments of the log: their files, the records in them by their headers, and the payloads.
 
 Records are found by reading from the start, so no other file has to agree with the segment, and a length is trusted
 only in a header whose digest holds. A page of zeros is the clean end of the written part. Anything else that is no
@@ -28,7 +28,6 @@ from holdfast.store.format.manifest import Timeline
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}
 """The names by which the I/O queue counts the transfers of the log."""
-
 _NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.log")
 _START = re.compile(rb'\{\n "bytes": ([1-9]\d{0,9}),\n')
 

@@ -1,4 +1,4 @@
-"""Copying log records to an object store, each object holding whole records.
+"""The copying of log records to an object store, each object holding whole records.
 
 The boundaries of the local segments play no part. Sizes are bytes.
 """

@@ -1,14 +1,11 @@
-"""Objects: a run in an S3-compatible object store, read like a disk and written by copies of a run.
+"""Runs in an S3-compatible object store, read like a disk, and the names of places that hold runs.
 
-Paths are relative to the prefix and ``/``-separated; offsets and sizes are bytes. The invariant: an object appears
-whole or not at all and is never written again with other content, so ranges of it may be read at any time. Requests
-that fail are repeated for a while, then raise ``DiskFailed``.
-The usual variables give the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-AWS_REGION, AWS_ENDPOINT_URL.
-
-Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
-
-A run is a directory, or a prefix of a bucket: s3://bucket/prefix.
+Copies of runs are written by ``push``. The invariant: an object appears whole or not at all and is never written again
+with other content, so ranges of it may be read at any time. Requests that fail are repeated for a while, then raise
+``DiskFailed``. The usual variables give the address and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL. A person names a commit as RUN, RUN@STEP or RUN@STEP.tTIMELINE, where
+RUN is a directory or s3://bucket/prefix. Called by readers of runs, by ``push`` and by the command line. Offsets and
+sizes are bytes.
 """
 
 from __future__ import annotations
@@ -33,17 +30,14 @@ from ..lock import HeldLock
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-T = TypeVar("T")
 
 AHEAD = 64 * KiB
 """The least bytes of a read, because the headers of small records lie close together."""
 PART_BYTES = 8 * MiB
 """The bytes of one part of an object that is sent in parts."""
 RETRIES = 5
-
 LISTINGS = 3
 """The number of attempts to get a listing that seems to lack its end."""
-
 ATTEMPTS, SOON = 3, 5.0
 """The number of attempts to read an answer that breaks off, and the seconds within which it must do so."""
 
@@ -288,6 +282,59 @@ class ObjectFile:
             return self._ahead[start : start + nbytes]
 
 
+class Url(PurePosixPath):
+    """A place in an object store, ``s3://bucket/prefix``.
+
+    A path that lost one of the slashes is understood.
+
+    >>> print(Url("s3:/bucket/run") / "commits")
+    s3://bucket/run/commits
+    """
+
+    def __str__(self) -> str:
+        return "s3://" + super().__str__().removeprefix("s3:/")
+
+
+@dataclass(frozen=True)
+class NamedCommit:
+    """A commit as a person named it; without a step the newest one.
+
+    >>> NamedCommit.parse("runs/7b@1200.t2")
+    NamedCommit(run=PosixPath('runs/7b'), step=1200, timeline=2)
+    """
+
+    run: Path | Url
+    step: int | None = None
+    timeline: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> NamedCommit:
+        match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
+        if match is None or home_path(text).is_dir():
+            return cls(place_of(text))
+        return cls(place_of(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+
+
+def place_of(path: str | PurePath) -> Path | Url:
+    """Return the place of a run. ``Path`` merges the two slashes of an address."""
+    return Url(path) if str(path).startswith("s3:/") else home_path(path)
+
+
+def holds_run(path: Path | Url) -> bool:
+    """Return whether ``path`` holds a run, or the configuration of one."""
+    if isinstance(path, Url):  # only runs are read from a bucket
+        return True
+    return (path / "commits").is_dir() or (path / "config.toml").is_file()
+
+
+def remote_disk(place: Path | Url) -> ObjectDisk | None:
+    """Return a reader for a run in a bucket; None for a run in a directory."""
+    return ObjectDisk(place) if isinstance(place, Url) else None
+
+
+T = TypeVar("T")
+
+
 def _connected(root: Url) -> S3Store:
     try:
         from obstore.store import S3Store
@@ -345,53 +392,3 @@ def _plain(error: Exception) -> str:
     """Return the library's message without its debug output."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text.removeprefix("Generic S3 error: ").rstrip(" .:")
-
-
-def remote_disk(place: Path | Url) -> ObjectDisk | None:
-    """Return a reader for a run in a bucket; None for a run in a directory."""
-    return ObjectDisk(place) if isinstance(place, Url) else None
-
-
-class Url(PurePosixPath):
-    """A place in an object store, ``s3://bucket/prefix``.
-
-    A path that lost one of the slashes is understood.
-
-    >>> print(Url("s3:/bucket/run") / "commits")
-    s3://bucket/run/commits
-    """
-
-    def __str__(self) -> str:
-        return "s3://" + super().__str__().removeprefix("s3:/")
-
-
-@dataclass(frozen=True)
-class NamedCommit:
-    """A commit as a person named it; without a step the newest one.
-
-    >>> NamedCommit.parse("runs/7b@1200.t2")
-    NamedCommit(run=PosixPath('runs/7b'), step=1200, timeline=2)
-    """
-
-    run: Path | Url
-    step: int | None = None
-    timeline: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> NamedCommit:
-        match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
-        if match is None or home_path(text).is_dir():
-            return cls(place_of(text))
-        return cls(place_of(match[1]), int(match[2]), int(match[3]) if match[3] else None)
-
-
-def place_of(path: str | PurePath) -> Path | Url:
-    """Return the place of a run. ``Path`` merges the two slashes of an address."""
-    return Url(path) if str(path).startswith("s3:/") else home_path(path)
-
-
-def holds_run(path: Path | Url) -> bool:
-    """Return whether ``path`` holds a run, or the configuration of one."""
-    if isinstance(path, Url):  # only runs are read from a bucket
-        return True
-    return (path / "commits").is_dir() or (path / "config.toml").is_file()

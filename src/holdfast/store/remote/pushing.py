@@ -1,4 +1,4 @@
-"""Pushing: copies a run to an object store, so that everything listed there can be recovered at any time.
+"""The copying of a run to an object store, so that everything listed there can be recovered at any time.
 
 The order is that of the disk: log records and payload, then indexes, and the manifest last, by a conditional put. No
 object is written again with other content. Payload files of a directory are, so in the bucket they are named by their

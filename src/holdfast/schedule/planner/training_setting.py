@@ -1,14 +1,10 @@
-"""A setting: a model on a machine, trained in one way, with all numbers for the formulas of a step.
+"""The setting of a plan: a model, a machine and a way of training, with the numbers for its formulas.
 
 Symbols of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
-delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.
-
-Affine expressions: written like numbers, read as a row of a linear program.
-
-Time for moving bytes two ways at once: an SSD that is read and written, or a bus.
-
-Rates are bytes per second. Known are the rate of each way alone, and the rate of both at once in equal parts. Between
-these the time is interpolated. Without the latter the ways take turns.
+delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations. ``Affine`` expressions
+are written like numbers and become rows of the linear program. ``Duplex`` is the time for moving bytes two ways at
+once, on an SSD or a bus, interpolated between one way alone and both in equal parts. Called by ``formulas`` and the
+linear program.
 """
 
 from __future__ import annotations
@@ -20,46 +16,6 @@ from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
 from ..work import CLIPPING, ClippingMode
-
-
-class PlannedModel(Protocol):
-    """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
-
-    @property
-    def description(self) -> str: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def block_parameters(self) -> int:
-        """Number of parameters of one block, frozen ones included."""
-        ...
-
-    @property
-    def trained_block_parameters(self) -> int: ...
-    @property
-    def resident_parameters(self) -> int:
-        """Number of trained parameters outside of the blocks."""
-        ...
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def input_elements(self) -> int: ...
-    @property
-    def forward_flop(self) -> float: ...
-    @property
-    def backward_flop(self) -> float:
-        """Floating-point operations of a block's backward pass, with the recomputation."""
-        ...
-
-    @property
-    def head_flop(self) -> float: ...
-    @property
-    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +155,46 @@ class Setting:
     @property
     def bus(self) -> Duplex:
         return bus_of(self.machine)
+
+
+class PlannedModel(Protocol):
+    """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_parameters(self) -> int:
+        """Number of parameters of one block, frozen ones included."""
+        ...
+
+    @property
+    def trained_block_parameters(self) -> int: ...
+    @property
+    def resident_parameters(self) -> int:
+        """Number of trained parameters outside of the blocks."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def input_elements(self) -> int: ...
+    @property
+    def forward_flop(self) -> float: ...
+    @property
+    def backward_flop(self) -> float:
+        """Floating-point operations of a block's backward pass, with the recomputation."""
+        ...
+
+    @property
+    def head_flop(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 def ssd_of(machine: MachineProfile) -> Duplex:

@@ -1,29 +1,23 @@
-"""A schedule under construction: the operations so far, and facts about the step that all parts need.
+"""A schedule under construction: the operations so far, and the dependencies that keep its memory bounded.
 
-The constants say how many buffers of a class there are. They are the trade between memory and overlap: each is the
-number that keeps a lane busy while its neighbours work, and no more.
-
-Slots: the dependencies that keep a schedule's memory bounded.
-
-A schedule says what each operation produces and consumes, and how many buffers a class may have (``Hold.slots``).
-``with_slots`` turns that into dependencies: in list order, take number i of a class waits for give number i - slots, of
-this step or of the previous one. So each buffer taken beyond ``slots`` is matched with one given back. No more are ever
-held, whatever the speeds of the lanes, and the bound of ``memory.py`` needs no simulation.
+The constants say how many buffers of a class there are: each is the number that keeps a lane busy while its neighbours
+work, and no more. ``with_slots`` turns them into dependencies: in list order, take number i of a class waits for give
+number i - slots, of this step or of the previous one. So each buffer taken beyond ``slots`` is matched with one given
+back. No more are ever held, whatever the speeds of the lanes, and ``memory_use`` needs no simulation. Used by all
+schedules.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
-from .. import operations
-from ..operations import Hold, Key, Op
-from ..work import delayed_blocks, kept_blocks
-from ..work import BlockPlacement, StepShape, Work
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from .. import operations
 from ..operations import Hold, Key, Op
+from ..work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
 
 PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
@@ -41,6 +35,8 @@ DEVICE_SLOTS = 2
 """Buffers on a separate device for a block's gradients, inputs, and gradients of inputs each: in use, and next."""
 OUTPUT_SLOTS = 4
 """Tensors on their way from a separate device: two per computation, as many as block 0 makes."""
+AS_LISTED = -1
+"""Number of slots that a class holds at once if its operations run one after another, in list order."""
 
 
 @dataclass(kw_only=True)
@@ -130,7 +126,9 @@ class StepBuilder:
     def compute(self, key: Key, needs: tuple[Key, ...] = (), **fields: Any) -> Key:
         """Add a computation that needs the one before it."""
         chain = () if self.computed is None else (self.computed,)
-        self.computed = self.add(key, operations.COMPUTE, needs=tuple(dict.fromkeys((*chain, *needs))), **fields)
+        self.computed = self.add(
+            key, operations.COMPUTE, needs=tuple(dict.fromkeys((*chain, *needs))), **fields
+        )
         return key
 
     def finish(self) -> list[Op]:
@@ -144,10 +142,6 @@ class StepBuilder:
     def off_device(self, name: tuple) -> tuple[tuple, ...]:
         """Return the name of a buffer on the device; empty if the device is host memory."""
         return () if self.work.unified else (name,)
-
-
-AS_LISTED = -1
-"""Number of slots that a class holds at once if its operations run one after another, in list order."""
 
 
 @dataclass

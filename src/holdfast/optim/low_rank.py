@@ -1,18 +1,11 @@
-"""APOLLO and APOLLO-Mini (Zhu et al. 2024, arXiv 2412.05270): Adam's scaling of a matrix, estimated in few dimensions.
+"""Optimizers that keep the moments of a matrix in few rows: APOLLO, APOLLO-Mini and Grass.
 
-Adam divides each element of a gradient by its own number. APOLLO has one factor for each channel of a matrix, or one
-for the whole matrix. It estimates the factors from a random projection of the gradient to ``rank`` rows. Only the
-moments of the projection are stored: ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. An update
-needs the whole matrix at once.
-
-Common base of APOLLO and Grass: moments of a matrix in few rows, projected anew every ``update_gap`` steps.
-
-Grass (Muhamed et al. 2024, arXiv 2406.17660): Adam in a few rows of a matrix, chosen anew every ``update_gap``
-steps.
-
-A projection that picks rows of the gradient costs nothing to apply. The state has ``2 rank n`` numbers for a matrix of
-``m x n`` instead of ``2 m n``, and a step changes ``rank`` rows. The paper also computes only these rows of the
-gradient in the backward pass; here autograd computes the whole gradient.
+All store about ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``, and project anew every
+``update_gap`` steps. Adam divides each element of a gradient by its own number; APOLLO (Zhu et al. 2024, arXiv
+2412.05270) has one factor for each channel, or one for the whole matrix, estimated from a random projection of the
+gradient. Grass (Muhamed et al. 2024, arXiv 2406.17660) is Adam in a few chosen rows; the paper also computes only these
+rows in the backward pass, here autograd computes the whole gradient. An update needs the whole matrix at once. Draws
+depend only on seeds that are state, so a resume draws the same.
 """
 
 from __future__ import annotations

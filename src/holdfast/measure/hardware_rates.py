@@ -1,8 +1,9 @@
-"""The rates of the host: optimizer updates with a run's tiles and threads, checksums, matrix products.
+"""The rates of host and device without the SSD: optimizer updates, checksums, matrix products, and copies.
 
-Repeated timing of an action, as often as a time allows and at least once.
-
-Copies between pinned host memory and a device, each way alone and both at once.
+Rates must be those that a run attains, so updates use a run's tiles and threads, and copies use pinned memory that
+returns to the system afterwards. Each action is repeated as often as a time allows, at least once after a first run
+that does not count, and the median counts; of matrix products the shortest. Called by the machine probe, by checks of a
+dtype, and by the sizing of a job.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from ..state.tensor_entries import STEP
 
 WORKERS = 2
 """The number of optimizer threads of a run."""
-
 CHECKED_BYTES = 64 * MiB
-
 ELEMENTS = 4 * 2**20
 """The elements of each worker: more than fits in caches."""
 
@@ -56,24 +55,11 @@ def measure_checks(seconds: float) -> float:
     return CHECKED_BYTES / median_seconds(lambda: xxhash.xxh3_64_digest(memory), seconds)
 
 
-def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
-    slots = optimizer.slots(0, (elements,))
-    return ParameterState(
-        param=torch.zeros(elements),
-        grad=torch.full((elements,), 1e-3),
-        tensors={name: torch.zeros(elements) for name in slots.tensors},
-        scalars={name: torch.zeros(()) for name in {*slots.scalars, STEP}},
-        copy=torch.zeros(elements, dtype=torch.bfloat16),
-        group=0,
-    )
-
-
 SIDE = 384
 """The rows and columns of the matrices whose product is timed.
 
 A product takes 0.1 ms, or 50 ms where a processor is slow in bf16.
 """
-
 ROUNDS, SECONDS = (4, 100), 0.02
 """The least and the most number of products, and the seconds to spend between these bounds.
 
@@ -92,6 +78,27 @@ def product_seconds(dtype: str) -> float:
     return min(taken)
 
 
+COPY_BYTES = 256 * MiB
+
+
+def measure_copies(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> Copies | None:
+    """Measure copies of ``nbytes`` for about ``seconds``; None where the device computes in host memory."""
+    if not accelerators.is_accelerator(device):
+        return None
+    with _pinned(device, nbytes) as up, _pinned(device, nbytes) as down:
+        return _measure(device, up, down, seconds)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The rates of copies between pinned memory and the device, in bytes per second."""
+
+    upload: float
+    download: float
+    both: float
+    """The rate of copies in both directions at once, in all."""
+
+
 def median_seconds(action: Callable[[], object], seconds: float) -> float:
     """Return the median seconds of one ``action`` over the runs that fit into ``seconds``.
 
@@ -107,25 +114,16 @@ def median_seconds(action: Callable[[], object], seconds: float) -> float:
     return statistics.median(found)
 
 
-COPY_BYTES = 256 * MiB
-
-
-@dataclass(frozen=True)
-class Copies:
-    """The rates of copies between pinned memory and the device, in bytes per second."""
-
-    upload: float
-    download: float
-    both: float
-    """The rate of copies in both directions at once, in all."""
-
-
-def measure_copies(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> Copies | None:
-    """Measure copies of ``nbytes`` for about ``seconds``; None where the device computes in host memory."""
-    if not accelerators.is_accelerator(device):
-        return None
-    with _pinned(device, nbytes) as up, _pinned(device, nbytes) as down:
-        return _measure(device, up, down, seconds)
+def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
+    slots = optimizer.slots(0, (elements,))
+    return ParameterState(
+        param=torch.zeros(elements),
+        grad=torch.full((elements,), 1e-3),
+        tensors={name: torch.zeros(elements) for name in slots.tensors},
+        scalars={name: torch.zeros(()) for name in {*slots.scalars, STEP}},
+        copy=torch.zeros(elements, dtype=torch.bfloat16),
+        group=0,
+    )
 
 
 def _measure(device: torch.device, source: torch.Tensor, target: torch.Tensor, seconds: float) -> Copies:

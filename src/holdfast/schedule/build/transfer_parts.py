@@ -1,17 +1,11 @@
-"""Tensors between blocks: inputs, kept from a block's forward to its backward, and their gradients.
+"""The transfers of a block's inputs, their gradients and its parameters, to the device and back.
 
-A computation makes them, they go to the host, and come back to the device for the next computation. In host memory an
-input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``). The latter is in host
-memory until the forward pass has used it, on its way to the SSD, and on its way back.
-
-In the snake order the last micro-batch of a block is the first of the next. Its input is on the device already and goes
-to the host only to be kept, after the block has used it. Its gradient never leaves the device.
-
-Parameters: a block's compute copy comes to the device for one pass over the block.
-
-With several ranks each has its shard, on its SSD or host, and the whole copy is gathered for the pass. Where a block's
-activations stay for its backward pass, the parameters that they were computed with stay too, because autograd reads
-them again.
+A computation makes a block's input; it goes to the host and comes back for the next computation. In host memory an
+input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``) once the forward pass has
+used it. In the snake order the last micro-batch of a block is the first of the next, so its input goes to the host only
+to be kept, and its gradient never leaves the device. A compute copy comes to the device for one pass over the block;
+several ranks gather it from their shards. Where activations stay for the backward pass, the parameters stay too,
+because autograd reads them again. Called by the schedules.
 """
 
 from __future__ import annotations
@@ -19,12 +13,8 @@ from __future__ import annotations
 from .. import operations
 from ..operations import Hold, Key
 from ..work import grad_stays, input_stays
-from .parts import AS_LISTED
-from .parts import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, StepBuilder
-from .. import operations
-from ..operations import Hold, Key
-from .parts import AS_LISTED
-from .parts import PARAM_SLOTS, StepBuilder
+from .step_builder import AS_LISTED, DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, PARAM_SLOTS, StepBuilder
+
 
 def on_ssd(s: StepBuilder, block: int) -> bool:
     """Return whether the input of ``block`` goes to the SSD.

@@ -1,11 +1,10 @@
-"""Export of the trained values, as a ``state_dict`` holds them. All ranks get all values.
-
-Detection of changes that a script makes to a model between two steps, which never reach the run.
+"""The values of a run as the script sees them, and the refusal of values that it changes.
 
 A run keeps its values elsewhere: blocks are empty between steps, and the resident part in memory is a copy that the
-next update overwrites. So a change is refused by name, and the run's values are put back. A parameter is compared by
-identity, version and memory, which takes a microsecond. Changes through ``.data`` or NumPy alter none of these and are
-not detected.
+next update overwrites. All ranks get all values. A change that a script makes to the model would never reach the run,
+so it is refused by name, and the run's values are put back. A parameter is compared by identity, version and memory,
+which takes a microsecond. Changes through ``.data`` or NumPy alter none of these and are not detected. Called by the
+engine.
 """
 
 from __future__ import annotations
@@ -86,54 +85,6 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
         return found
 
 
-def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
-    """Return the master parameters of a unit, from memory if the unit's state stays there."""
-    unit = run.units[block]
-    kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
-    image = kept or _read(run, unit.file_name)
-    views = {p: unit.state_view(as_tensor(image), p.name, "param") for p in unit.pieces}
-    values = _whole(run, unit, unit.trained, views)
-    if kept is None:
-        run.residency.pool.give(image)
-    return values
-
-
-def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
-    unit = run.units[block]
-    if not unit.frozen:
-        return {}
-    image = _read(run, unit.frozen_name)
-    views = {p: unit.frozen_view(as_tensor(image), p.name) for p in unit.frozen_pieces}
-    values = _whole(run, unit, unit.frozen, views)
-    run.residency.pool.give(image)
-    return values
-
-
-def _whole(
-    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[ParameterShard, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
-
-    Collective: every rank must call this.
-    """
-    values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
-    for piece, view in views.items():
-        piece.of(values[piece.name]).copy_(view)
-    for name, value in values.items():
-        run.fellows.gather_value(unit, name, value)
-    return values
-
-
-def _read(run: Runtime, name: str) -> Buffer:
-    """Read a file's newest generation, and verify every byte."""
-    files, newest = run.stored[name], run.newest[name]
-    buffer = run.residency.pool.take(files.layout.file_bytes, "export")
-    files.read(
-        newest.generation, buffer.view, newest.checksums, kind="state", phase="export", priority=0
-    ).result()
-    return buffer
-
-
 class ExternalEdits:
     """Changes of one engine's model and optimizer since it was built or since ``undo``."""
 
@@ -190,11 +141,6 @@ class ExternalEdits:
         self._look()
 
 
-def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Return values that differ after the parameter was changed in place or got other memory."""
-    return parameter._version, parameter.dtype, None if parameter.is_meta else parameter.data_ptr()
-
-
 def told(found: Collection[str]) -> str:
     """Return the message about edits, without the advice."""
     first, more = min(found), f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -202,3 +148,56 @@ def told(found: Collection[str]) -> str:
         f"{first}{more} changed outside of engine.step (in place, by load_state_dict, or another one is there), and the"
         " run has its values elsewhere, where that does not reach"
     )
+
+
+def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    """Return the master parameters of a unit, from memory if the unit's state stays there."""
+    unit = run.units[block]
+    kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
+    image = kept or _read(run, unit.file_name)
+    views = {p: unit.state_view(as_tensor(image), p.name, "param") for p in unit.pieces}
+    values = _whole(run, unit, unit.trained, views)
+    if kept is None:
+        run.residency.pool.give(image)
+    return values
+
+
+def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    unit = run.units[block]
+    if not unit.frozen:
+        return {}
+    image = _read(run, unit.frozen_name)
+    views = {p: unit.frozen_view(as_tensor(image), p.name) for p in unit.frozen_pieces}
+    values = _whole(run, unit, unit.frozen, views)
+    run.residency.pool.give(image)
+    return values
+
+
+def _whole(
+    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[ParameterShard, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
+
+    Collective: every rank must call this.
+    """
+    values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
+    for piece, view in views.items():
+        piece.of(values[piece.name]).copy_(view)
+    for name, value in values.items():
+        run.fellows.gather_value(unit, name, value)
+    return values
+
+
+def _read(run: Runtime, name: str) -> Buffer:
+    """Read a file's newest generation, and verify every byte."""
+    files, newest = run.stored[name], run.newest[name]
+    buffer = run.residency.pool.take(files.layout.file_bytes, "export")
+    files.read(
+        newest.generation, buffer.view, newest.checksums, kind="state", phase="export", priority=0
+    ).result()
+    return buffer
+
+
+def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return values that differ after the parameter was changed in place or got other memory."""
+    return parameter._version, parameter.dtype, None if parameter.is_meta else parameter.data_ptr()

@@ -1,13 +1,10 @@
-"""Rendezvous of the replicas of several ranks whose trainers are gone, to make one more snapshot.
+"""The liveness of replicas and ranks: which are there, which are slow, and which are gone.
 
-The board is gone, but the run's directory exists. Each replica writes notes to ``scratch/``, named after the timeline,
-and reads those of the others. The next process that opens the run removes the notes. No replica waits long for one that
-may be gone as well, and less long when a trainer asks for the run. If one replica gives up, all do.
-
-Monitor of the ranks that this rank waits for: it reports slow and stopped ranks by name.
-
-A rank that has ended, or whose replica hangs, is reported within seconds by itself or the first rank. What remains is a
-rank that is slow or stopped; it is waited for as long as it sends heartbeats. Seconds.
+Replicas whose trainers are gone meet to make one more snapshot. The board is gone by then, but the run's directory
+exists: each replica writes notes to ``scratch/``, named after the timeline, and reads those of the others. If one gives
+up, all do, and no replica waits long for one that may be gone. The next process that opens the run removes the notes.
+While trainers live, ``StragglerMonitor`` reports a rank that is waited for: it warns of a slow one and raises for one
+without heartbeat. Called by ``multi_rank_client`` and ``multi_rank_server``.
 """
 
 from __future__ import annotations
@@ -27,33 +24,12 @@ from .. import running_clock
 from ..coordinator import PROBE_SECONDS, RankCoordinator
 
 LOOK_SECONDS = 0.02
-
 HERE = "here"
 """The first note of a replica without trainer."""
-
 KEPT = "kept"
 """The note of a replica whose state is in memory: the first and the last step."""
-
 GAVE_UP = "gave-up"
 """The note of a replica that ends the attempt to make a snapshot of all."""
-
-
-class ReplicaLocks:
-    """The locks of a run's replicas, which the system releases when a process ends.
-
-    Locks held on another host may be invisible; such replicas are never reported as gone.
-    """
-
-    def __init__(self, disk: AnyDisk) -> None:
-        self._disk = disk
-        self._seen: set[int] = set()
-
-    def gone(self, rank: int) -> bool:
-        """Return whether the replica of ``rank`` held its lock before and does not now: it is done, or dead."""
-        if self._disk.is_locked(lock_of(rank)):
-            self._seen.add(rank)
-            return False
-        return rank in self._seen
 
 
 class ReplicaNotes:
@@ -101,6 +77,24 @@ class ReplicaNotes:
 
     def _path(self, what: str, rank: int) -> str:
         return path_of(what, self._timeline, rank)
+
+
+class ReplicaLocks:
+    """The locks of a run's replicas, which the system releases when a process ends.
+
+    Locks held on another host may be invisible; such replicas are never reported as gone.
+    """
+
+    def __init__(self, disk: AnyDisk) -> None:
+        self._disk = disk
+        self._seen: set[int] = set()
+
+    def gone(self, rank: int) -> bool:
+        """Return whether the replica of ``rank`` held its lock before and does not now: it is done, or dead."""
+        if self._disk.is_locked(lock_of(rank)):
+            self._seen.add(rank)
+            return False
+        return rank in self._seen
 
 
 def is_orphan(disk: AnyDisk, timeline: int, rank: int) -> bool:

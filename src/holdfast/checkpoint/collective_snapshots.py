@@ -1,13 +1,11 @@
-"""The share of the storage cap that one of several ranks may use.
+"""Snapshots of several ranks, and the share of the storage cap that each rank may use.
 
-Each rank counts its own files and its own log; the first rank also counts files that belong to no rank. The shares add
-up to the cap, so no rank has to ask another before it writes. A rank with little space left calls all ranks to a
-snapshot of one step, after which older records are dropped.
-
-Whenever all ranks make a snapshot at once, the cap is divided again by the bytes that each holds. Older snapshots are
-then dropped as far as necessary. Sizes are bytes.
-
-Snapshots of several ranks, each of which writes its share. The first rank begins and publishes them.
+Each rank writes its share of a snapshot; the first rank begins snapshots and publishes them once all shares are
+durable. Each rank counts its own files and its own log; the first rank also counts files that belong to no rank. The
+shares of the cap add up to the cap, so no rank has to ask another before it writes. A rank with little space left calls
+all ranks to a snapshot of one step, after which older records are dropped. Then the cap is divided again by the bytes
+that each rank holds, and older snapshots are dropped as far as necessary. Called by ``SnapshotScheduler``. Sizes are
+bytes.
 """
 
 from __future__ import annotations
@@ -29,33 +27,90 @@ from .snapshot.snapshot_writer import SnapshotWriter
 
 LEAST_STORAGE = GiB
 """The default cap for a small state, where headers are most of a record."""
-
 RECORDS_AHEAD = 5
 """A rank with room for fewer records than this calls the others to a snapshot.
 
 That snapshot comes a step or two later, and sometimes a second one is needed.
 """
-
 BESIDE_STATE = 64 * 1024
 """The bytes that a rank stores whatever it holds: headers, filler, the index."""
 
 
-class StoragePart(NamedTuple):
-    """The storage of one rank, in bytes."""
+class CollectiveSnapshot:
+    """The parts of ``SnapshotScheduler`` that differ with several ranks. ``emit`` writes an event."""
 
-    used: int
-    holds: int
-    needs: int
-    cap: int
+    def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
+        self._ranks, self._store, self._emit = ranks, store, emit
+        self.agreement: RankCoordinator | None = None
+        self.room: StorageShare
+        self.alike = RankConsistency(ranks, emit)
+        self._number = 0
+        self.sharing = False
+        """True while the share of the snapshot under way waits for the records before it."""
 
+    def call(self) -> None:
+        """Have all ranks make a snapshot at once, as soon as they can."""
+        assert self.agreement is not None
+        self.agreement.call()
 
-def left_bytes(store: LocalStore, recorder: Recorder) -> int:
-    """Return the bytes that may still be written. The true number can be smaller while the recorder's thread works."""
-    assert store.cap_bytes is not None
-    # read first: what is written meanwhile must count twice rather than never
-    pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
-    free = recorder.segment_free_bytes
-    return store.cap_bytes - (store.used_bytes - free + pending)
+    def is_due(self, due: bool, bases: SnapshotWriter) -> bool:
+        """Return whether this rank is to begin a snapshot.
+
+        The first rank begins one when it is ``due`` there. The others follow when they learn of it.
+        """
+        assert self.agreement is not None
+        if self._ranks.rank == 0:
+            if due:
+                self._number = self.agreement.begin_base()
+            return due
+        wanted = self.agreement.standing.base_wanted
+        if wanted <= self._number or self.sharing:
+            return False
+        self._number = wanted
+        bases.give_up()
+        return True
+
+    def see_published(self, bases: SnapshotWriter) -> int | None:
+        """Return the step of the snapshot under way if the first rank has published it; otherwise None."""
+        assert self.agreement is not None
+        if not (bases.under_way and self.agreement.standing.published >= self._number > 0):
+            return None
+        bases.published()
+        return self._store.line()[0].step
+
+    def share(self, share: RankShare) -> None:
+        """Report that this rank's share of the snapshot under way is durable."""
+        assert self.agreement is not None
+        self.agreement.share(self._number, share.step, share.ref)
+        self.sharing = False
+
+    def nothing_else(self) -> None:
+        """Prevent the publication of earlier snapshots, and make those published known to all ranks.
+
+        Files written for other snapshots may be overwritten afterwards. Collective: every rank must call this.
+        """
+        assert self.agreement is not None
+        self._ranks.first_does(self.agreement.end_bases)
+        if self._ranks.rank:
+            self._store.follow()
+
+    def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
+        """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
+
+        Collective: every rank must call this.
+        """
+        refs = self._ranks.all_do(lambda: share().ref)
+        self._ranks.first_does(lambda: self.publish_shares(refs))
+        if self._ranks.rank:
+            self._store.follow()
+        bases.published()
+
+    def publish_shares(self, refs: list[dict[str, Any]]) -> None:
+        """Publish the shares of all ranks as a commit. Called on the first rank."""
+        assert self.agreement is not None
+        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
+        self._store.prune_journal()
+        self._emit("base", step=manifest.step, durable_step=self.agreement.standing.durable_step)
 
 
 class StorageShare:
@@ -153,78 +208,19 @@ class StorageShare:
         )
 
 
-class CollectiveSnapshot:
-    """The parts of ``SnapshotScheduler`` that differ with several ranks. ``emit`` writes an event."""
+class StoragePart(NamedTuple):
+    """The storage of one rank, in bytes."""
 
-    def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
-        self._ranks, self._store, self._emit = ranks, store, emit
-        self.agreement: RankCoordinator | None = None
-        self.room: StorageShare
-        self.alike = RankConsistency(ranks, emit)
-        self._number = 0
-        self.sharing = False
-        """True while the share of the snapshot under way waits for the records before it."""
+    used: int
+    holds: int
+    needs: int
+    cap: int
 
-    def call(self) -> None:
-        """Have all ranks make a snapshot at once, as soon as they can."""
-        assert self.agreement is not None
-        self.agreement.call()
 
-    def is_due(self, due: bool, bases: SnapshotWriter) -> bool:
-        """Return whether this rank is to begin a snapshot.
-
-        The first rank begins one when it is ``due`` there. The others follow when they learn of it.
-        """
-        assert self.agreement is not None
-        if self._ranks.rank == 0:
-            if due:
-                self._number = self.agreement.begin_base()
-            return due
-        wanted = self.agreement.standing.base_wanted
-        if wanted <= self._number or self.sharing:
-            return False
-        self._number = wanted
-        bases.give_up()
-        return True
-
-    def see_published(self, bases: SnapshotWriter) -> int | None:
-        """Return the step of the snapshot under way if the first rank has published it; otherwise None."""
-        assert self.agreement is not None
-        if not (bases.under_way and self.agreement.standing.published >= self._number > 0):
-            return None
-        bases.published()
-        return self._store.line()[0].step
-
-    def share(self, share: RankShare) -> None:
-        """Report that this rank's share of the snapshot under way is durable."""
-        assert self.agreement is not None
-        self.agreement.share(self._number, share.step, share.ref)
-        self.sharing = False
-
-    def nothing_else(self) -> None:
-        """Prevent the publication of earlier snapshots, and make those published known to all ranks.
-
-        Files written for other snapshots may be overwritten afterwards. Collective: every rank must call this.
-        """
-        assert self.agreement is not None
-        self._ranks.first_does(self.agreement.end_bases)
-        if self._ranks.rank:
-            self._store.follow()
-
-    def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
-        """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
-
-        Collective: every rank must call this.
-        """
-        refs = self._ranks.all_do(lambda: share().ref)
-        self._ranks.first_does(lambda: self.publish_shares(refs))
-        if self._ranks.rank:
-            self._store.follow()
-        bases.published()
-
-    def publish_shares(self, refs: list[dict[str, Any]]) -> None:
-        """Publish the shares of all ranks as a commit. Called on the first rank."""
-        assert self.agreement is not None
-        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
-        self._store.prune_journal()
-        self._emit("base", step=manifest.step, durable_step=self.agreement.standing.durable_step)
+def left_bytes(store: LocalStore, recorder: Recorder) -> int:
+    """Return the bytes that may still be written. The true number can be smaller while the recorder's thread works."""
+    assert store.cap_bytes is not None
+    # read first: what is written meanwhile must count twice rather than never
+    pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
+    free = recorder.segment_free_bytes
+    return store.cap_bytes - (store.used_bytes - free + pending)

@@ -1,12 +1,9 @@
-"""Entries of ``*.distcp`` files, read in place.
+"""Reader of folders of ``torch.distributed.checkpoint``: ``.metadata``, a pickle, and ``*.distcp`` files, in place.
 
-Each entry is an archive of ``torch.save`` with one tensor. Folders may have a million entries, so an entry is opened
-when it is first read. Until then the claims of ``.metadata`` are checked against the sizes of the files; on opening
-they are checked against the archive. The CRC-32 of an entry is checked before any of its bytes is used.
-
-Reader of the values other than tensors in DCP entries and ``torch.save`` files, as JSON.
-
-Reader of folders of ``torch.distributed.checkpoint``: ``.metadata``, a pickle, and ``*.distcp`` files, in place.
+Each entry of a file is an archive of ``torch.save`` with one tensor or value. Folders may have a million entries, so an
+entry is opened when it is first read. Until then the claims of ``.metadata`` are checked against the sizes of the
+files; on opening they are checked against the archive. The CRC-32 of an entry is checked before any of its bytes is
+used. ``DcpFolder`` is opened by ``formats.readers``; ``Entries`` and ``Values`` also serve the Megatron reader.
 """
 
 from __future__ import annotations
@@ -28,6 +25,11 @@ from ..torch_archive.archives import Archive
 from ..torch_archive.pickled_json import Plain, bytes_of
 from ..torch_archive.pickles import Tensor
 from .dcp_metadata import METADATA, Claims, DcpEntry, Shards
+
+
+def is_dcp(path: Path) -> bool:
+    """Return whether ``path`` is such a folder, complete or not."""
+    return (path / METADATA).is_file() or any(path.glob("__*_*.distcp"))
 
 
 class Entries(WithNumbers):
@@ -152,11 +154,6 @@ class Values:
         if data:
             self._known[data] = value
         return value
-
-
-def is_dcp(path: Path) -> bool:
-    """Return whether ``path`` is such a folder, complete or not."""
-    return (path / METADATA).is_file() or any(path.glob("__*_*.distcp"))
 
 
 class DcpFolder(Entries):

@@ -285,9 +285,10 @@ def _is_after(event: dict[str, Any], sitting: Session) -> bool:
     return event.get("time", 0.0) >= sitting.about.get("time", 0.0)
 
 
-def is_gone(sitting: Session, processes: Path = Path("/proc")) -> bool:
+def is_gone(sitting: Session) -> bool:
     """Return whether the process of a sitting ran on this machine and is gone."""
     pid, host = sitting.about.get("pid"), sitting.about.get("host")
+    processes = Path("/proc")
     here = host == os.uname().nodename and (processes / "self").exists()
     return here and pid is not None and not (processes / str(pid)).exists()
 

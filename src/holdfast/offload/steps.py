@@ -157,7 +157,7 @@ class StepMaker:
         operations = self._listed("evaluate", shape)
         return Step(number=-1, shape=shape, training=False, operations=operations, micro_batches=batches)
 
-    def saving(self, number: int, progress: dict[str, Any], commit: bool = True) -> Step:
+    def saving(self, number: int, progress: dict[str, Any], commit: bool) -> Step:
         """Return a step that commits the state after step ``number``, if ``commit``.
 
         Where units are behind (MeZO), it also applies the last step to all of them.

@@ -198,7 +198,7 @@ class OptimizerAttributes:
         if holder is None:  # the script now makes another optimizer
             return
         value = decode(told, lambda each: self._resolved(state, each))
-        there = _item(holder, kind, key, None)
+        there = _item(holder, kind, key)
         if isinstance(there, GENERATORS):
             _set_generator(there, value)
         elif _is_alike(there, value):
@@ -222,7 +222,7 @@ class OptimizerAttributes:
     def _at(self, path: Path) -> Any:
         found: Any = self._optimizer
         for kind, key in path:
-            found = None if found is None else _item(found, kind, key, None)
+            found = None if found is None else _item(found, kind, key)
         return found
 
     # As JSON
@@ -414,15 +414,15 @@ def _digest(told: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
 
-def _item(holder: Any, kind: str, key: Any, default: Any) -> Any:
+def _item(holder: Any, kind: str, key: Any) -> Any:
     if kind == "attr":
-        return getattr(holder, key, default)
+        return getattr(holder, key, None)
     if kind == "state":
-        return holder.state.get(key, default)
+        return holder.state.get(key)
     try:
         return holder[key]
     except (KeyError, IndexError):
-        return default
+        return None
 
 
 def _is_alike(there: Any, value: Any) -> bool:

@@ -129,7 +129,7 @@ class RecoveryProgress:
 
 
 def announced(
-    emit: Callable[..., None], show: Callable[[RecoveryProgress], None] | None = None
+    emit: Callable[..., None], show: Callable[[RecoveryProgress], None] | None
 ) -> Callable[[RecoveryProgress], None]:
     """Return a callback that passes progress to ``show``, and announces the recovery in the log by ``emit``."""
 

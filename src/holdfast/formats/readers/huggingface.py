@@ -174,8 +174,8 @@ def write_named(
     path: Path,
     names: Mapping[str, str],
     *,
-    dtype: str | None = None,
-    told: Callable[[int], None] = lambda nbytes: None,
+    dtype: str | None,
+    told: Callable[[int], None],
 ) -> Path:
     """Write the tensor entries that ``names`` lists, under the names given there, as one safetensors file.
 

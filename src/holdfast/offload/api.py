@@ -56,6 +56,7 @@ from .setup.checks import (
     check_recorded,
     check_renormalised,
     check_sample,
+    check_source,
     check_stateful,
     check_together,
     check_zeroth,
@@ -198,6 +199,7 @@ def offload(
             require_whole("micro_batches", micro_batches, 1)
             check_stateful(scheduler, loader)
             check_budget(budget)
+            check_source(source)
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
             if disk is None:

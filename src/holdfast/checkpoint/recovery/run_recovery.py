@@ -98,7 +98,7 @@ def recover(
             elsewhere = store.said_of_timelines(target) if tip is None and target is not None else ""
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
-                f" {odd[-1] if odd else 'No later step of this line can be had.'}{elsewhere}"
+                f" {odd[-1] if odd else 'No later step of this line can be resumed.'}{elsewhere}"
             )
         if target is None and not continuing:
             # without a log the store is a replica's, whose timelines fork from steps that were in memory alone

@@ -208,7 +208,7 @@ def test_other_settings_are_told_where_the_record_is_gone(run, train):
     result = train("train.steps=3", "train.clip_norm=0.5")
     assert result.code == 0
     assert "this run goes on with other settings" in result.err
-    assert "clip_norm was 1.0 and is 0.5" in result.err
+    assert "the norm of clipping was 1.0 and is 0.5" in result.err
 
 
 @pytest.mark.slow

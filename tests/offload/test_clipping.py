@@ -334,7 +334,7 @@ def test_a_run_that_is_clipped_otherwise_from_here_on_is_warned_of_unless_its_bi
     go_on()
     go_on(clipping="speculate")
     assert differing(stored(tmp_path), plain_loop(2, 0.5)[2][1]) == []
-    with pytest.warns(UserWarning, match="clipping was global and is per_block"):
+    with pytest.warns(UserWarning, match="the mode of clipping was global and is per_block"):
         go_on(clipping="per_block")
 
 

@@ -81,8 +81,8 @@ def test_what_a_run_did_not_have_is_said_to_start_from_its_own_state(tmp_path, w
     "options, said",
     [
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"dtype": "bf16"}, "dtype was fp32 and is bf16"),
-        ({"clip_norm": 0.5}, "clip_norm was None and is 0.5"),
+        ({"dtype": "bf16"}, "precision was fp32 and is bf16"),
+        ({"clip_norm": 0.5}, "the norm of clipping was None and is 0.5"),
         ({"normalize": len}, "normalize was micro_batches and is a function"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -28,6 +28,9 @@ from ..state.progress import (
 )
 from ..state.schedules import UngivenSchedulers, needs_arguments
 
+SAID = {"dtype": "precision", "clip_norm": "the norm of clipping", "clipping": "the mode of clipping"}
+"""What a person calls a setting, where its key in a commit is another word."""
+
 
 @dataclass(frozen=True)
 class UserState:
@@ -136,7 +139,11 @@ class UserState:
                     stacklevel=6,
                 )
         saved = progress.get("settings", {})  # absent in a run of an earlier version
-        changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
+        changed = [
+            f"{SAID.get(key, key)} was {saved[key]} and is {value}"
+            for key, value in self.settings.items()
+            if saved.get(key, value) != value
+        ]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",

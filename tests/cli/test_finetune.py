@@ -56,6 +56,7 @@ def test_a_folder_is_fine_tuned_and_given_back(tmp_path, holdfast, llama, text):
     result = holdfast("train", "--model", llama, *arguments(run, text, 12))
     assert result.code == 0, result.err
     assert "Finished step 12 of 12, which is durable" in result.out
+    assert f"convert {run} OUT --to huggingface" in result.out
     losses = [event["loss"] for event in events(run, "step")]
     assert losses[-1] < losses[0] - 0.5
     assert holdfast("convert", run, back, "--to", "huggingface").code == 0

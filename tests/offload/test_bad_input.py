@@ -101,6 +101,11 @@ def offload(directory, model=None, optimizer=None, **options):
         ({"placement": holdfast.Durability()}, r"is not a holdfast\.Placement"),
         ({"io": None}, r"io = None is not a holdfast\.IO"),
         ({"durability": 2}, r"durability = 2 is not a holdfast\.Durability"),
+        (
+            {"source": "runs/before"},
+            r"source = 'runs/before' is a path: write source=holdfast\.From\('runs/b",
+        ),
+        ({"source": Path("before")}, r"source = 'before' is a path: write source=holdfast\.From\('before'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -273,6 +273,23 @@ def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, the
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", ".metadata", "pytorch_model.bin", "latest"])
+def test_no_run_begins_in_foreign_checkpoint(tmp_path, name):
+    """A run there would begin at step 0, where its author means to continue the checkpoint."""
+    (tmp_path / name).write_text("of others")
+    with pytest.raises(BadInput, match=rf"a checkpoint of another library: it has {name}\. .* source= "):
+        LocalStore.open(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_run_ignores_foreign_checkpoint_beside(tmp_path):
+    with TinyRun(tmp_path) as run:
+        run.take_step()
+    (tmp_path / "model.safetensors").write_text("of others")
+    with TinyRun(tmp_path) as run:
+        assert run.resumed.step == 1
+
+
 @pytest.mark.parametrize("inside", ["data", "commits", "journal/rank-00000", "scratch/a/b"])
 def test_no_run_begins_among_the_files_of_another(tmp_path, inside):
     with TinyRun(tmp_path / "run") as run:

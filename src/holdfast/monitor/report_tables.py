@@ -67,8 +67,9 @@ def traffic(history: History) -> str:
     reasons = {_reason(row, found) for row in found["rows"]}
     said = (
         f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
-        f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
-        " beside the next is counted there; the schedule counts block inputs in whole pages."
+        f" {found['micro_batches']} micro-batch{'es' * (found['micro_batches'] != 1)} in the {order} order."
+        " What a step leaves to be done beside the next is counted there; the schedule counts block inputs in whole"
+        " pages."
     )
     notes = [SYMBOLS] if formulas else []
     notes += [_samples_said(found)] if {SHORTER, OTHER_SIZE} & reasons else []

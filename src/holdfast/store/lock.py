@@ -139,8 +139,8 @@ def locked_text(root: Path, holder: bytes) -> str:
 def own_text(root: str | Path) -> str:
     """Return the text for a process that opens a run again that it already writes."""
     return (
-        f"{root} is being written by this very process ({os.getpid()}), which has it open: close() that first, as a"
-        " cell of a notebook has to that is run again. Where no name is left for it, start the process anew."
+        f"{root} is being written by this very process ({os.getpid()}), which has it open: close() that first."
+        " If a notebook has lost the object that writes it, restart the kernel."
     )
 
 

@@ -26,13 +26,24 @@ NO_PLACE = (
 """The error numbers for a name that cannot be a directory, or not one of ours."""
 OF_A_RUN = ("data", "index", "commits", "timelines", "scratch", "journal")
 """The directories inside a run's directory."""
+OF_OTHERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    ".metadata",
+    "latest",
+    "latest_universal",
+    "latest_checkpointed_iteration.txt",
+)
+"""The files by which checkpoints of other libraries are known: Hugging Face, DCP, DeepSpeed, Megatron."""
 
 
 def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written.
 
-    It is then no directory, a link to nothing, in a bucket, within another run's directory, or cannot be made or
-    written to. Nothing is changed.
+    It is then no directory, a link to nothing, in a bucket, within another run's directory, a checkpoint of another
+    library, or cannot be made or written to. Nothing is changed.
     """
     if str(root).startswith("s3:/"):
         place = str(root)[3:].lstrip("/")  # Path merges the two slashes of an address
@@ -61,9 +72,21 @@ def check_place(root: str | Path) -> None:
             f"{root} is among the files of the run {run}, and no run itself. Give {run} to go on with it, or another"
             " directory to begin anew."
         )
+    if not os.path.isdir(path / "commits"):
+        _refuse_others(path)
     if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
         reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
         raise bad_place(root, OSError(0, f"{reason}: {found}"))
+
+
+def _refuse_others(path: Path) -> None:
+    """Raise ``BadInput`` if ``path`` holds a checkpoint of another library, which a run there would not begin from."""
+    for name in OF_OTHERS:
+        if os.path.isfile(path / name):
+            raise BadInput(
+                f"{path} is no run, but a checkpoint of another library: it has {name}. Give the run a directory of"
+                " its own; source= begins from a checkpoint, and `holdfast train --model` from a Hugging Face folder."
+            )
 
 
 def _run_around(path: Path) -> Path | None:

@@ -256,7 +256,7 @@ class _Search:
                 f" part of bases alone, and the newest at or before it is of step {line.step}. Resume there, or with"
                 ' exactness="state".'
             )
-        why = self.odd[-1] if self.odd else "No later step of this line can be had."
+        why = self.odd[-1] if self.odd else "No later step of this line can be resumed."
         raise NoCommit(
             f"{root} cannot be brought to step {self.target}: after step {line.step} the records end."
             f" {why}{self._said_of_timelines()}"

@@ -71,13 +71,15 @@ def _drives(preflight: Preflight) -> str:
 
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
-    """Print the commands that continue (to a later step) and inspect the run, ready to be copied."""
+    """Print the commands that continue (to a later step), inspect and export the run, ready to be copied."""
     again = same_command()
     if extend_to is None:
         commands = {"continue": again}
     else:
         commands = {"extend": [*without_steps(again), "--set", f"train.steps={extend_to}"]}
-    commands |= {verb: [*program(), verb, config.run.dir] for verb in ("show", "verify")}
+    commands |= {verb: [*program(), verb, config.run.dir] for verb in ("show", "verify", "report")}
+    if extend_to is not None and config.model.path:
+        commands["export"] = [*program(), "convert", config.run.dir, "OUT", "--to", "huggingface"]
     console.print()
     for name, command in commands.items():
         console.print(Text.assemble("  ", (f"{name:<10}", "dim"), shlex.join(command)), soft_wrap=True)

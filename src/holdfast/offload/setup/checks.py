@@ -6,6 +6,7 @@ or written.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -94,6 +95,12 @@ def check_budget(budget: Budget | str | None) -> None:
             f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
             'a separate device; or budget="auto", which is what is free.'
         )
+
+
+def check_source(source: Any) -> None:
+    """Raise ``BadInput`` for a path in the place of an object with ``open()``."""
+    if isinstance(source, str | os.PathLike):
+        raise BadInput(f"source = {str(source)!r} is a path: write source=holdfast.From({str(source)!r})")
 
 
 RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")

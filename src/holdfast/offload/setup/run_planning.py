@@ -40,6 +40,7 @@ from .checks import (
     check_recorded,
     check_renormalised,
     check_sample,
+    check_source,
     check_stateful,
     check_together,
     check_zeroth,
@@ -122,6 +123,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         require_whole("micro_batches", given.micro_batches, 1)
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
+        check_source(given.source)
         refuse_alone_only(fellows, given.schedule)
         check_sample(given.sample)
         if given.disk is None:

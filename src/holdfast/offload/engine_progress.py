@@ -29,7 +29,7 @@ from ..state.progress import (
 from ..state.schedules import UngivenSchedulers, needs_arguments
 
 SAID = {"dtype": "precision", "clip_norm": "the norm of clipping", "clipping": "the mode of clipping"}
-"""What a person calls a setting, where its key in a commit is another word."""
+"""The words in warnings for settings whose key in a commit is another one."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from itertools import pairwise
 
 import pytest
@@ -20,6 +19,7 @@ from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
 from holdfast.store.log.chain import read_journal
 from holdfast.store.run_store import LocalStore
+from support.live_copy import copy_of_live_run
 
 STEPS = 40
 
@@ -91,7 +91,7 @@ def come_back(root, texts):
 def copy_of(root):
     """Another directory with the same run, since to go back begins another line."""
     copies = len(list(root.parent.iterdir()))
-    return shutil.copytree(root, root.with_name(f"{root.name}-{copies}"))
+    return copy_of_live_run(root, root.with_name(f"{root.name}-{copies}"))
 
 
 def recorded(root):

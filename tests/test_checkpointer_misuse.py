@@ -28,6 +28,7 @@ from holdfast.cli.diff import diff
 from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, WriterHung
 from holdfast.io.queue import Throttle
 from holdfast.store.run_store import LocalStore
+from support.live_copy import copy_of_live_run
 from test_checkpointer import ADAMW, go_on, reference, start
 
 
@@ -41,7 +42,7 @@ def killed(root):
     """What a process that is killed now leaves, elsewhere."""
     copy = root.with_name(root.name + "-killed")
     shutil.rmtree(copy, ignore_errors=True)
-    return shutil.copytree(root, copy)
+    return copy_of_live_run(root, copy)
 
 
 def iterate(model, optimizer, checkpointer):

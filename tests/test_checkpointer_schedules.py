@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import holdfast
+from support.live_copy import copy_of_live_run
 from test_checkpointer_unseen import Loop, same
 
 
@@ -51,7 +52,7 @@ def test_a_schedule_that_is_moved_after_an_epoch_is_in_what_save_and_close_make(
             if save:
                 loop.go(checkpointer, until, lambda at=checkpointer: (at.wait(), at.save()))
                 shutil.rmtree(tmp_path / "killed", ignore_errors=True)
-                shutil.copytree(tmp_path / "run", tmp_path / "killed")
+                copy_of_live_run(tmp_path / "run", tmp_path / "killed")
             else:
                 loop.go(checkpointer, until)
         rates += loop.rates

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from checkpoint.loops import cut_small, manifests
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.errors import BadInput, RunMismatch
 from holdfast.state.layout.overlaps import OverlappingMemory, overlaps, placed
+from support.live_copy import copy_of_live_run
 
 STEPS = 40
 
@@ -143,7 +142,7 @@ CASES = [("same", adamw), ("transposed", adamw), ("partial", adamw), ("buffer", 
 def test_shared_memory_comes_back(tmp_path, monkeypatch, how, kind):
     cut_small(monkeypatch)
     ckpt, *live = train(tmp_path / "run", how, kind, STEPS, base_every=3)
-    killed = shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    killed = copy_of_live_run(tmp_path / "run", tmp_path / "killed")
     ckpt.close(save=False)
     assert same(live, plain(how, kind, STEPS))
     bases = [base for base in manifests(killed) if base.step]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
 
 import holdfast
 import torch_optimizers
+from support.live_copy import copy_of_live_run
 
 CONFIGURATIONS = torch_optimizers.configurations()
 
@@ -69,7 +68,7 @@ def test_every_optimizer_of_torch_goes_on_bit_for_bit(tmp_path):
                 if i == 2:
                     ckpt.save()
             ckpt.wait()
-            root = shutil.copytree(root, tmp_path / "killed" / str(until))
+            root = copy_of_live_run(root, tmp_path / "killed" / str(until))
     there, found = held(*whole), held(model, optimizers)
     assert len(CONFIGURATIONS) >= 137
     assert [name for name in CONFIGURATIONS if not alike(there[name], found[name])] == []

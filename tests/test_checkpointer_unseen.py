@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import shutil
 import threading
 from collections import Counter, namedtuple
 
@@ -18,6 +17,7 @@ import holdfast
 from holdfast.checkpoint.capture import mutation_check
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.state.encoding import decode, encode
+from support.live_copy import copy_of_live_run
 
 
 class Loop:
@@ -66,7 +66,7 @@ def recovered(tmp_path, make, steps, options=lambda loop: {}):
         loop.go(checkpointer, steps)
         checkpointer.wait()
         assert checkpointer.durable_step == steps
-        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        copy_of_live_run(tmp_path / "run", tmp_path / "killed")
     again = make()
     other, done = again.checkpointer(tmp_path / "killed", **options(again))
     other.close()

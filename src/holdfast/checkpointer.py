@@ -63,7 +63,8 @@ from .store.run_store import LocalStore
 class Checkpointer:
     """Durable checkpoints of a training loop: call ``resume`` first, then ``step`` last in every iteration.
 
-    A context manager. A kill loses the steps that are on their way to the disk, at most 8. After a SIGTERM ``step``
+    A context manager. A kill loses the steps that are on their way to the disk, at most 8, and with ``when_behind``
+    other than "block" those since the last snapshot where records were left out. After a SIGTERM ``step``
     makes the step durable and ends the process, unless the script handles the signal itself.
 
     Args:

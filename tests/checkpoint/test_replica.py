@@ -975,3 +975,16 @@ def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
         assert os.getsid(pid) == pid != os.getsid(0)
         loop.iteration(0, checkpointer.step)
     assert checkpointer.durable_step == 1 and not Path(f"/proc/{pid}").exists()
+
+
+def test_snapshot_of_grown_state_keeps_memory_cap(tmp_path, monkeypatch):
+    """Fewer staging buffers fit after the state grew, and no more are made for the next snapshot."""
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        loop.iteration(0, checkpointer.step)
+        backend = checkpointer._survival
+        monkeypatch.setattr(backend, "_slots_that_fit", lambda: 2)
+        backend.adapt()
+        backend.whole(again=True)
+        assert len(backend.replica.pool.slots) == 2

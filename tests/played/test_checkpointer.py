@@ -13,9 +13,9 @@ from checkpoint.copy_order import Order
 from checkpoint.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpoint.capture import async_copy, device_staging, staging_buffers
+from holdfast.checkpoint.capture.rng_draws import draw_again, drawn_since, generators
 from holdfast.checkpoint.compression import comm_hook
 from holdfast.checkpoint.compression.lossy import Int8, TopK
-from holdfast.checkpoint.numerics import draw_again, drawn_since, generators
 from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.replica import replica_process

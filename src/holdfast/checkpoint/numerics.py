@@ -1,28 +1,22 @@
-"""The settings of a process, and the random numbers of a step, that decide the bits of an update.
+"""The settings of a process that decide the bits of an update.
 
 The number of torch's threads changes the order of sums in a matrix product, denormal numbers may be flushed to zero,
-and the default dtype applies to tensors made without one, such as step counts. Some updates draw from the global
-generators. Each log record holds both, and replay computes under the recorded settings and with the recorded draws. The
-settings of the process are restored afterwards. Called by the optimizer hooks, by ``replay``, and by recovery for its
-warnings.
+and the default dtype applies to tensors made without one, such as step counts. Replay computes under the recorded
+settings, and those of the process are restored afterwards. Called where progress is recorded, by replay and replicas,
+and by recovery for its warnings.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..accelerators import current_kind, random_states
 from ..optim.kinds import is_elementwise
 from ..optim.torch_threads import set_torch_threads
-from ..state.encoding import decode, encode
 from ..state.live_state import LiveState
-from ..state.progress import restore_random_state
 
 Told = Mapping[str, Any]
 
@@ -102,31 +96,3 @@ def told_of_other(told: Told, threads: bool) -> list[str]:
             f" call torch.set_num_threads({run}) at the beginning of the script."
         )
     return texts
-
-
-def generators() -> list[Any]:
-    """Return the states of all global generators, in the form that compares fastest."""
-    of_devices = [state for states in random_states().values() for state in states]
-    return [random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), *of_devices]
-
-
-def drawn_since(before: list[Any]) -> Any:
-    """Return the states ``before`` as JSON if anything was drawn since; otherwise None."""
-    python, numpy, *torchs = before
-    now = generators()
-    if now[0] == python and _alike(now[1], numpy) and all(map(torch.equal, now[2:], torchs)):
-        return None
-    version, words, gauss = python
-    packed = (version, np.array(words, dtype=np.uint32), gauss)
-    of_devices = {current_kind() or "cuda": torchs[1:]}
-    return encode({"python": packed, "numpy": numpy, "torch": torchs[0], **of_devices})
-
-
-def draw_again(drawn: Any) -> None:
-    """Set the generators to the states that ``drawn_since`` returned; None leaves them as they are."""
-    if drawn is not None:
-        restore_random_state(decode(drawn))
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one[2:] == other[2:] and np.array_equal(one[1], other[1])

@@ -122,8 +122,8 @@ class ReplicaBackend(DurabilityBackend):
         self.replica.advance(loop.steps_done, loop.progress, self._options.bytes_per_step)
 
     def adapt(self) -> None:
-        loop, num_slots = self._loop, self._slots_that_fit()
-        self.replica.sync(loop.state, loop.steps_done, loop.progress(), num_slots)
+        loop, self._num_slots = self._loop, self._slots_that_fit()
+        self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots)
 
     # Waiting and shutdown
 

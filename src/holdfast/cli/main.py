@@ -359,7 +359,7 @@ app.add_typer(rules, name="rules")
 @rules.command("infer")
 def rules_infer(commit: Commit) -> None:
     """Print the rules that a run is cut by, to edit."""
-    from .maintenance import infer
+    from .rules import infer
 
     infer(commit)
 
@@ -372,7 +372,7 @@ def rules_check(
     json: AsJson = False,
 ) -> None:
     """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""
-    from .maintenance import check
+    from .rules import check
 
     raise typer.Exit(0 if check(file, commit, values, as_json=json) else 1)
 
@@ -382,7 +382,7 @@ def rules_packs(
     name: Annotated[str | None, typer.Argument(metavar="PACK", help="Print this one.")] = None,
 ) -> None:
     """List the packs of rules that come with this."""
-    from .maintenance import show_packs
+    from .rules import show_packs
 
     show_packs(name)
 

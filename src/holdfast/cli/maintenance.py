@@ -1,8 +1,8 @@
-"""The verbs that maintain a run: ``compact``, ``prune``, ``push`` and ``rules``.
+"""The verbs that maintain a run: ``compact``, ``prune`` and ``push``.
 
-``compact`` makes a snapshot of a later step, ``prune`` removes what a policy does not keep, ``push`` copies a run to a
-bucket, and ``rules`` prints or checks the sharding of a run. Each verb prints what it did or, with ``--json``, one
-document. Nothing is removed before it is known which steps depend on it. Called by ``main``.
+``compact`` makes a snapshot of a later step, ``prune`` removes what a policy does not keep, and ``push`` copies a run
+to a bucket. Each verb prints what it did or, with ``--json``, one document; ``push --follow`` prints one for each copy.
+Nothing is removed before it is known which steps depend on it. Called by ``main``.
 """
 
 from __future__ import annotations
@@ -10,26 +10,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.recovery.compaction import compact
 from ..checkpoint.recovery.recovery_progress import RecoveryProgress
 from ..errors import BadInput, DiskFailed
-from ..formats import packs, rules_source
 from ..monitor.progress_bar import progress_bar
 from ..quantities import counted, format_bytes
-from ..state.rules.rule_language import Rules
 from ..store.commit.pruning import Pruning, planned, prune, said_spans
 from ..store.commit.retention import Keep
-from ..store.format.manifest import Manifest
-from ..store.reader import RunReader
 from ..store.remote.copying import PushResult
 from ..store.remote.object_store import Url, place_of
 from ..store.remote.pushing import Pusher
 from .output import console, error_console, plain_table, print_json, print_table, transfer_progress
-from .runs import directory_of, label, open_run, with_commits
+from .runs import directory_of, open_run
 
 
 def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
@@ -122,7 +117,7 @@ SECONDS = 2.0
 def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool, as_json: bool) -> bool:
     """Copy what ``destination`` lacks of ``run``, and print it. Return whether all copied data was undamaged.
 
-    With ``follow`` it repeats until Ctrl-C, through any network failure.
+    With ``follow`` it repeats until Ctrl-C; after the first copy, through any network failure.
     """
     place = place_of(destination)
     if not isinstance(place, Url):
@@ -194,47 +189,3 @@ def _push_document(done: PushResult, seconds: float) -> dict[str, Any]:
         "durable_step": done.durable_step,
         "damaged": [{"path": error.path, "text": str(error)} for error in done.damaged],
     }
-
-
-def infer(commit: str) -> None:
-    """Print the rules that build the tensors of a commit from what its ranks stored."""
-    print(with_commits([commit], rules_source.infer), end="")
-
-
-def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
-    """Print what rules build from what the ranks of a commit stored; return whether it matches the commit's record."""
-    found = packs.find(rules, values)
-    return with_commits([commit], partial(_check, found, as_json=as_json))
-
-
-def show_packs(name: str | None) -> None:
-    """Print the names of all packs, or the text of one."""
-    if name is not None:
-        print(packs.text(name), end="")
-        return
-    table = plain_table("pack", "for")
-    for pack, purpose in packs.names().items():
-        table.add_row(pack, purpose)
-    print_table(console(), table)
-
-
-def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
-    found, other = rules_source.check(rules, reader, manifest)
-    if as_json:
-        print_json(
-            {
-                "atoms": sorted(found.atoms), "otherwise": other, "aliases": found.aliases, "unused": found.unused,
-                "dropped": found.dropped, "ambiguous": found.ambiguous,
-            }
-        )  # fmt: skip
-        return not other
-    print(f"{counted(len(found.atoms), 'tensor')} made of what {label(reader, manifest)} stores")
-    for name, numbers in found.ambiguous.items():
-        print(f"  ambiguous: {name} is matched by rules {', '.join(map(str, numbers))}; the first holds")
-    for number in found.unused:
-        print(f"  unused: {rules.rules[number - 1].label}")
-    for name in found.dropped:
-        print(f"  dropped: {name}")
-    for key in other:
-        print(f"  not as the run records it: {key}")
-    return not other

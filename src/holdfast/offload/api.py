@@ -1,6 +1,6 @@
 """``holdfast.offload``: from a model and an optimizer to an engine, in a fresh directory or one to resume.
 
-Everything that can be wrong is found before anything is written. Then a fresh run gets its files and a first commit,
+Arguments, model and space are checked before anything is written. Then a fresh run gets its files and a first commit,
 and a resumed run a new timeline that continues its newest whole commit.
 """
 

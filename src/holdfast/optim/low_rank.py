@@ -297,7 +297,7 @@ def sampled_rows(norms: torch.Tensor, count: int, seed: int) -> tuple[torch.Tens
     The first scales multiply gradients, the second updates. A row that is drawn several times is moved as often by the
     first of its updates; the others are multiplied by 0, so that the order of addition does not matter.
     """
-    if not norms.sum() > 0:  # all norms are zero
+    if not norms.sum() > 0:  # all norms are zero, or one is not a number
         norms = torch.ones_like(norms)
     chances = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     upto = norms.cumsum(0)

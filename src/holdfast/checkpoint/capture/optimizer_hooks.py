@@ -27,9 +27,9 @@ from ...state.live_state import LiveState
 from ...state.plain_tensors import is_plain, odd_kind
 from ...state.progress import hyper_parameters
 from ..compression.codecs import Codec, Trained, trained_of
-from ..numerics import drawn_since, generators
 from .closures import WAY_OUT, ComputedClosure
 from .mutation_check import MutationCheck
+from .rng_draws import drawn_since, generators
 from .staging_buffers import StagingBuffer
 
 CONSUMED = ("grad_scale", "found_inf")

@@ -27,9 +27,9 @@ from ...state.plain_tensors import flat_bytes
 from ...state.progress import load_hyper_parameters
 from ..capture.closures import closure_again
 from ..capture.optimizer_hooks import CONSUMED, scale
+from ..capture.rng_draws import draw_again
 from ..capture.staging_buffers import tensors_of
 from ..compression import codecs
-from ..numerics import draw_again
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""

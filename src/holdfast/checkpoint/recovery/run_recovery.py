@@ -109,8 +109,10 @@ def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, d
     changes nothing. Raises ``NoCommit`` if no records lead to the step, ``BadInput`` if the replay needs the script.
     """
     with LocalStore(root) as store:
-        line = store.line(tip)
-        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
+        ref = next((ref for ref in store.line(tip) if ref.step <= step), None)
+        if ref is None:
+            raise NoCommit(f"{root} has no commit of step {step} or before it.")
+        base, script = store.load(ref), _Kept()
         threads = torch.get_num_threads()
         try:
             state = rebuilt(base, store.atoms(base))  # which sets the run's number of threads

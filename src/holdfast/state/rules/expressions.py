@@ -61,7 +61,7 @@ class Expression:
     def value(self, names: Mapping[str, Value]) -> int:
         result = _value(self.tree, names, self.text)
         if abs(result) >= LARGEST:
-            raise ValueError(f"{self.text!r} is {result:.3e}, which no tensor is as large as")
+            raise ValueError(f"{self.text!r} is larger than any tensor")
         return result
 
 

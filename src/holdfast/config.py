@@ -103,8 +103,10 @@ class TrainConfig:
     warmup_steps: int = _key(10, "then cosine to a tenth", stated=True)
     weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
-    clipping: Literal["defer", "speculate", "per_block"] = _key(
-        "defer", 'updates wait for the norm; "speculate" guesses it; or "per_block"', stated=True
+    clipping: Literal["auto", "defer", "speculate", "per_block"] = _key(
+        "defer",
+        'updates wait for the norm; "speculate" guesses it; "auto" is the faster; or "per_block"',
+        stated=True,
     )
     dtype: Dtype = _key(
         "auto", "to compute in: bf16, or fp32 if faster here; fp16 has a loss scale", stated=True

@@ -19,7 +19,7 @@ import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.offload import api
+from holdfast.offload import api, clipping_choice
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
@@ -114,6 +114,7 @@ def main(
     blind: Sequence[int] = (),
     full: Sequence[str] = (),
     early: bool = False,
+    ways: dict[str, str] | None = None,
     options: dict[str, Any] | None = None,
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
@@ -123,7 +124,8 @@ def main(
     predicted. With
     ``settle`` nothing is under way between two steps. ``rates`` are what drives take, by their names, as the first
     rank finds; the ranks that are ``blind`` see nothing that it shows them; drives that are ``full`` have no room.
-    An ``early`` failpoint is armed before the run is opened."""
+    An ``early`` failpoint is armed before the run is opened. ``ways`` are by rank the way of clipping that it would
+    choose from the second step on."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -151,6 +153,8 @@ def main(
         preflight.Disk = lambda path: SimpleNamespace(
             free_bytes=lambda: 0 if Path(path).name in full else 1 << 40
         )
+    if ways is not None:
+        clipping_choice.ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
     if early and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
     planned: list[str] = []
@@ -199,6 +203,7 @@ def main(
                 durable=engine.durable_step,
                 skipped=engine.skipped_steps,
             )
+        say(clipping=sorted({shape.clipping for _, shape in engine.operations}))
         listed = [ops for (name, _), ops in engine.operations.items() if name == "vertical"]
         if listed:
             say(listed={" ".join(key): nbytes for key, nbytes in traffic(listed[0]).items()})

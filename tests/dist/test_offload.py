@@ -83,6 +83,14 @@ def test_tensors_that_are_cut_have_the_same_bits(world, tmp_path, ranks, options
     check(said, tmp_path, *expected)
 
 
+@pytest.mark.parametrize("first, second", [("speculate", "defer"), ("defer", "speculate")])
+def test_first_rank_chooses_the_way_of_clipping(world, tmp_path, first, second):
+    options, ways = {"clip_norm": 0.5, "clipping": "auto"}, {"0": first, "1": second}
+    said = world.run(2, root=tmp_path, steps=STEPS, micro_batches=2, ways=ways, options=options)
+    check(said, tmp_path, *plain([(STEPS, 2, 2)], clip_norm=0.5))
+    assert [each["clipping"] for each in said] == [sorted({"defer", first})] * 2
+
+
 def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(world, tmp_path):
     """Dropout draws by the number that a micro-batch has among those of all ranks."""
     said = world.run(2, root=tmp_path / "two", steps=STEPS, dropout=0.2)

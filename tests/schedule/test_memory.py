@@ -89,6 +89,18 @@ def test_steps_of_different_shapes_hold_no_more_than_the_larger_bound(step, othe
     assert worst(_returning(lists), kind) <= max(bound.get((place, kind), 0) for bound in bounds)
 
 
+@given(step=steps(most_blocks=3), waits=st.lists(st.booleans(), min_size=3, max_size=3), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_steps_that_wait_or_guess_hold_no_more_than_guesses(step, waits, data):
+    work, placement, shape = step
+    guess = replace(shape, clipping="speculate", commit=True)
+    wait = replace(guess, clipping="defer")
+    lists = [vertical(work, placement, wait if each else guess) for each in waits]
+    bound = buffers(vertical(work, placement, guess))
+    place, kind = data.draw(st.sampled_from(sorted(set().union(*map(buffers, lists)))))
+    assert worst(_returning(lists), kind) <= bound[place, kind]
+
+
 def _returning(lists: Sequence[list[Op]]) -> list[list[Op]]:
     """The same steps, each known when the last computation of the one before is over, as in the engine. Its first
     computation also waits for the downloads of the one before, where the lists differ on the device."""

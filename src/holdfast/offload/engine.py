@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from ..errors import BadInput, EngineFailed
 from ..events import EventLog
 from ..optim.torch_threads import one_torch_thread, update_helpers
 from ..schedule.operations import Op
+from ..schedule.work import ClippingMode
 from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
@@ -58,6 +59,20 @@ from .text_sampling import chooser, continued
 
 POSITIONS = ("random", "loader")
 """Parts of the progress that change when a batch is fetched."""
+
+
+class _Checked(NamedTuple):
+    """The next step as one rank would do it, with its micro-batches checked."""
+
+    counts: list[float]
+    """The count of each micro-batch."""
+    tokens: int
+    rates: str
+    """The digest of its hyper-parameters."""
+    edited: list[str]
+    """The names of parameters that were edited."""
+    clipping: ClippingMode | None
+    """The way of clipping that it would take."""
 
 
 class Engine:
@@ -123,13 +138,13 @@ class Engine:
         what = f"step {self.steps_done + 1}"
         micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
         micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
-        self._refuse_unlike_rates(what, [rates for _, _, rates, _ in told])
-        self._refuse_edits([edited for _, _, _, edited in told])
-        weights = self._steps.weights([counts for counts, _, _, _ in told], len(micro_batches))
-        tokens = sum(count for _, count, _, _ in told)
+        self._refuse_unlike_rates(what, [each.rates for each in told])
+        self._refuse_edits([each.edited for each in told])
+        weights = self._steps.weights([each.counts for each in told], len(micro_batches))
+        tokens = sum(each.tokens for each in told)
         with self._closing_on_error():
             started = time.perf_counter()
-            step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
+            step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn, told[0].clipping)
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
@@ -139,7 +154,7 @@ class Engine:
                 self._corrections.begins(step)
                 self._executor.run(step.operations, step)
             self._timelines.returns()
-            self._steps.over(step)
+            self._steps.over(step, time.perf_counter() - started)
             self._corrections.returns(step)
             self.steps_done += 1
             self._user.look_for_forgotten()
@@ -151,12 +166,8 @@ class Engine:
             self._events.emit("step", **self.last)
             return self.last["loss"]
 
-    def _checked(self, micro_batches: Sequence[Any]) -> tuple[list[float], int, str, list[str]]:
-        """Check that the step can be done.
-
-        Returns the count of each micro-batch, their number of tokens, a digest of this rank's hyper-parameters, and
-        what was edited.
-        """
+    def _checked(self, micro_batches: Sequence[Any]) -> _Checked:
+        """Check that the step can be done, and return what the other ranks need to know of it."""
         self.held.refuse_changes()
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
@@ -164,8 +175,10 @@ class Engine:
             raise BadInput(
                 "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
             )
-        counts = self._steps.counts(micro_batches)
-        return counts, count_tokens(micro_batches), digest(self._rates()), self.held.edited()
+        return _Checked(
+            self._steps.counts(micro_batches), count_tokens(micro_batches), digest(self._rates()), self.held.edited(),
+            self._steps.next_clipping,
+        )  # fmt: skip
 
     @on_host_by_default
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..config import Fraction
 from ..errors import BadInput
@@ -55,16 +56,18 @@ class Clipping:
     ``clip_grad_norm_(model.parameters())`` counts every parameter that requires grad. ``math.inf`` takes the norm and
     clips nothing. None takes none, except that fp16 takes it to detect an overflow.
 
+    - ``"auto"`` takes one of the next two before each step, whichever has been faster; ``"defer"`` where there is not a
+      commit at every step, and in the horizontal schedule.
     - ``"defer"`` lets all updates wait for the norm, beside the next forward pass.
     - ``"speculate"`` updates at once, and once more if the norm is above ``norm``, from the state in the commit of the
-      step before, so it needs a commit at every step. Both give the bits of ``clip_grad_norm_``.
+      step before, so it needs a commit at every step. All three give the bits of ``clip_grad_norm_``.
     - ``"per_block"`` is another algorithm: the gradients of each block, and those outside of blocks, are clipped by
       themselves, to ``norm`` times the square root of their fraction of all trained elements. The norm over all is at
       most ``norm``, and nothing waits.
     """
 
     norm: float | None = None
-    mode: ClippingMode = "defer"
+    mode: ClippingMode | Literal["auto"] = "defer"
 
     @classmethod
     def of(cls, given: float | Clipping | None) -> Clipping:
@@ -74,8 +77,9 @@ class Clipping:
         number = isinstance(self.norm, (int, float)) and not isinstance(self.norm, bool)
         if self.norm is not None and not (number and self.norm > 0):
             raise BadInput(f"clipping: norm = {self.norm!r} must be a positive number; None is no clipping")
-        if self.mode not in CLIPPING[1:]:
-            raise BadInput(f"clipping: mode = {self.mode!r} is not one of {', '.join(CLIPPING[1:])}")
+        modes = ("auto", *CLIPPING[1:])
+        if self.mode not in modes:
+            raise BadInput(f"clipping: mode = {self.mode!r} is not one of {', '.join(modes)}")
         if self.mode == "per_block" and self.norm is None:
             raise BadInput(
                 "clipping: mode = 'per_block' says how to clip, and no norm says to what: give it, too"

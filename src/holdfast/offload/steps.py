@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
 from ..schedule.vertical import commit_only, forward_only
 from ..schedule.work import ClippingMode, StepShape, kept_blocks
+from .clipping_choice import DEFER, SPECULATE, ClippingChoice
 from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, autocast_state, casts, late_call
 from .offload_options import Clipping, Durability, Precision
@@ -31,7 +32,7 @@ class StepRules:
     delayed_fraction: float
     recomputed_fraction: float
     clip_norm: float | None
-    clipping: ClippingMode
+    clipping: ClippingMode | Literal["auto"]
     loss_scale: LossScale | None
     """Loss scale of a fresh run; None unless it computes in fp16."""
     commit_every: int
@@ -48,10 +49,12 @@ class StepRules:
         normalize: str | Callable[[Any], float],
     ) -> StepRules:
         """Return the rules of a run whose fractions are not planned yet."""
-        fp16 = precision.dtype == "fp16"
+        fp16, mode = precision.dtype == "fp16", clipping.mode
+        if mode == "auto" and (schedule != "vertical" or durability.commit_every != 1):
+            mode = DEFER
         return cls(
             schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
-            clip_norm=clipping.norm, clipping=clipping.mode,
+            clip_norm=clipping.norm, clipping=mode,
             loss_scale=(precision.loss_scale or LossScale()) if fp16 else None,
             commit_every=durability.commit_every, normalize=normalize,
         )  # fmt: skip
@@ -60,11 +63,20 @@ class StepRules:
     def normalize_name(self) -> str:
         return self.normalize if isinstance(self.normalize, str) else "a function"
 
-    def shape(self, micro_batches: int, commit: bool) -> StepShape:
-        """Return the shape of a training step."""
+    @property
+    def chooses(self) -> bool:
+        """True if each step may wait for the norm or guess it."""
+        return self.clipping == "auto" and (self.clip_norm is not None or self.loss_scale is not None)
+
+    def shape(self, micro_batches: int, commit: bool, clipping: ClippingMode | None = None) -> StepShape:
+        """Return the shape of a training step, with the way ``clipping`` where there are two.
+
+        Without ``clipping`` it guesses the norm, which needs as much memory in every class as waiting, or more.
+        """
+        mode = SPECULATE if self.clipping == "auto" else self.clipping
         return StepShape(
             micro_batches=micro_batches,
-            clipping="none" if self.clip_norm is None and self.loss_scale is None else self.clipping,
+            clipping="none" if self.clip_norm is None and self.loss_scale is None else clipping or mode,
             order=self.order,
             delayed_fraction=self.delayed_fraction,
             recomputed_fraction=self.recomputed_fraction,
@@ -79,6 +91,7 @@ class StepMaker:
         self._run, self._plan, self._rules = run, plan, rules
         self.loss_scale = rules.loss_scale
         """Loss scale of the next step."""
+        self.clipping = ClippingChoice() if rules.chooses else None
         self._streams = 1 if run.zeroth is None else STREAMS
         self.shifts: bool | None = None
         """True if the model shifts labels; None until that has been asked."""
@@ -109,13 +122,31 @@ class StepMaker:
         first = self._run.fellows.rank * num_micro_batches
         return shares([count for each in counts for count in each])[first : first + num_micro_batches]
 
+    @property
+    def next_clipping(self) -> ClippingMode | None:
+        """The way of clipping that this rank would take for the next step; None where all steps are alike."""
+        return None if self.clipping is None else self.clipping.mode
+
     def training(
-        self, number: int, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any
+        self,
+        number: int,
+        micro_batches: Sequence[Any],
+        weights: list[float | None],
+        loss_fn: Any,
+        clipping: ClippingMode | None = None,
     ) -> Step:
-        """Return step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
+        """Return step ``number`` over ``micro_batches``, with the hyper-parameters as they are now.
+
+        Args:
+            number: The number of the step.
+            micro_batches: This rank's micro-batches.
+            weights: The factor for the loss of each.
+            loss_fn: As given to the engine.
+            clipping: The first rank's ``next_clipping``.
+        """
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
-        shape = rules.shape(len(micro_batches), commit)
+        shape = rules.shape(len(micro_batches), commit, clipping)
         if casts(autocast_state()):
             # then every block is computed again, and its inputs must come in time for that
             shape = replace(shape, recomputed_fraction=1.0)
@@ -145,10 +176,12 @@ class StepMaker:
         if self.loss_scale is not None:
             self.loss_scale = replace(self.loss_scale, **progress.get("loss_scale", {}))
 
-    def over(self, step: Step) -> None:
-        """Update the loss scale after ``step``, of which it is known now whether it was skipped."""
+    def over(self, step: Step, seconds: float) -> None:
+        """Update the loss scale and the way of clipping after ``step``, of which all is known now."""
         if step.loss_scale is not None:
             self.loss_scale = step.loss_scale.after(step.skipped)
+        if self.clipping is not None:
+            self.clipping.over(step.shape.clipping, step.skipped or step.scale is not None, seconds)
 
     def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
         """Return a step that takes all of ``calls`` through the blocks together, forward only."""

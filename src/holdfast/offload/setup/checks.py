@@ -202,7 +202,7 @@ def check_zeroth(
         ("delayed_fraction", placement.delayed_fraction, (None, "auto"), waits),
         ("recomputed_fraction", placement.recomputed_fraction, (None, "auto", 1, 1.0), forward_only),
         ("clipping: norm", clipping.norm, (None,), no_norm),
-        ("clipping: mode", clipping.mode, ("defer",), no_norm),
+        ("clipping: mode", clipping.mode, ("auto", "defer"), no_norm),
     ):
         if given not in usual:
             raise BadInput(f"{name} = {given!r} is not of MeZO: {why}. Leave it out.")

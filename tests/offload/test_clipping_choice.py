@@ -1,0 +1,103 @@
+"""``clipping="auto"``: each step waits for the norm or guesses it, whichever is faster, with the same bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from combined import one_in
+from holdfast.offload.clipping_choice import DEFER, SPECULATE, ClippingChoice
+from offload.test_clipping import SOME, engine_of, on_ssd
+from plain_loops import PLACEMENTS, STEPS, check
+from training import batches
+
+
+def spent(clips, waiting=1.0, right=0.7, wrong=1.5, noise=0.02):
+    """The seconds of each step of a simulated machine, and the ways in which they were done.
+
+    Args:
+        clips: By step, whether it is clipped.
+        waiting: Seconds of a step that waits.
+        right: Seconds of a step that guesses right.
+        wrong: Seconds of a step that guesses wrong.
+        noise: The relative deviation of each.
+    """
+    choice, chance, seconds, modes = ClippingChoice(), random.Random(0), [], []
+    for clipped in clips:
+        mode = choice.mode
+        time = waiting if mode == DEFER else wrong if clipped else right
+        seconds.append(time * chance.gauss(1, noise))
+        modes.append(mode)
+        choice.over(mode, clipped, seconds[-1])
+    return seconds, modes
+
+
+def test_run_that_clips_every_step_never_guesses():
+    assert set(spent([True] * 500)[1]) == {DEFER}
+
+
+def test_run_that_never_clips_guesses_soon():
+    seconds, modes = spent([False] * 200)
+    assert modes[20:] == [SPECULATE] * 180
+    assert sum(seconds) < 1.1 * 200 * 0.7
+
+
+def test_guessing_that_is_slower_is_left_after_a_try():
+    seconds, modes = spent([False] * 300, right=1.1)
+    assert modes.count(SPECULATE) < 12 and modes[-200:] == [DEFER] * 200
+    assert sum(seconds) < 1.02 * 300
+
+
+def test_clipping_that_begins_again_ends_the_guesses():
+    _, modes = spent([False] * 60 + [True] * 60 + [False] * 60)
+    assert modes[50] == SPECULATE and modes[80] == DEFER and modes[-1] == SPECULATE
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_choice_is_near_the_better_way(share):
+    chance = random.Random(1)
+    clips = [chance.random() < share for _ in range(1000)]
+    seconds, _ = spent(clips)
+    guessing = sum(1.5 if clipped else 0.7 for clipped in clips)
+    assert sum(seconds) < 1.06 * min(1000, guessing)
+
+
+@pytest.fixture
+def changing(monkeypatch):
+    """Ways of clipping that change in every other step, whatever the times."""
+    modes = []
+
+    def over(self, mode, clipped, seconds):
+        modes.append((mode, clipped))
+        self.mode = SPECULATE if len(modes) % 4 in (1, 2) else DEFER
+
+    monkeypatch.setattr(ClippingChoice, "over", over)
+    return modes
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(cover=True)
+@pytest.mark.parametrize(
+    "num_micro_batches, placement, delayed_fraction", one_in(2, [1, 3], PLACEMENTS, [0.0, 0.5, 1.0])
+)
+def test_changing_ways_have_every_bit_of_a_plain_loop(
+    tmp_path, changing, num_micro_batches, placement, delayed_fraction
+):
+    options = {"delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
+    check(tmp_path, STEPS, num_micro_batches, SOME[num_micro_batches], clipping="auto", **options)
+    assert {*changing} == {(mode, clipped) for mode in (DEFER, SPECULATE) for clipped in (True, False)}
+
+
+@pytest.mark.slow
+def test_changing_ways_with_gradients_on_the_ssd_have_every_bit(tmp_path, monkeypatch, changing):
+    on_ssd(monkeypatch)
+    check(tmp_path, STEPS, 3, SOME[3], clipping="auto", delayed_fraction=0.34, **PLACEMENTS["mixed"])
+    assert {*changing} >= {(DEFER, True), (SPECULATE, True)}
+
+
+def test_ways_do_not_change_without_a_commit_at_each_step(tmp_path):
+    with engine_of(tmp_path, clip_norm=1.0, clipping="auto", commit_every=2) as engine:
+        for step in range(2):
+            engine.step(batches(step, 2))
+        assert {shape.clipping for _, shape in engine.operations} == {"defer"}

@@ -292,11 +292,9 @@ def squeeze(view: memoryview, width: int) -> tuple[memoryview, dict[str, Any]]:
     compressor, sizes, end = zstandard.ZstdCompressor(level=LEVEL), [], 0
     for start in range(0, len(view), CHUNK):
         chunk = np.frombuffer(view[start : start + CHUNK], np.uint8)
-        planes = np.ascontiguousarray(
-            chunk.reshape(-1, width).T
-        )  # a copy, since the code below overwrites the chunk
-        if planes.base is not None:
-            planes = planes.copy()
+        planes = np.array(
+            chunk.reshape(-1, width).T, order="C"
+        )  # a copy: the code below overwrites the chunk
         for plane in planes:
             frame = compressor.compress(plane.data)
             piece = frame if len(frame) < plane.nbytes else plane.data

@@ -83,7 +83,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     with torch.no_grad():
         arrays = [_select(state, parameter, grad) for parameter, grad in pairs]
-        sent = torch.cat([_bytes(found[name]) for found in arrays for name in SENT])
+        sent = torch.cat([flat_bytes(found[name]) for found in arrays for name in SENT])
     forms = [{name: (found[name].nbytes, found[name].dtype) for name in SENT} for found in arrays]
     del arrays  # memory of this stream; the code below runs on another one
     received = [torch.empty_like(sent) for _ in range(group.size())]
@@ -131,10 +131,6 @@ def _add(
 
 def _expand(codec: TopK, arrays: Arrays, elements: int, dtype: torch.dtype) -> torch.Tensor:
     return spread(lambda name, _, __: arrays[name], elements, dtype, codec.block)
-
-
-def _bytes(array: torch.Tensor) -> torch.Tensor:
-    return flat_bytes(array)
 
 
 def _wide(grad: torch.Tensor) -> torch.dtype:

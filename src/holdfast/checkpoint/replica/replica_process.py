@@ -26,7 +26,7 @@ from .. import running_clock
 from .channel import Channel, ChannelClosed
 
 LAST_WORD = "closed"
-_left: list[PriorityProcess] = []
+_left: list[StartedProcess] = []
 """Processes that were released, to be reaped once they have ended."""
 
 
@@ -45,7 +45,7 @@ class ReplicaProcess:
         self._hear, self._deadline = hear, deadline_seconds
         self._said: set[str] = set()
         self._heard = running_clock.now()
-        self._process: PriorityProcess | None = None
+        self._process: StartedProcess | None = None
         self._channel: Channel | None = None
         self._sending = threading.Lock()
         self._let_go = False
@@ -196,7 +196,7 @@ class ReplicaProcess:
         )
 
 
-def start_process(sock: socket.socket) -> PriorityProcess:
+def start_process(sock: socket.socket) -> StartedProcess:
     """Start a replica's process, which serves the other end of ``sock``.
 
     The process gets none of this one's output streams, because a reader may wait for their end.
@@ -210,7 +210,7 @@ def start_process(sock: socket.socket) -> PriorityProcess:
     )  # fmt: skip
 
 
-class PriorityProcess(Protocol):
+class StartedProcess(Protocol):
     """The interface of a started process."""
 
     def wait(self, timeout: float | None = None) -> int: ...

@@ -1,10 +1,10 @@
-"""The decision when snapshots are made, and what happens when the disk is behind or full.
+"""The snapshots of a run: when each is made, how it proceeds, and what happens when the disk is behind or full.
 
 A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
 are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
 a *gap*, which ends with a snapshot. Training waits for that snapshot (``"block"``, ``"commit"``), or it is made beside
-training with records again from its beginning (``"skip"``, unless that has failed once). Called by the training thread;
-bytes.
+training with records again from its beginning (``"skip"``, unless that has failed once). Sizes are bytes. Called by the
+training thread; a snapshot is published by the recorder's.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class SnapshotScheduler:
         self.gap = False
         """True if steps are not recorded, or if their records follow a snapshot that is not published yet."""
         self._losses = self._losses_at_begin = 0
-        self._failed_beside = False
-        """True if a snapshot that was to end the gap beside training failed; training waits for the next one."""
+        self._tried_beside = False
+        """True if ending the gap beside training was tried and is not done; training then waits for the next snapshot."""
         self._published: deque[int] = deque()
         self._told: dict[SnapshotWriter | Recorder, tuple[int, float]] = {
             self.bases: (0, 0.0),
@@ -299,8 +299,8 @@ class SnapshotScheduler:
             return
         if self._recorder.pending:
             return
-        if self._means.when_behind == "skip" and not self._means.of_one_step and not self._failed_beside:
-            self._failed_beside = True  # reset when it is published
+        if self._means.when_behind == "skip" and not self._means.of_one_step and not self._tried_beside:
+            self._tried_beside = True  # reset when it is published
             self._recorder.hold()
             self._restarted()
             self._begin(step)
@@ -370,7 +370,7 @@ class SnapshotScheduler:
         if not self._published:
             return
         if self._published.popleft() == self._losses:
-            self.gap = self._failed_beside = False
+            self.gap = self._tried_beside = False
         if self.tuner is not None and self._num_stages:  # scheduled, not requested
             self._tell_written(self.tuner)
             self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)

@@ -1,9 +1,9 @@
-"""The integers that rules compute from captures, values and coordinates.
+"""Integer expressions of sharding rules, and names with such expressions in braces.
 
-They have ``+ - * // %``, parentheses, numbers and names, and are read by the small parser below, so the text of a rule
-is never executed. ``$1`` is the text that the first group of the rule's regex captured. In the braces of a template, a
-number that comes first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5. A group that
-captured nothing counts as 0.
+Expressions have ``+ - * // %``, parentheses, numbers and names, and are read by the small parser below, so the text of
+a rule is never executed. ``$1`` is the text that the first group of the rule's regex captured. In the braces of a
+template, a number that comes first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5. A
+group that captured nothing counts as 0.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from common import finish, options_of, table
+from common import finish, machine, options_of, table
 
 TARGETS = ("test", "test-rest", "test-dist", "test-crash", "test-matrix", "test-peers")
 SUMMARY = re.compile(r"^=* ?(?=\d+ (?:passed|failed|skipped|error)).* in [\d.]+s")
@@ -51,14 +51,16 @@ def run(target: str) -> tuple[dict[str, float], bool]:
 
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("targets", nargs="*", choices=[[], *TARGETS], help="all, if none is named")
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all, if none is named"
+    )
     arguments = parser.parse_args()
-    rows, good = [], True
+    about, rows, good = machine(), [], True  # before the kept lines change a file of the commit
     for target in arguments.targets or TARGETS:
         counts, passed = run(target)
         good &= passed
         rows.append({"size": target, **counts})
-        finish("campaign", rows[-1], arguments.keep)
+        finish("campaign", rows[-1] | about, arguments.keep)
     table([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])
     sys.exit(not good)
 

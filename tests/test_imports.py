@@ -195,7 +195,10 @@ def test_calls_that_order_the_disk_are_seen(source):
         "holdfast",
         "holdfast.config",
         "holdfast.events",
-        *(f"holdfast.cli.{m}" for m in ("main", "inspect", "convert", "diff")),
+        *(
+            f"holdfast.cli.{m}"
+            for m in ("main", "inspect", "convert", "diff", "maintenance", "monitoring", "rules")
+        ),
     ],
 )
 def test_importing_costs_no_torch(module):

@@ -56,7 +56,7 @@ from .regular_files import home_path
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
 from .store.commit.retention import Keep
-from .store.path_checks import check_place
+from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 
 
@@ -154,6 +154,7 @@ class Checkpointer:
                     refuse_waiting(wait_each_step)
                 if disk is None:
                     check_place(run)
+                    refuse_foreign_checkpoint(run)
             refuse_other_remotes(ranks, remote)
             try:
                 self._loop.hook_up()

@@ -120,6 +120,16 @@ def test_a_device_that_is_not_there_is_named(tmp_path):
         offload(tmp_path, device="cuda:0")
 
 
+def test_foreign_checkpoint_is_no_run_directory(tmp_path):
+    place, model = tmp_path / "not" / "yet", decoder(blocks=2)
+    place.mkdir(parents=True)
+    (place / "model.safetensors").write_bytes(bytes(100))
+    with refused(tmp_path, BadInput, "a checkpoint of another library: it has model.safetensors"):
+        offload(tmp_path)
+    with refused(tmp_path, BadInput, "a checkpoint of another library: it has model.safetensors"):
+        holdfast.Checkpointer(place, model=model, optimizer=adamw(model))
+
+
 def test_a_file_is_no_run_directory(tmp_path):
     (tmp_path / "not").mkdir()
     (tmp_path / "not" / "yet").write_text("mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.io.queue import IOQueue
+from holdfast.offload import exit_hook
 from holdfast.offload.exit_hook import deferred
 from holdfast.offload.setup import drive_setup
 from training import adamw, batches, decoder
@@ -126,3 +128,37 @@ def test_a_press_while_a_queue_is_made_leaves_no_thread(press_at):
         with pytest.raises(KeyboardInterrupt):
             IOQueue(4)
         assert ours() == before
+
+
+def test_engine_that_no_variable_names_is_finished_at_exit(tmp_path):
+    def run():
+        model = decoder(blocks=2)
+        holdfast.offload(model, adamw(model), tmp_path, precision="fp32").step(batches(0, 1))
+
+    before = set(exit_hook._open)
+    run()
+    gc.collect()
+    (engine,) = set(exit_hook._open) - before
+    engine.close()
+    assert set(exit_hook._open) == before
+
+
+def test_model_can_be_used_after_a_close_that_was_interrupted(tmp_path, monkeypatch):
+    model = decoder(blocks=2)
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32")
+    engine.step(batches(0, 1))
+    executor, close = engine._executor, engine._executor.close
+
+    def interrupted():
+        close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executor, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    assert model(**batches(1, 1)[0]).isfinite()
+    engine._run.optimizer.close()
+    engine._run.device.close()
+    engine._run.store.queue.close()
+    engine._run.store.close()

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.errors import BadInput, DiskFailed, EngineFailed, StaleCommit
 from holdfast.store.disk import Disk
+from holdfast.store.path_checks import refuse_foreign_checkpoint
 from holdfast.store.run_store import LocalStore
 from tiny_run import TinyRun, check_content
 
@@ -276,18 +277,26 @@ def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, the
 @pytest.mark.parametrize("name", ["model.safetensors", ".metadata", "pytorch_model.bin", "latest"])
 def test_no_run_begins_in_foreign_checkpoint(tmp_path, name):
     """A run there would begin at step 0, where its author means to continue the checkpoint."""
-    (tmp_path / name).write_text("of others")
+    (tmp_path / name).write_text("global_step7")
+    (tmp_path / "global_step7").mkdir()
     with pytest.raises(BadInput, match=rf"a checkpoint of another library: it has {name}\. .* source= "):
-        LocalStore.open(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+        refuse_foreign_checkpoint(tmp_path)
+
+
+def test_run_may_begin_beside_a_file_named_latest(tmp_path):
+    (tmp_path / "step_100.pt").write_bytes(bytes(9000))
+    (tmp_path / "latest").symlink_to("step_100.pt")
+    refuse_foreign_checkpoint(tmp_path)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("step_100.pt")
+    refuse_foreign_checkpoint(tmp_path)
 
 
 def test_run_ignores_foreign_checkpoint_beside(tmp_path):
     with TinyRun(tmp_path) as run:
         run.take_step()
     (tmp_path / "model.safetensors").write_text("of others")
-    with TinyRun(tmp_path) as run:
-        assert run.resumed.step == 1
+    refuse_foreign_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("inside", ["data", "commits", "journal/rank-00000", "scratch/a/b"])

@@ -136,7 +136,7 @@ class ScriptState:
             how = f"{lost[0]}=" if known else f"also={{{lost[0]!r}: ...}}"
             raise RunMismatch(
                 f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {how}."
-                " A new run leaves it out with source=From(..., partial=True)."
+                " A new run, in another directory, leaves it out with source=From(..., partial=True)."
             )
         self.check_place({"ranks": wrote, **progress}, num_ranks)
 

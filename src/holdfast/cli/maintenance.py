@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.recovery.compaction import compact
 from ..checkpoint.recovery.recovery_progress import RecoveryProgress
 from ..errors import BadInput, DiskFailed
 from ..monitor.progress_bar import progress_bar
@@ -29,6 +28,8 @@ from .runs import directory_of, open_run
 
 def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
     """Make a snapshot of step ``to``, or of the newest step, and print what it took."""
+    from ..checkpoint.recovery.compaction import compact  # imports torch, which the other verbs do without
+
     watch = RecoveryProgress(progress_bar(error_console()))
     done = compact(directory_of(run, "compact"), to, watch)
     base = done.base

@@ -468,6 +468,7 @@ class Engine:
             return
         self._closed = True
         closed(self)
+        self.held.unguard()
         self._run.fellows.close()
         self._executor.close()
         self._run.optimizer.close()

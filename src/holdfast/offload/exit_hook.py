@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 
 class OpenEngine(Protocol):
@@ -24,7 +23,8 @@ class OpenEngine(Protocol):
     def give_up(self) -> None: ...
 
 
-_open: WeakKeyDictionary[OpenEngine, int] = WeakKeyDictionary()
+_open: dict[OpenEngine, int] = {}
+"""The engines that are not closed, each with the process that made it: also those that no variable names any more."""
 
 
 def finish_at_exit(engine: OpenEngine) -> None:

@@ -31,7 +31,7 @@ from .setup.model_values import ExternalEdits
 class HeldModel:
     """A model and its optimizer while one engine trains them.
 
-    Call order: ``take_over``, ``guard``, ``release``, ``give_back``.
+    Call order: ``take_over``, ``guard``, ``unguard``, ``release``, ``give_back``.
     """
 
     _watched: WatchedModel
@@ -78,10 +78,13 @@ class HeldModel:
         if self._edits is not None:
             self._edits.undo()
 
-    def release(self) -> None:
-        """Put the model's own parameters and buffers back in their places, and let it be used."""
+    def unguard(self) -> None:
+        """Let the model be used directly. First of all, so that it can be used even if the rest is interrupted."""
         for hook in self._hooks:
             hook.remove()
+
+    def release(self) -> None:
+        """Put the model's own parameters and buffers back in their places."""
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-from holdfast.errors import BadInput
-from holdfast.regular_files import home_path
+from holdfast.errors import BadInput, Damaged
+from holdfast.regular_files import home_path, read_regular
 
 NO_PLACE = (
     errno.ENOTDIR,
@@ -32,18 +33,16 @@ OF_OTHERS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     ".metadata",
-    "latest",
-    "latest_universal",
     "latest_checkpointed_iteration.txt",
 )
-"""The files by which checkpoints of other libraries are known: Hugging Face, DCP, DeepSpeed, Megatron."""
+"""The files by which checkpoints of other libraries are known: Hugging Face, DCP, Megatron."""
 
 
 def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written.
 
-    It is then no directory, a link to nothing, in a bucket, within another run's directory, a checkpoint of another
-    library, or cannot be made or written to. Nothing is changed.
+    It is then no directory, a link to nothing, in a bucket, within another run's directory, or cannot be made or
+    written to. Nothing is changed.
     """
     if str(root).startswith("s3:/"):
         place = str(root)[3:].lstrip("/")  # Path merges the two slashes of an address
@@ -72,21 +71,35 @@ def check_place(root: str | Path) -> None:
             f"{root} is among the files of the run {run}, and no run itself. Give {run} to go on with it, or another"
             " directory to begin anew."
         )
-    if not os.path.isdir(path / "commits"):
-        _refuse_others(path)
     if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
         reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
         raise bad_place(root, OSError(0, f"{reason}: {found}"))
 
 
-def _refuse_others(path: Path) -> None:
-    """Raise ``BadInput`` if ``path`` holds a checkpoint of another library, which a run there would not begin from."""
-    for name in OF_OTHERS:
-        if os.path.isfile(path / name):
-            raise BadInput(
-                f"{path} is no run, but a checkpoint of another library: it has {name}. Give the run a directory of"
-                " its own; source= begins from a checkpoint, and `holdfast train --model` from a Hugging Face folder."
-            )
+def refuse_foreign_checkpoint(root: str | Path) -> None:
+    """Raise ``BadInput`` if training in ``root`` would begin anew beside a checkpoint of another library.
+
+    Its author may mean to continue that checkpoint. DeepSpeed's is known by ``latest``, which names a folder in it.
+    """
+    path = Path(root)
+    if os.path.isdir(path / "commits"):
+        return
+    found = next((name for name in OF_OTHERS if os.path.isfile(path / name)), None)
+    if found is None and is_named_folder(path, "latest"):
+        found = "latest"
+    if found is not None:
+        raise BadInput(
+            f"{path} is no run, but a checkpoint of another library: it has {found}. Give the run a directory of"
+            " its own; source= begins from a checkpoint, and `holdfast train --model` from a Hugging Face folder."
+        )
+
+
+def is_named_folder(path: Path, name: str) -> bool:
+    """Return whether the small text file ``name`` in ``path`` names a folder there."""
+    with suppress(OSError, Damaged, ValueError):
+        tag = read_regular(path / name, 4096).decode().strip()
+        return bool(tag) and (path / tag).is_dir()
+    return False
 
 
 def _run_around(path: Path) -> Path | None:

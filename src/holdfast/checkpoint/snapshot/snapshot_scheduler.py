@@ -90,7 +90,7 @@ class SnapshotScheduler:
         """True if steps are not recorded, or if their records follow a snapshot that is not published yet."""
         self._losses = self._losses_at_begin = 0
         self._tried_beside = False
-        """True if ending the gap beside training was tried and is not done; training then waits for the next snapshot."""
+        """True if ending the gap beside training was tried and is not done; training waits for the next snapshot."""
         self._published: deque[int] = deque()
         self._told: dict[SnapshotWriter | Recorder, tuple[int, float]] = {
             self.bases: (0, 0.0),

@@ -25,7 +25,7 @@ from ...models.keeping import MODEL, keep, kept_folder
 from ...models.pretrained import Weights, empty_model, pretrained
 from ...models.tokenizer import Tokenizer
 from ...offload.model.blocks import empty_parameters
-from ...store.path_checks import check_place
+from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from .kept_config import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
@@ -132,6 +132,7 @@ class FolderRecipe:
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         context = config.model.context
         check_place(self._run)
+        refuse_foreign_checkpoint(self._run)
         text = encoded(
             config.data.text, tokenizer, self._run / "tokens", context=context,
             validation_fraction=config.data.validation_fraction,

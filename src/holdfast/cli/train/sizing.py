@@ -37,7 +37,7 @@ from ...errors import ConfigError, NoCommit, RunMismatch
 from ...events import EventLog
 from ...measure.hardware_rates import median_seconds
 from ...quantities import counted, format_seconds
-from ...store.path_checks import check_place
+from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ...store.run_store import LocalStore
 from .engine_build import make_engine
 from .kept_config import NAME, read_record, state_directory
@@ -223,6 +223,7 @@ def described(size: Size, config: Config) -> list[str]:
 def _measured(config: Config, state: Path, wish: Wish) -> Size:
     """Return the size for what remains of the time after measuring, and after what is not a step."""
     check_place(state)
+    refuse_foreign_checkpoint(state)
     seconds = SECONDS if wish.seconds is None else wish.seconds
     found: dict[Shape, float] = {}
     other = 0.0

@@ -22,7 +22,7 @@ from ...schedule.work import StepShape
 from ...state.prepared_models import refuse_in_block, refuse_prepared
 from ...state.progress import hyper_parameters
 from ...store.disk import AnyDisk
-from ...store.path_checks import check_place
+from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
@@ -128,6 +128,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         check_sample(given.sample)
         if given.disk is None:
             check_place(given.place)
+            refuse_foreign_checkpoint(given.place)
         elif io.drives:
             raise BadInput(
                 "drives are directories of the file system, and disk= is another. Give one of them"

@@ -10,8 +10,9 @@ import torch.distributed as dist
 import holdfast
 from training import adamw, batches, decoder, warm_up
 
-if __name__ == "__main__":
-    rank, rendezvous, root, way = int(sys.argv[1]), *sys.argv[2:]
+
+def main(rank: int, rendezvous: str, root: str, way: str) -> None:
+    """Train in a function, so that no variable names the engine when the process ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     model = decoder(blocks=2)
@@ -25,3 +26,7 @@ if __name__ == "__main__":
         engine.step(batches(step, 2)[rank : rank + 1])
     if way == "destroyed":
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

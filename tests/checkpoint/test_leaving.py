@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from checkpoint.loops import make, same
-from holdfast.checkpoint import durability, recording, replicating
+from holdfast.checkpoint import recording, replicating
 from holdfast.checkpoint.capture import async_copy, staging_buffers
 from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import TopK
-from holdfast.checkpoint.log import recorder
+from holdfast.checkpoint.log import record_builder, recorder
 from holdfast.checkpoint.replica import record_sender, replica_client
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
@@ -42,7 +42,7 @@ class Device:
             return made
 
         monkeypatch.setattr(async_copy, "copied", copied)
-        for module in (async_copy, durability, recording, replica_client, replicating):
+        for module in (async_copy, record_builder, recording, replica_client, replicating):
             monkeypatch.setattr(module, "devices_of", lambda tensors: [HERE])
         for module in (recorder, record_sender):
             monkeypatch.setattr(module, "use_device", lambda device: None)

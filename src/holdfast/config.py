@@ -105,7 +105,7 @@ class TrainConfig:
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
     clipping: Literal["auto", "defer", "speculate", "per_block"] = _key(
         "defer",
-        'updates wait for the norm; "speculate" guesses it; "auto" is the faster; or "per_block"',
+        'wait for the norm; "speculate", "auto" or "per_block"',
         stated=True,
     )
     dtype: Dtype = _key(

@@ -343,8 +343,8 @@ def test_a_run_that_is_clipped_otherwise_from_here_on_is_warned_of_unless_its_bi
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"clipping": "twice"}, "mode = 'twice' is not one of defer, speculate, per_block"),
-        ({"clipping": "none"}, "mode = 'none' is not one of defer, speculate, per_block"),
+        ({"clipping": "twice"}, "mode = 'twice' is not one of auto, defer, speculate, per_block"),
+        ({"clipping": "none"}, "mode = 'none' is not one of auto, defer, speculate, per_block"),
         ({"clipping": "per_block", "clip_norm": None}, "no norm says to what"),
         ({"clipping": "speculate", "commit_every": 2}, r"commit_every=1 \(here 2\), or the mode 'defer'"),
         ({"clipping": "speculate", "schedule": "horizontal"}, "of the vertical schedule"),

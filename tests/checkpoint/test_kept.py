@@ -96,5 +96,6 @@ def test_run_without_a_commit_can_begin_again(tmp_path):
         retained_state.keep(place, state, 0, {"values": state.values(), "groups": []}, run)
         answers = iter([False, True])
         assert persist(store, place, lambda: next(answers)) is None
+        assert not place.exists()
     with LocalStore.open(tmp_path / "run", keep=Keep(2), direct=False) as store:
         assert store.commits() == []

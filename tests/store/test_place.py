@@ -274,7 +274,9 @@ def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, the
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", ".metadata", "pytorch_model.bin", "latest"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", ".metadata", "pytorch_model.bin", "latest", "latest_universal"]
+)
 def test_no_run_begins_in_foreign_checkpoint(tmp_path, name):
     """A run there would begin at step 0, where its author means to continue the checkpoint."""
     (tmp_path / name).write_text("global_step7")

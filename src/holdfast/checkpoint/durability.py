@@ -33,8 +33,8 @@ class DurabilityBackend(ABC):
     2. For each step ``take_slot``, ``record`` and ``advance_snapshot``.
     3. At the end ``finish``, ``close`` and ``release``.
 
-    ``take_slot``, ``lose``, ``give_back`` and ``fail`` are of one rank. Collective: every rank must call each other
-    method.
+    One rank alone may call ``take_slot``, ``lose``, ``give_back`` and ``fail``. All other methods are collective: every
+    rank must call them.
     """
 
     beside = False

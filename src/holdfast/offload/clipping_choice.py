@@ -27,7 +27,7 @@ RECENT_SHARE, RECENT_SECONDS = 1 / 8, 1 / 4
 
 
 class ClippingChoice:
-    """The running means of one run, and the way that they make faster."""
+    """The choice of one run, by running means of the times that its steps took in both ways."""
 
     def __init__(self) -> None:
         self.mode = DEFER

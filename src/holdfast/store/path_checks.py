@@ -79,22 +79,21 @@ def check_place(root: str | Path) -> None:
 def refuse_foreign_checkpoint(root: str | Path) -> None:
     """Raise ``BadInput`` if training in ``root`` would begin anew beside a checkpoint of another library.
 
-    Its author may mean to continue that checkpoint. DeepSpeed's is known by ``latest``, which names a folder in it.
+    Its author may mean to continue that checkpoint. DeepSpeed's is known by a file that names a folder in it.
     """
     path = Path(root)
     if os.path.isdir(path / "commits"):
         return
-    found = next((name for name in OF_OTHERS if os.path.isfile(path / name)), None)
-    if found is None and is_named_folder(path, "latest"):
-        found = "latest"
-    if found is not None:
+    found = [name for name in OF_OTHERS if os.path.isfile(path / name)]
+    found += [name for name in ("latest", "latest_universal") if _names_folder(path, name)]
+    if found:
         raise BadInput(
-            f"{path} is no run, but a checkpoint of another library: it has {found}. Give the run a directory of"
+            f"{path} is no run, but a checkpoint of another library: it has {found[0]}. Give the run a directory of"
             " its own; source= begins from a checkpoint, and `holdfast train --model` from a Hugging Face folder."
         )
 
 
-def is_named_folder(path: Path, name: str) -> bool:
+def _names_folder(path: Path, name: str) -> bool:
     """Return whether the small text file ``name`` in ``path`` names a folder there."""
     with suppress(OSError, Damaged, ValueError):
         tag = read_regular(path / name, 4096).decode().strip()

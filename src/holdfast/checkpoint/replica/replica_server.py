@@ -355,12 +355,9 @@ class ReplicaServer:
     def _persist_what_was_left(self) -> None:
         """Make a snapshot of the state that the trainer was to continue from, but had not handed over.
 
-        Skipped if the next trainer takes the state, since nobody waits for the disk any more. In a run without a commit
-        it is removed: the first step was never acknowledged, so the next trainer begins anew.
+        Skipped if the next trainer takes the state, since nobody waits for the disk any more.
         """
         assert self._door is not None
-        if not self._store.commits():
-            return shared_memory.remove(self._place)
         try:
             step = retained_state.persist(self._place, self._store, self._beat, self._door.is_taken)
         except (HoldfastError, OSError) as error:

@@ -207,10 +207,11 @@ def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Call
     """Make a snapshot of what one replica kept in ``place``, file by file, if the disk has nothing as new.
 
     This needs no model. Returns the step, which is durable then. Returns None if there was nothing to do, or if
-    ``stop`` returned true. A run without a commit stays as it is: its first step was never acknowledged, and a
-    timeline that continues a step would look as if the commits had been removed.
+    ``stop`` returned true. In a run without a commit nothing was acknowledged: all of ``place`` is removed, and no
+    timeline is opened, which would look as if the commits had been removed.
     """
     if not store.commits():
+        shared_memory.remove(place)
         return None
     own = next((each for each in look(place, store) if each.folder == KEPT), None)
     if own is None or own.last <= newest(store, None) or stop():

@@ -1,11 +1,12 @@
 """Training out of core on a CUDA device: what it costs, what goes on at once, and whether memory is as planned.
 
     python benchmarks/gpu/fits.py [--size 350m|1.3b|3b] [--micro-batches 8] [--rows 8] [--steps 20] [--on-host 0.0]
-                                  [--delayed 0.0] [--commit-every 1] [--only speed overlap memory curves kill]
+                                  [--delayed 0.0] [--commit-every 1] [--clipping defer|speculate|auto]
+                                  [--only speed overlap memory curves kill] [--cases resident vertical ...]
                                   [--folder FOLDER] [--keep] [--small]
 
 * speed: tokens per second of a model that stays on the device, of the engine in both orders, and of DeepSpeed's ZeRO-3
-  with parameters and optimizer on the host, where that package can be imported
+  with parameters and optimizer on the host, where that package can be imported; ``--cases`` leaves some out
 * overlap: the part of the time of copies during which something is computed, by torch's profiler; and how long the
   operations of each kind took in a step, by the engine's own clock: what takes as long as the step is what binds
 * memory: the device's and pinned memory at their peaks against the plan
@@ -62,6 +63,8 @@ SIZES = {
 MEASUREMENTS = ("speed", "overlap", "memory", "curves", "kill")
 ENGINES = ("vertical", "horizontal")
 CASES = ("resident", *ENGINES, "deepspeed")
+CLIPPING = ("none", "defer", "speculate", "auto")
+UNREACHED_NORM = 1e6
 WARM_UP = 3
 """Steps; after them every buffer has been used."""
 LEARNING_RATE = 1e-4
@@ -89,7 +92,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "size": options.size, "micro_batches": options.micro_batches, "rows": options.rows,
         "on_host": options.on_host, "delayed": options.delayed, "steps": options.steps,
-        "commit_every": options.commit_every,
+        "commit_every": options.commit_every, "clipping": options.clipping,
     }  # fmt: skip
     rows, told = [["", "", "", ""]], []
     for name in options.only:
@@ -114,6 +117,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--on-host", type=float, default=0.0, help="of parameters and optimizer state")
     parser.add_argument("--delayed", type=float, default=0.0)
     parser.add_argument("--commit-every", type=int, default=1, help="steps; 0 writes no commits")
+    parser.add_argument("--clipping", choices=CLIPPING, default="none", help="at a norm that no step reaches")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="of speed")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--exact", action="store_true", help=argparse.SUPPRESS)
@@ -130,15 +135,18 @@ def parsed() -> argparse.Namespace:
 def speed(options: argparse.Namespace, case) -> dict:
     """Tokens per second of each case; the ratio to the resident model's."""
     tokens = options.micro_batches * options.rows * SIZES[options.size].context
-    rates = {name: tokens / statistics.median(case(name)["seconds"]) for name in ("resident", *ENGINES)}
-    if options.device == "cuda" and has_deepspeed():
+    seconds = {name: case(name)["seconds"] for name in options.cases if name != "deepspeed"}
+    if "deepspeed" in options.cases and options.device == "cuda" and has_deepspeed():
         with suppress(SystemExit):  # what it lacks here, it has said; the other figures stand without it
-            rates["deepspeed"] = tokens / statistics.median(case("deepspeed")["seconds"])
-    rows = [(name, f"{rate:.0f} tokens/s", f"{rate / rates['resident']:.2f}") for name, rate in rates.items()]
-    ratio = rates["vertical"] / rates["horizontal"]
-    rows.append(("vertical / horizontal", f"{ratio:.2f}"))
+            seconds["deepspeed"] = case("deepspeed")["seconds"]
+    rates = {name: tokens / statistics.median(found) for name, found in seconds.items()}
+    first = next(iter(rates))
+    rows = [
+        (name, f"{rate:.0f} tokens/s", f"{rate / rates[first]:.2f} of {first}")
+        for name, rate in rates.items()
+    ]
     told = ", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in rates.items())
-    return {"tokens_per_second": rates, "vertical_over_horizontal": ratio, "rows": rows, "told": told}
+    return {"tokens_per_second": rates, "step_seconds": seconds, "rows": rows, "told": told}
 
 
 def has_deepspeed() -> bool:
@@ -207,7 +215,18 @@ def in_a_child(
 ) -> dict:
     """A case in a process of its own, which is killed once it has said the loss of ``kill_after`` steps."""
     command = [sys.executable, "-W", "ignore", __file__, "--case", name, "--folder", folder, *more]
-    for option in ("device", "size", "micro_batches", "rows", "steps", "on_host", "delayed", "commit_every"):
+    passed = (
+        "device",
+        "size",
+        "micro_batches",
+        "rows",
+        "steps",
+        "on_host",
+        "delayed",
+        "commit_every",
+        "clipping",
+    )
+    for option in passed:
         command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
     losses: list[float] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -321,6 +340,9 @@ class OutOfCore:
             sample=batches(options, 0)[0],
             micro_batches=options.micro_batches,
             durability=holdfast.Durability(commit_every=options.commit_every),
+            clipping=None
+            if options.clipping == "none"
+            else holdfast.Clipping(UNREACHED_NORM, options.clipping),
         )
         self.first = self.engine.steps_done
 

@@ -177,11 +177,15 @@ def test_training_goes_on_beside_a_fork(tmp_path, device):
 def test_memory_of_the_device_is_given_back(tmp_path, cuda):
     """Nothing of an engine is left there once it is closed. torch keeps the workspaces of cuBLAS, one for each thread
     that has multiplied."""
-    before = torch.cuda.memory_allocated()
+
+    def allocated():
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated()
+
+    before = allocated()
     trained(tmp_path, cuda)
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    assert torch.cuda.memory_allocated() == before
+    assert allocated() == before
 
 
 def test_compiled_blocks_train_there(tmp_path, cuda):

@@ -281,17 +281,19 @@ def test_waits_are_for_events_of_the_same_step():
 def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
     """The bits are those of updates by one thread each."""
     monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
-    monkeypatch.setattr(host_optimizer, "SHARED_TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(host_optimizer, "TILE_ELEMENTS", 4096)
     states = []
-    for helpers in (0, 2):
-        monkeypatch.setattr(engine_module, "update_helpers", lambda unified, helpers=helpers: helpers)
+    for threads in (1, 2):
+        monkeypatch.setattr(
+            engine_module, "update_threads", lambda unified, workers, threads=threads: threads
+        )
         model = decoder(blocks=2, width=128)
-        with holdfast.offload(model, adamw(model), tmp_path / str(helpers), precision="fp32") as engine:
+        with holdfast.offload(model, adamw(model), tmp_path / str(threads), precision="fp32") as engine:
             engine.step(batches(0, 2))
             engine.step(batches(1, 2))
             named = [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
             states.append(engine.state_dict())
-        assert bool(named) == bool(helpers)
+        assert len(named) == (2 if threads == 2 else 0)
     assert not [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -305,8 +307,8 @@ from holdfast.optim import host_optimizer
 from streams import Apart
 from training import adamw, batches, decoder
 
-run_planning.open_device, engine.update_helpers = lambda name: Apart(), lambda unified: 2
-host_optimizer.SHARED_TILE_ELEMENTS = 4096
+run_planning.open_device, engine.update_threads = lambda name: Apart(), lambda unified, workers: 2
+host_optimizer.TILE_ELEMENTS = 4096
 model = decoder(blocks=2, width=128)
 made = holdfast.offload(model, adamw(model), sys.argv[1], precision="fp32")
 for step in range(3):

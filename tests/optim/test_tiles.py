@@ -14,7 +14,7 @@ from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.optim import host_optimizer as host
 from holdfast.optim.declared_state import Form, Slots
 from holdfast.optim.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
-from holdfast.optim.torch_threads import update_helpers
+from holdfast.optim.torch_threads import update_threads
 from holdfast.state.tensor_entries import STEP
 
 SIZES = (0, 1, 255, 256, 257, 4095, 4096, 4097, 10007)
@@ -34,10 +34,10 @@ def plain(kind, shape, steps):
     return {"param": param.detach(), **{k: v for k, v in optimizer.state[param].items() if v is not None}}
 
 
-def by_the_host(kind, shape, steps, helpers=0):
+def by_the_host(kind, shape, steps, threads=1):
     """The same of the host optimizer, and a copy in bf16."""
     optimizer = host.HostOptimizer(kind([nn.Parameter(torch.ones(1, 1))], lr=0.01))
-    optimizer.start_helpers(helpers)
+    optimizer.start_helpers(2, threads)
     slots = optimizer.slots(0, shape)
     state = host.ParameterState(
         param=values(shape, 0), grad=torch.empty(shape), copy=torch.empty(shape, dtype=torch.bfloat16), group=0,
@@ -75,8 +75,9 @@ def test_tiles_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elemen
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_threads_that_share_tiles_leave_the_bits(monkeypatch, kind):
-    monkeypatch.setattr(host, "SHARED_TILE_ELEMENTS", 4096)
-    same(by_the_host(kind, (10007,), 7, helpers=3), plain(kind, (10007,), 7))
+    monkeypatch.setattr(host, "TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(host, "SHARED_TILE_ELEMENTS", 16 * 4096)
+    same(by_the_host(kind, (200_007,), 4, threads=3), plain(kind, (200_007,), 4))
 
 
 @pytest.mark.slow
@@ -97,11 +98,11 @@ def test_an_update_holds_no_memory_afterwards():
 
 
 @pytest.mark.parametrize(
-    "cores, unified, count", [(16, False, 12), (6, False, 2), (5, False, 0), (16, True, 0)]
+    "cores, unified, count", [(16, False, 6), (8, False, 2), (7, False, 1), (2, False, 1), (16, True, 1)]
 )
 def test_idle_cores_help_beside_a_device(monkeypatch, cores, unified, count):
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    assert update_helpers(unified) == count
+    assert update_threads(unified, workers=2) == count
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import accelerators
 from ..io.buffers import Buffer
-from ..optim.host_optimizer import SHARED_TILE_ELEMENTS, HostOptimizer, ParameterState
+from ..optim.host_optimizer import HostOptimizer, ParameterState
 from ..optim.torch_threads import keep_torch_threads, one_torch_thread
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
@@ -33,14 +33,13 @@ ELEMENTS = 4 * 2**20
 """The elements of each worker: more than fits in caches."""
 
 
-def measure_update(seconds: float, elements: int = ELEMENTS, helpers: int = 0) -> float:
-    """Measure the elements per second of AdamW in fp32 with a copy in bf16, all workers and helpers together."""
+def measure_update(seconds: float, elements: int = ELEMENTS, threads: int = 1) -> float:
+    """Measure the elements per second of AdamW in fp32 with a copy in bf16, by all workers of ``threads`` together."""
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
-    elements = max(elements, helpers * SHARED_TILE_ELEMENTS)  # so that each of them has a tile
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
     keep_torch_threads()
-    optimizer.start_helpers(helpers)
+    optimizer.start_helpers(WORKERS, threads)
     with closing(optimizer), ThreadPoolExecutor(WORKERS, initializer=one_torch_thread) as pool:
         each = median_seconds(
             lambda: list(pool.map(lambda state: optimizer.update(state, hyper), states)), seconds

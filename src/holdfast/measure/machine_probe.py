@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import accelerators
-from ..optim.torch_threads import update_helpers
+from ..optim.torch_threads import update_threads
 from ..profiles import MachineProfile
 from ..quantities import format_bytes
 from .hardware_rates import WORKERS, Copies, measure_checks, measure_copies, measure_update
@@ -79,8 +79,8 @@ def probe_machine(
     say("copies")
     copies = measure_copies(device, SHARES["copies"] * seconds)
     say("the host's optimizer")
-    helpers = update_helpers(unified=copies is None)
-    update = measure_update(SHARES["update"] * seconds, helpers=helpers)
+    threads = update_threads(copies is None, WORKERS)
+    update = measure_update(SHARES["update"] * seconds, threads=threads)
     checks = measure_checks(SHARES["checks"] * seconds)
     profile = MachineProfile(
         description=_description(device),
@@ -102,7 +102,7 @@ def probe_machine(
         ssd_sync_seconds=_rounded(ssd.sync_seconds),
     )
     return Probed(
-        profile, _sources(ssd, block, helpers or WORKERS), ssd, block, copies, time.perf_counter() - began
+        profile, _sources(ssd, block, WORKERS * threads), ssd, block, copies, time.perf_counter() - began
     )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
-from ..optim.torch_threads import one_torch_thread, update_helpers
+from ..optim.torch_threads import one_torch_thread, update_threads
 from ..schedule.operations import Op
 from ..schedule.work import ClippingMode
 from ..state.capture import Captured
@@ -98,7 +98,7 @@ class Engine:
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
-        run.optimizer.start_helpers(update_helpers(run.device.unified))
+        run.optimizer.start_helpers(update_workers, update_threads(run.device.unified, update_workers))
         self._executor = Executor(
             handlers(run),
             update_workers,

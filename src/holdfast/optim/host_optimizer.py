@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,18 @@ from .declared_state import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
-from .torch_threads import Lane, one_torch_thread, shared_out
+from .torch_threads import Lane, limit_torch_threads, shared_out
 
 TILE_ELEMENTS = 256 * 1024
 """The elements of one tile; a multiple of 4096."""
 
-SHARED_TILE_ELEMENTS = 4 * TILE_ELEMENTS
-"""The elements of one tile where threads share the tiles of a fused kernel. They come from main memory in any case, and
-fewer of them take less time in Python, in which only one thread at a time makes progress. Other kernels have more
-temporary bytes, and stay with ``TILE_ELEMENTS``."""
+SHARED_TILE_ELEMENTS = 16 * TILE_ELEMENTS
+"""The elements of one tile where several of torch's threads compute a fused kernel. Such kernels divide a tensor at
+cache lines, so the bits are those of one thread. A large tile takes less time in Python, in which only one thread at a
+time makes progress, the one that starts the device's work included."""
 
-HELPER_BYTES = 16 * MiB
-"""Temporary bytes of one helper. Measured: at most 12 per element of a shared tile, and 51 of others (AdamW8bit)."""
+HELPER_BYTES = 48 * MiB
+"""Temporary bytes of one helper. Measured: at most 12 per element of a shared tile."""
 
 GRAD_BYTES = 4
 """Bytes of one element of a gradient: fp32."""
@@ -99,10 +100,13 @@ class HostOptimizer:
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
-    def start_helpers(self, count: int) -> None:
-        """Share the tiles of each update among ``count`` threads, until ``close``. Nothing changes if it is 0."""
-        if count:
-            self._helpers = Lane(count, "holdfast-tiles", one_torch_thread)
+    def start_helpers(self, count: int, threads: int) -> None:
+        """Have fused kernels computed by ``count`` helpers with ``threads`` torch threads each, until ``close``.
+
+        Nothing changes if ``threads`` is 1. Other kernels might round otherwise with several threads.
+        """
+        if threads > 1:
+            self._helpers = Lane(count, "holdfast-tiles", partial(limit_torch_threads, threads))
 
     def close(self) -> None:
         """End the helpers. Called when no update is under way."""
@@ -177,10 +181,9 @@ class HostOptimizer:
                 part.copy.copy_(part.param)
             return scalars
 
-        if self._helpers is not None and kind.cut and state.param.numel() > SHARED_TILE_ELEMENTS:
-            is_fused = bool(hyper.groups[state.group].get("fused"))
-            tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
-            (*_, scalars) = shared_out(self._helpers, step, _parts(state, slots, tile))
+        is_shared = kind.cut and hyper.groups[state.group].get("fused")
+        if self._helpers is not None and is_shared and state.param.numel() > TILE_ELEMENTS:
+            (*_, scalars) = shared_out(self._helpers, step, _parts(state, slots, SHARED_TILE_ELEMENTS))
         else:
             (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():

@@ -21,14 +21,13 @@ RESERVED_CORES = 4
 _setting = threading.Lock()
 
 
-def update_helpers(unified: bool) -> int:
-    """Return how many threads share the tiles of an update; 0 where its worker does them alone.
+def update_threads(unified: bool, workers: int) -> int:
+    """Return how many of torch's threads each of the ``workers`` of updates uses in a fused kernel; at least 1.
 
     Where the model computes in host memory (``unified``) it needs the cores. Beside a separate device they are idle: on
-    an H200 with 16 cores two workers alone took 2.7 s for 1.3 billion parameters, of a step of 3.6 s.
+    an H200 with 16 cores two workers of one thread took 2.7 s for 1.3 billion parameters, of a step of 3.6 s.
     """
-    spare = torch.get_num_threads() - RESERVED_CORES
-    return 0 if unified or spare < 2 else spare
+    return 1 if unified else max(1, (torch.get_num_threads() - RESERVED_CORES) // workers)
 
 
 def keep_torch_threads() -> None:
@@ -53,7 +52,12 @@ def set_torch_threads(count: int) -> None:
 
 
 def one_torch_thread() -> None:
-    """Limit torch to this thread alone; other threads, and later ones, are unaffected.
+    """Limit torch to this thread alone; other threads, and later ones, are unaffected."""
+    limit_torch_threads(1)
+
+
+def limit_torch_threads(count: int) -> None:
+    """Limit torch's parallel loops of the calling thread to ``count`` threads; other threads are unaffected.
 
     Whoever starts such threads calls ``keep_torch_threads`` first. libgomp keeps helpers for every thread that has
     computed with several. With more helpers than cores, it lets all of them sleep at the end of every parallel loop,
@@ -61,7 +65,7 @@ def one_torch_thread() -> None:
     """
     with _setting:
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # this also changes the count of threads that have not computed yet
+        torch.set_num_threads(count)  # this also changes the count of threads that have not computed yet
         other = threading.Thread(target=torch.set_num_threads, args=(before,))
         other.start()
         other.join()

@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,6 +33,15 @@ class Gradients:
     buffer: Buffer | None
     """Host memory of the gradients, once there is any; ``flat`` shares it, unless ``flat`` is on a separate device."""
     touched: set[str]
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Members' gradients inside ``flat``, each since it was first asked for."""
+
+    def view(self, unit: BlockState, member: ParameterEntry) -> torch.Tensor:
+        """Return the gradient of ``member``; making the view takes longer than adding to a small one."""
+        found = self.views.get(member.name)
+        if found is None:
+            found = self.views[member.name] = unit.grad_view(self.flat, member)
+        return found
 
 
 class Residency:
@@ -133,19 +142,13 @@ class Residency:
         if parameter.grad is None:  # a source collected all that was on its way here
             return
         assert held is not None
-        self.accumulate(unit, held, member, parameter.grad)
-        parameter.grad = None
-
-    def accumulate(
-        self, unit: BlockState, held: Gradients, member: ParameterEntry, grad: torch.Tensor
-    ) -> None:
-        """Add ``grad`` to the sum, in fp32; the first gradient of a step starts the sum."""
-        view = unit.grad_view(held.flat, member)
-        if member.name not in held.touched:
-            view.copy_(grad)
+        view = held.view(unit, member)
+        if member.name in held.touched:
+            add_in_parts(view, parameter.grad)
+        else:  # the first gradient of a step starts the sum
+            view.copy_(parameter.grad)
             held.touched.add(member.name)
-            return
-        add_in_parts(view, grad)
+        parameter.grad = None
 
     # Block inputs on the SSD
 
@@ -178,8 +181,10 @@ class Residency:
 
 
 def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add ``grad`` to the contiguous fp32 sum ``total``, in parts."""
+    """Add ``grad`` to the contiguous fp32 sum ``total``, in parts if it is large and on the host."""
+    if total.device.type != "cpu" or total.numel() <= SUMMED_AT_ONCE:
+        total.add_(grad)
+        return
     total, grad = total.flatten(), grad.flatten()
-    at_once = SUMMED_AT_ONCE if total.device.type == "cpu" else max(total.numel(), 1)
-    for start in range(0, total.numel(), at_once):
-        total[start : start + at_once].add_(grad[start : start + at_once])
+    for start in range(0, total.numel(), SUMMED_AT_ONCE):
+        total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])

@@ -24,25 +24,38 @@ class InputWatch:
 
     def refuse_changes(self, block: str) -> None:
         """Raise ``BlockInputChanged``, naming the first input or buffer that changed."""
-        after = self._look()
-        if after == self._before:
+        if self._look() == self._before:
             return
-        name = next(name for name in {**after, **self._before} if after.get(name) != self._before.get(name))
-        where = _place(self._before.get(name), after.get(name))
+        before, after = self._named(self._before), self._named(self._look())
+        name = next(name for name in {**after, **before} if after.get(name) != before.get(name))
+        where = _place(before.get(name), after.get(name))
         raise BlockInputChanged(
             f"{block} changed its {name}{where} while it ran. Out-of-core training runs a block"
             " twice, so what it is given and its buffers must stay as they are: make the block return a new"
             " value."
         )
 
-    def _look(self) -> dict[str, Any]:
-        seen = {f"input argument [{index}]": fingerprint(value) for index, value in enumerate(self._args)}
-        for name, value in self._kwargs.items():
-            seen[f"input {name}"] = fingerprint(value)
-        for prefix, module in self._holders:
-            for name, buffer in module._buffers.items():
-                seen[f"buffer {prefix}.{name}" if prefix else f"buffer {name}"] = fingerprint(buffer)
-        return seen
+    def _look(self) -> tuple[list[Any], dict[str, Any], list[dict[str, Any]]]:
+        """Return the fingerprints of the arguments, by name of the keyword arguments, and by holder of the buffers."""
+        return (
+            [fingerprint(value) for value in self._args],
+            {name: fingerprint(value) for name, value in self._kwargs.items()},
+            [
+                {name: fingerprint(buffer) for name, buffer in module._buffers.items()}
+                for _, module in self._holders
+            ],
+        )
+
+    def _named(self, seen: tuple[list[Any], dict[str, Any], list[dict[str, Any]]]) -> dict[str, Any]:
+        """Return the fingerprints ``seen`` by the names that an error shows."""
+        args, kwargs, buffers = seen
+        named = {f"input argument [{index}]": found for index, found in enumerate(args)}
+        named |= {f"input {name}": found for name, found in kwargs.items()}
+        for (prefix, _), held in zip(self._holders, buffers, strict=True):
+            named |= {
+                f"buffer {prefix}.{name}" if prefix else f"buffer {name}": x for name, x in held.items()
+            }
+        return named
 
 
 def _place(before: Any, after: Any) -> str:

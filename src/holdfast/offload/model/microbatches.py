@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,22 +215,27 @@ def autocast_state() -> Autocast:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
+def autocast_as(wanted: Autocast, cached: bool = True) -> AbstractContextManager[object]:
+    """Return a context with the autocast settings ``wanted``, as another thread had them."""
+    changed = [
+        mode
+        for mode, current in zip(wanted, autocast_state(), strict=True)
+        if mode != current and (mode[1] or current[1])
+    ]
+    return _autocast(changed, cached) if changed else nullcontext()
+
+
 @contextmanager
-def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
-    """Set the autocast settings ``wanted`` inside the context, as another thread had them."""
+def _autocast(modes: Iterable[tuple[str, bool, torch.dtype]], cached: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        for mode, current in zip(wanted, autocast_state(), strict=True):
-            if mode != current and (mode[1] or current[1]):
-                kind, enabled, dtype = mode
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        for kind, enabled, dtype in modes:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
         yield
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Switch autocast off inside the context, whatever the engine's caller has set."""
-    with autocast_as(tuple((kind, False, dtype) for kind, _, dtype in autocast_state())):
-        yield
+def without_autocast() -> AbstractContextManager[object]:
+    """Return a context without autocast, whatever the engine's caller has set."""
+    return autocast_as(tuple((kind, False, dtype) for kind, _, dtype in autocast_state()))
 
 
 def hand_over(blocks: Blocks) -> BlockFunction:

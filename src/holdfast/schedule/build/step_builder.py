@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ...quantities import MiB
 from .. import operations
 from ..operations import Hold, Key, Op
 from ..work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
@@ -32,11 +33,21 @@ REDO_SLOTS = 2
 INPUT_SLOTS = 4
 """Block inputs on their way to or from the SSD."""
 DEVICE_SLOTS = 2
-"""Buffers on a separate device for a block's gradients, inputs, and gradients of inputs each: in use, and next."""
+"""Buffers on a separate device for a block's gradients: in use, and next."""
 OUTPUT_SLOTS = 4
 """Tensors on their way from a separate device: two per computation, as many as block 0 makes."""
 AS_LISTED = -1
 """Number of slots that a class holds at once if its operations run one after another, in list order."""
+LEAD_BYTES = 64 * MiB
+"""The size of a block input up to which computations on it may be too short for the host to start the next in time."""
+
+
+def device_input_slots(input_bytes: float) -> int:
+    """Return the buffers on a separate device for block inputs, and for their gradients: in use, and next.
+
+    Small ones have two more, so that the host, which learns late that a computation is over, has a lead.
+    """
+    return DEVICE_SLOTS + (2 if input_bytes <= LEAD_BYTES else 0)
 
 
 @dataclass(kw_only=True)

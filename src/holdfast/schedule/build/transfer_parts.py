@@ -13,7 +13,15 @@ from __future__ import annotations
 from .. import operations
 from ..operations import Hold, Key
 from ..work import grad_stays, input_stays
-from .step_builder import AS_LISTED, DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, PARAM_SLOTS, StepBuilder
+from .step_builder import (
+    AS_LISTED,
+    DEVICE_SLOTS,
+    INPUT_SLOTS,
+    OUTPUT_SLOTS,
+    PARAM_SLOTS,
+    StepBuilder,
+    device_input_slots,
+)
 
 
 def on_ssd(s: StepBuilder, block: int) -> bool:
@@ -85,7 +93,7 @@ def fetch(s: StepBuilder, phase: str, block: int, micro_batch: int) -> Key:
         operations.UPLOAD,
         nbytes=size,
         needs=needs,
-        takes=s.on_device(("device_inputs", phase, block, micro_batch), size, DEVICE_SLOTS),
+        takes=s.on_device(("device_inputs", phase, block, micro_batch), size, device_input_slots(size)),
     )
 
 
@@ -139,12 +147,13 @@ def keep_grad(s: StepBuilder, block: int, micro_batch: int, made_by: Key) -> Non
 def fetch_grad(s: StepBuilder, block: int, micro_batch: int) -> Key:
     """Bring the gradient of a block's input to the device."""
     size = s.work.input_bytes
+    slots = min(device_input_slots(size), max(DEVICE_SLOTS, s.in_flight))  # no more gradients are there at once
     return s.add(
         Key("upload_input_grad", block, micro_batch),
         operations.UPLOAD,
         nbytes=size,
         needs=(Key("download_input_grad", block, micro_batch),),
-        takes=s.on_device(("device_input_grads", block, micro_batch), size, DEVICE_SLOTS),
+        takes=s.on_device(("device_input_grads", block, micro_batch), size, slots),
     )
 
 

@@ -20,6 +20,7 @@ from ..build.step_builder import (
     REDO_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
+    device_input_slots,
 )
 from .training_setting import Affine, Setting
 
@@ -149,7 +150,7 @@ def host_bytes(s: Setting) -> Affine:
 
 def device_bytes(s: Setting) -> float:
     """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
-    inputs = (2 * DEVICE_SLOTS + OUTPUT_SLOTS) * s.input_bytes
+    inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
     return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + s.model.workspace_bytes
 

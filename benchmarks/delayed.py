@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, limit: int) -> dict[str, dict[str, floa
         for mode in options.clipping:
             engines[mode] = stack.enter_context(engine_of(options, 0.0, limit, mode))
             if mode == "auto":  # until it has tried both ways
-                steps(engines[mode], options, 8)
+                steps(engines[mode], options, 12)
         taken: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(options.pairs + 1):
             for name, engine in engines.items():

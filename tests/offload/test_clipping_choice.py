@@ -9,7 +9,7 @@ import pytest
 import holdfast
 from combined import one_in
 from holdfast.offload.clipping_choice import DEFER, SPECULATE, ClippingChoice
-from holdfast.offload.setup import step_planning
+from holdfast.offload.setup import run_planning, step_planning
 from holdfast.quantities import MiB
 from offload.test_clipping import SOME, engine_of, on_ssd
 from plain_loops import PLACEMENTS, STEPS, check
@@ -122,6 +122,15 @@ def test_a_budget_without_room_for_guesses_waits_for_the_norm(tmp_path, monkeypa
             for step in range(12):
                 engine.step(batches(step, 2))
             assert (SPECULATE in ways_of(engine)) == (mode == SPECULATE)
+
+
+def test_memory_that_is_not_free_is_left_for_the_norm(tmp_path, monkeypatch):
+    """Without a budget."""
+    options = {"clip_norm": 1.0, "sample": batches(0, 1)[0], "micro_batches": 2}
+    for free, mode in ((1 << 40, "auto"), (1 << 10, DEFER)):
+        monkeypatch.setattr(run_planning, "free_host_bytes", lambda free=free: free)
+        with engine_of(tmp_path / mode, **options) as engine:
+            assert engine._rules.clipping == mode
 
 
 def test_ways_do_not_change_without_a_commit_at_each_step(tmp_path):

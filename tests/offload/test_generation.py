@@ -40,6 +40,20 @@ def test_texts_of_one_tensor_come_back_as_one(engine):
     assert torch.equal(found[17:18], engine.generate(rows[17:18], 3, temperature=0))
 
 
+def test_only_last_logits_are_held(engine, monkeypatch):
+    """Those of a whole text may take more memory than all else."""
+    held, forward = [], engine._forward
+
+    def watched(calls):
+        held.append(forward(calls))
+        return held[-1]
+
+    monkeypatch.setattr(engine, "_forward", watched)
+    engine.generate(torch.stack(texts(*[4] * 9)), 2)
+    assert {tuple(logits.shape[1:]) for made in held for logits in made} == {(VOCABULARY,)}
+    assert {len(made) for made in held} == {5}
+
+
 def test_many_texts_take_as_many_passes_as_one(engine):
     def read(count):
         before = engine.traffic()
@@ -53,8 +67,15 @@ def test_many_texts_take_as_many_passes_as_one(engine):
 
 @pytest.mark.parametrize(
     "tokens",
-    [torch.zeros(3, dtype=torch.int64), torch.zeros(1, 3), [], [torch.zeros(0, dtype=torch.int64)], [[1, 2]]],
-    ids=["one dimension", "floats", "none", "empty", "lists"],
+    [
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(1, 3),
+        [],
+        [torch.zeros(0, dtype=torch.int64)],
+        [[1, 2]],
+        None,
+    ],
+    ids=["one dimension", "floats", "no text", "empty", "lists", "None"],
 )
 def test_what_is_no_text_is_refused(engine, tokens):
     with pytest.raises(BadInput, match=r"one tensor of integers of shape \(texts, length\), or a list"):

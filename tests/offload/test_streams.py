@@ -291,10 +291,11 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
         with holdfast.offload(model, adamw(model), tmp_path / str(threads), precision="fp32") as engine:
             engine.step(batches(0, 2))
             engine.step(batches(1, 2))
-            named = [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
+            named = [thread.name for thread in threading.enumerate() if "holdfast-fused" in thread.name]
             states.append(engine.state_dict())
         assert len(named) == (2 if threads == 2 else 0)
-    assert not [thread.name for thread in threading.enumerate() if "holdfast-tiles" in thread.name]
+    left = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in left if "holdfast-fused" in name or "holdfast-tiles" in name]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 

@@ -55,11 +55,11 @@ from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
 from .steps import StepMaker, StepRules
-from .text_sampling import checked_rows, chooser, continued
+from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 
 POSITIONS = ("random", "loader")
-Texts = TypeVar("Texts", torch.Tensor, list[torch.Tensor])
 """Parts of the progress that change when a batch is fetched."""
+Texts = TypeVar("Texts", torch.Tensor, list[torch.Tensor])
 
 
 class _Checked(NamedTuple):
@@ -252,9 +252,10 @@ class Engine:
     ) -> Texts:
         """Return ``tokens`` continued by ``max_new_tokens`` sampled tokens for each text.
 
-        Every token of all texts takes one pass over all blocks, with each text's last ``context`` tokens. Text number i
-        is continued as it would be alone with the seed ``seed + i``; where several texts share a forward pass (more
-        than eight of one length), their logits may round otherwise. Raises ``BadInput``.
+        For each token of all texts the blocks are read once, or once for each eight of several lengths. Text number i
+        is continued as it would be alone with the seed ``seed + i``; where several texts of one length share a forward
+        pass (up to eight, if there are more than eight texts), their logits may round otherwise. Collective: each rank
+        passes its own texts, as many as the others. Raises ``BadInput``.
 
         Args:
             tokens: int64[texts, T]; or a list of int64[T], also of several lengths, for which a list is returned.
@@ -264,16 +265,20 @@ class Engine:
             seed: The seed of the first text.
             context: The number of tokens that the model sees; None shows it all.
         """
-        rows = checked_rows(tokens)
+        rows, together = checked_rows(tokens), self._plan.evaluation_batches
         choosers = [chooser(temperature, top_k, seed + i) for i in range(len(rows))]
+        # ranks have to make as many forward passes, whatever the lengths
+        at_once = min(-(-len(rows) // together), ROWS) if self._run.fellows.alone else 1
 
-        def model(windows: list[torch.Tensor]) -> list[Any]:
+        def model(windows: list[torch.Tensor]) -> list[torch.Tensor]:
             send = self._run.device.take_batch
-            return self._forward([late_call(self._run.model, (window,), None, send) for window in windows])
+            calls = [late_call(self._run.model, (window,), None, send) for window in windows]
+            return self._forward([lambda call=call: last_logits(call()) for call in calls])
 
-        together = self._plan.evaluation_batches
-        rows = continued(model, rows, max_new_tokens, choosers, context, together)
-        return torch.stack(rows).to(tokens.device) if isinstance(tokens, torch.Tensor) else rows  # type: ignore[return-value]
+        made = continued(model, rows, max_new_tokens, choosers, context, at_once)
+        if isinstance(tokens, torch.Tensor):
+            return torch.stack(made).to(tokens.device)  # type: ignore[return-value]
+        return [row.to(given.device) for row, given in zip(made, tokens, strict=True)]  # type: ignore[return-value]
 
     @on_host_by_default
     def save(self) -> None:

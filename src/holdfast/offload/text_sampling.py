@@ -12,40 +12,55 @@ import torch
 
 from ..errors import BadInput
 
-Model = Callable[[list[torch.Tensor]], list[Any]]
-"""Function that returns the model's result for each window of tokens, int64[B, T]."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+ROWS = 8
+"""The most texts that share one forward pass of the model, which bounds its memory."""
+Model = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Function that returns the last token's logits, fp32[B, vocabulary], for each window of tokens, int64[B, T]."""
 Choose = Callable[[torch.Tensor], torch.Tensor]
 """Function that draws a token, int64[1], from logits fp32[vocabulary]."""
 
 
 def checked_rows(tokens: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return each text as int64[T] on the host. Raises ``BadInput`` for what is no text."""
-    rows = list(tokens) if not isinstance(tokens, torch.Tensor) or tokens.dim() == 2 else []
+    are_rows = isinstance(tokens, (list, tuple)) or (isinstance(tokens, torch.Tensor) and tokens.dim() == 2)
+    rows = list(tokens) if are_rows else []
     wrong = [row for row in rows if not isinstance(row, torch.Tensor) or row.dim() != 1 or not row.numel()]
-    if not rows or wrong or any(row.is_floating_point() or row.dtype == torch.bool for row in rows):
+    if not rows or wrong or any(row.dtype not in INTEGERS for row in rows):
         raise BadInput(
             "tokens to continue are one tensor of integers of shape (texts, length), or a list of tensors of shape"
             " (length,), each with at least one token"
         )
-    return [row.to("cpu", torch.int64) for row in rows]
+    return [row.to("cpu", torch.int64, copy=True) for row in rows]
+
+
+def last_logits(value: Any) -> torch.Tensor:
+    """Return the last token's logits, fp32[B, vocabulary] in host memory, of a model's result.
+
+    The result is logits of shape (B, T, vocabulary), alone or as ``.logits``.
+    """
+    logits = value if isinstance(value, torch.Tensor) else value.logits
+    return logits[:, -1].float().cpu()
 
 
 def continued(
-    model: Model, rows: list[torch.Tensor], count: int, choosers: list[Choose], context: int | None, most: int
+    model: Model,
+    rows: list[torch.Tensor],
+    count: int,
+    choosers: list[Choose],
+    context: int | None,
+    at_once: int,
 ) -> list[torch.Tensor]:
     """Return ``rows``, each int64[T], followed by ``count`` more tokens.
 
-    Each token is drawn by its row's function from the logits for the last ``context`` tokens before it. Rows of one
-    length go to the model together, so many that ``most`` calls take all of them where that can be. The model returns
-    logits of shape (B, T, vocabulary), alone or as ``.logits``.
+    Each token is drawn by its row's function from the logits for the last ``context`` tokens before it. Up to
+    ``at_once`` rows of one length are one window of the model.
     """
-    at_once = -(-len(rows) // most)
     for _ in range(count):
         windows = [row if context is None else row[-context:] for row in rows]
         groups = _by_length(windows, at_once)
         values = model([torch.stack([windows[i] for i in group]) for group in groups])
-        for group, value in zip(groups, values, strict=True):
-            logits = (value if isinstance(value, torch.Tensor) else value.logits)[:, -1].float().cpu()
+        for group, logits in zip(groups, values, strict=True):
             for i, of_row in zip(group, logits, strict=True):
                 rows[i] = torch.cat([rows[i], choosers[i](of_row)])
     return rows

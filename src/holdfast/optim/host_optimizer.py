@@ -24,7 +24,7 @@ from .declared_state import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
-from .torch_threads import Lane, limit_torch_threads, shared_out
+from .torch_threads import Lane, limit_torch_threads, one_torch_thread, shared_out
 
 TILE_ELEMENTS = 256 * 1024
 """The elements of one tile; a multiple of 4096."""
@@ -34,8 +34,10 @@ SHARED_TILE_ELEMENTS = 16 * TILE_ELEMENTS
 cache lines, so the bits are those of one thread. A large tile takes less time in Python, in which only one thread at a
 time makes progress, the one that starts the device's work included."""
 
-HELPER_BYTES = 48 * MiB
-"""Temporary bytes of one helper. Measured: at most 12 per element of a shared tile."""
+HELPER_BYTES = 64 * MiB
+"""Temporary bytes of one helper of a fused kernel. Measured: at most 16 per element (AdamW with amsgrad)."""
+TILE_HELPER_BYTES = 16 * MiB
+"""Temporary bytes of one helper of another kernel. Measured: at most 51 per element of a tile (AdamW8bit)."""
 
 GRAD_BYTES = 4
 """Bytes of one element of a gradient: fp32."""
@@ -96,23 +98,28 @@ class HostOptimizer:
         """
         self._optimizer = optimizer
         self._worker = _Worker()
-        self._helpers: Lane | None = None
+        self._fused_helpers: Lane | None = None
+        self._tile_helpers: Lane | None = None
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
     def start_helpers(self, count: int, threads: int) -> None:
         """Have fused kernels computed by ``count`` helpers with ``threads`` torch threads each, until ``close``.
 
-        Nothing changes if ``threads`` is 1. Other kernels might round otherwise with several threads.
+        Tiles of other kernels, which might round otherwise with several threads, are shared by as many helpers with one
+        thread each. Nothing changes if ``threads`` is 1.
         """
         if threads > 1:
-            self._helpers = Lane(count, "holdfast-tiles", partial(limit_torch_threads, threads))
+            self._fused_helpers = Lane(count, "holdfast-fused", partial(limit_torch_threads, threads))
+            self._tile_helpers = Lane(count * threads, "holdfast-tiles", one_torch_thread)
 
     def close(self) -> None:
         """End the helpers. Called when no update is under way."""
-        helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            helpers.close()
+        helpers = self._fused_helpers, self._tile_helpers
+        self._fused_helpers = self._tile_helpers = None
+        for lane in helpers:
+            if lane is not None:
+                lane.close()
 
     @property
     def takes_gradients(self) -> bool:
@@ -181,9 +188,11 @@ class HostOptimizer:
                 part.copy.copy_(part.param)
             return scalars
 
-        is_shared = kind.cut and hyper.groups[state.group].get("fused")
-        if self._helpers is not None and is_shared and state.param.numel() > TILE_ELEMENTS:
-            (*_, scalars) = shared_out(self._helpers, step, _parts(state, slots, SHARED_TILE_ELEMENTS))
+        is_fused = bool(hyper.groups[state.group].get("fused"))
+        helpers = self._fused_helpers if is_fused else self._tile_helpers
+        if helpers is not None and kind.cut and state.param.numel() > TILE_ELEMENTS:
+            tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
+            (*_, scalars) = shared_out(helpers, step, _parts(state, slots, tile))
         else:
             (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():

@@ -1,8 +1,8 @@
 """The thread counts of torch, for threads that work beside the model's computations.
 
-A thread of I/O or updates that computed with all cores would take them from the model. So such threads compute alone or
-share tiles, and the count of the calling thread stays as the script set it. Called by the engine, measurements and
-replays.
+A thread of I/O or updates that computed with all cores would take them from the model. So such threads compute alone,
+or beside a separate device with the cores that are idle there. The count of the calling thread stays as the script set
+it. Called by the engine, measurements and replays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def keep_torch_threads() -> None:
 
 
 def set_torch_threads(count: int) -> None:
-    """Set torch's thread count, never at the same time as ``one_torch_thread`` in another thread."""
+    """Set torch's thread count, never at the same time as ``limit_torch_threads`` in another thread."""
     with _setting:
         torch.set_num_threads(count)
 

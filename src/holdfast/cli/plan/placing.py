@@ -54,8 +54,17 @@ def plan_placement(given: Mapping[str, Any]) -> None:
     """Print the plan for a model on a machine."""
     case = case_of(given)
     if given["delayed"] is not None and case.method.delayed is not None:
-        raise ConfigError("--delayed says what --clipping defer decides: with it every update waits")
-    found = search(case, given["micro_batches"], delayed=given["delayed"])
+        raise ConfigError(
+            "--delayed says what --clipping defer decides, as a run clips without a commit at each step: with it every"
+            " update waits. Leave --delayed out, or give --clipping none"
+        )
+    try:
+        found = search(case, given["micro_batches"], delayed=given["delayed"])
+    except DoesNotFit:
+        if given["clipping"] != "auto" or case.method.clipping == "defer" or given["delayed"] is not None:
+            raise
+        waiting = replace(case, method=replace(case.method, clipping="defer"))  # as a run does then
+        found = search(waiting, given["micro_batches"])
     changes, engine = what_if(case, found.best), _on_engine(found, given["delayed"])
     if given["json"]:
         print_json(_document(found, changes, engine))

@@ -2,7 +2,7 @@
 
 Where ``offload.ssd`` puts the state elsewhere, a copy lies beside the state, so that no other run takes the state for
 its own. A continued run keeps its identity: keys marked ``fixed`` in ``config.py`` keep their values, keys marked
-``stated`` change only by ``--set``, and the state stays where it is.
+``stated`` change only by ``--set`` (``train.clipping`` also where no bit changes), and the state stays where it is.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
-from ...optim.host_optimizer import HELPER_BYTES, HostOptimizer
+from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimizer
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, Work
@@ -108,7 +108,8 @@ class ModelParts:
             update_workers: Number of updates that run at once.
             guesses: True if updates of blocks leave their gradients unchanged and work on copies.
         """
-        helpers = update_workers if update_threads(unified, update_workers) > 1 else 0
+        threads = update_threads(unified, update_workers)
+        helper_bytes = max(HELPER_BYTES, threads * TILE_HELPER_BYTES) if threads > 1 else 0
         return Work(
             blocks=tuple(
                 BlockWork(
@@ -137,7 +138,7 @@ class ModelParts:
             resident_reduce_bytes=self.resident.reduced_bytes,
             ranks=self.world_size,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
-            update_bytes=self._update_bytes(update_workers, guesses) + helpers * HELPER_BYTES,
+            update_bytes=self._update_bytes(update_workers, guesses) + update_workers * helper_bytes,
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )

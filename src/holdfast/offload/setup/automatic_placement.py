@@ -239,7 +239,7 @@ def _timed(
         give_back_freed()
         return times
     except ModelNotSupported as error:
-        warnings.warn(f"steps are predicted by their floating-point operations: {error}", stacklevel=7)
+        warnings.warn(f"steps are predicted by their floating-point operations: {error}", stacklevel=9)
         return None
 
 

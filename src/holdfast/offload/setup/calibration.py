@@ -2,8 +2,8 @@
 
 They change nothing in the run. The rule:
 
-1. The fifth to the ninth step since the engine was built are recorded. Those of the planned shape count, except the
-   last.
+1. Five steps are recorded, from the first one of the planned shape on, and not before the fifth since the engine was
+   built. Those of the planned shape count, except the last.
 2. For each resource that serves lanes (the SSD, the bus, the cores, the commit), the time in which it had work is
    compared with the time predicted for a step. The ratio is the median over the steps.
 3. The profile's rates of the resource are divided by the square root of that ratio, clamped to between a half and two.
@@ -30,8 +30,8 @@ from ..executor import Executor, Span
 from ..runtime import Step
 from .automatic_placement import Prediction
 
-FIRST, LAST = 5, 9
-"""First and last recorded step since the engine was built, counted from 1."""
+FIRST, RECORDED = 5, 5
+"""The first step that may be recorded since the engine was built, counted from 1; the number of recorded steps."""
 MOST = 2.0
 """Largest ratio that counts."""
 LEAST_PART = 0.5
@@ -45,7 +45,7 @@ class Calibration:
         kept = prediction is not None and prediction.known.path is not None
         self._prediction = prediction if kept else None
         self._executor, self._events = executor, events
-        self._num_steps = 0
+        self._num_steps, self._last = 0, 0
         self._began = 0.0
         self._spans: list[Span] = []
         self._steps: list[tuple[float, float]] = []
@@ -55,11 +55,12 @@ class Calibration:
         if self._prediction is None:
             return
         self._num_steps += 1
-        if self._num_steps == FIRST and self._executor.spans is None:
-            self._executor.spans = self._spans
-        elif self._num_steps > LAST:
+        is_planned = step.shape == self._prediction.shape
+        if self._last and self._num_steps > self._last:
             return self._end(self._prediction)
-        self._began = time.perf_counter() if step.shape == self._prediction.shape else 0.0
+        if not self._last and self._num_steps >= FIRST and is_planned and self._executor.spans is None:
+            self._executor.spans, self._last = self._spans, self._num_steps + RECORDED - 1
+        self._began = time.perf_counter() if is_planned else 0.0
 
     def returns(self, step: Step) -> None:
         if step.redone or step.skipped or step.left_out:  # such a step moves other bytes than were predicted

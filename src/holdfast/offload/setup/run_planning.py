@@ -17,6 +17,7 @@ from torch import nn
 from ...distributed import Ranks
 from ...errors import BadInput, DoesNotFit
 from ...events import EventLog
+from ...measure.host_memory import free_host_bytes
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
 from ...state.prepared_models import refuse_in_block, refuse_prepared
@@ -52,7 +53,7 @@ from .drive_setup import Drives
 from .equal_on_ranks import agree_on_choices, agree_on_placement
 from .preflight import Preflight
 from .starting_state import Opens
-from .step_planning import AUTO, ZEROTH, Budget, RunPlan, Wanted, make_plan
+from .step_planning import AUTO, MOST_OF_FREE, ZEROTH, Budget, RunPlan, Wanted, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,8 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
                 io.update_workers,
             )  # fmt: skip
 
-        rules, plan = _within_budget(rules, planned)
+        room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / fellows.on_host
+        rules, plan = _within_budget(rules, planned, room)
     modes = fellows.control.everyone(rules.clipping)
     with fellows.control.agreeing():
         if rules.chooses and DEFER in modes:  # another rank has no memory for a guess
@@ -180,10 +182,17 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
     )
 
 
-def _within_budget(rules: StepRules, planned: Callable[[StepRules], RunPlan]) -> tuple[StepRules, RunPlan]:
-    """Return the plan of ``rules``, or of rules that wait for the norm where a choice does not fit."""
+def _within_budget(
+    rules: StepRules, planned: Callable[[StepRules], RunPlan], room: float | None
+) -> tuple[StepRules, RunPlan]:
+    """Return the plan of ``rules``, or of rules that wait for the norm where a choice does not fit.
+
+    Without a budget a choice has to fit into ``room``, the bytes that are free now.
+    """
     try:
-        return rules, planned(rules)
+        plan = planned(rules)
+        if not rules.chooses or room is None or plan.memory is None or plan.memory.host_bytes <= room:
+            return rules, plan
     except DoesNotFit:
         if not rules.chooses:
             raise

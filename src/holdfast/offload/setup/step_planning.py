@@ -294,7 +294,7 @@ def _measured(
             parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
         )
     except ModelNotSupported as error:
-        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=6)
+        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=8)
     if budget.host_bytes() is not None:
         _refuse_auto(on_host)
     return None

@@ -45,9 +45,10 @@ LEAD_BYTES = 64 * MiB
 def device_input_slots(input_bytes: float) -> int:
     """Return the buffers on a separate device for block inputs, and for their gradients: in use, and next.
 
-    Small ones have two more, so that the host, which learns late that a computation is over, has a lead.
+    Small ones have two more, so that the host, which learns late that a computation is over, has a lead. Where the size
+    is not known, it is 0.
     """
-    return DEVICE_SLOTS + (2 if input_bytes <= LEAD_BYTES else 0)
+    return DEVICE_SLOTS + (2 if 0 < input_bytes <= LEAD_BYTES else 0)
 
 
 @dataclass(kw_only=True)

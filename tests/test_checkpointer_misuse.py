@@ -502,7 +502,7 @@ def test_a_module_in_also_that_would_be_text_in_every_record_is_refused_by_name(
         BadInput, match=r"also=\{'ema': ...\} has 16\.8 MiB .*averages=.*after_update=.*buffers"
     ):
         of(tmp_path, model, optimizer, also={"ema": average})
-    assert LocalStore.read(tmp_path).commits() == []
+    assert not any(tmp_path.iterdir())
 
 
 def test_tensors_in_also_that_every_record_has_are_told_once_and_counted_as_memory(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
     "clipping, every, more",
     [
         ("none", 3, {"train.clip_norm": 0}),
-        ("defer", 3, {"train.clip_norm": 1.0}),
+        ("defer", 3, {"train.clip_norm": 1.0, "train.clipping": "defer"}),
         ("speculate", 1, {"train.clip_norm": 1.0, "train.clipping": "speculate", "offload.order": "snake"}),
         (
             "per_block",

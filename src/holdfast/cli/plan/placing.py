@@ -310,7 +310,7 @@ def _print_settings(engine: Solution) -> None:
     print(f"  micro_batches = {engine.setting.micro_batches}")
     method = engine.setting.method
     print("  clip_norm = 0" if method.clipping == "none" else "  clip_norm = 1.0")
-    if method.clipping not in ("none", "defer"):
+    if method.clipping != "none":
         print(f'  clipping = "{method.clipping}"')
     print("\n  [offload]")
     if method.order != "plain":

@@ -46,7 +46,7 @@ class Holdfast(Arm):
     @property
     def tuned(self) -> tuple[MeasuredCosts, Limits]:
         """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
-        survival = self._checkpointer._survival
+        survival = self._checkpointer._backend
         assert isinstance(survival, LogBackend) and survival.pace.tuner is not None
         return survival.pace.tuner.measured, survival.pace.tuner.limits
 

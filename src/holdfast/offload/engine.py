@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -58,6 +58,7 @@ from .steps import StepMaker, StepRules
 from .text_sampling import checked_rows, chooser, continued
 
 POSITIONS = ("random", "loader")
+Texts = TypeVar("Texts", torch.Tensor, list[torch.Tensor])
 """Parts of the progress that change when a batch is fetched."""
 
 
@@ -241,14 +242,14 @@ class Engine:
     @on_host_by_default
     def generate(
         self,
-        tokens: torch.Tensor | Sequence[torch.Tensor],
+        tokens: Texts,
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int = 0,
         context: int | None = None,
-    ) -> torch.Tensor | list[torch.Tensor]:
+    ) -> Texts:
         """Return ``tokens`` continued by ``max_new_tokens`` sampled tokens for each text.
 
         Every token of all texts takes one pass over all blocks, with each text's last ``context`` tokens. Text number i
@@ -263,7 +264,7 @@ class Engine:
             seed: The seed of the first text.
             context: The number of tokens that the model sees; None shows it all.
         """
-        rows, of_one = checked_rows(tokens), isinstance(tokens, torch.Tensor)
+        rows = checked_rows(tokens)
         choosers = [chooser(temperature, top_k, seed + i) for i in range(len(rows))]
 
         def model(windows: list[torch.Tensor]) -> list[Any]:
@@ -272,7 +273,7 @@ class Engine:
 
         together = self._plan.evaluation_batches
         rows = continued(model, rows, max_new_tokens, choosers, context, together)
-        return torch.stack(rows).to(tokens.device) if of_one else rows
+        return torch.stack(rows).to(tokens.device) if isinstance(tokens, torch.Tensor) else rows  # type: ignore[return-value]
 
     @on_host_by_default
     def save(self) -> None:

@@ -46,9 +46,9 @@ class Holdfast(Arm):
     @property
     def tuned(self) -> tuple[MeasuredCosts, Limits]:
         """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
-        survival = self._checkpointer._survival
-        assert isinstance(survival, LogBackend) and survival.pace.tuner is not None
-        return survival.pace.tuner.measured, survival.pace.tuner.limits
+        backend = self._checkpointer._backend
+        assert isinstance(backend, LogBackend) and backend.pace.tuner is not None
+        return backend.pace.tuner.measured, backend.pace.tuner.limits
 
     def resume(self, **options: int) -> int:
         return self._checkpointer.resume(**options)

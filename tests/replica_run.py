@@ -194,17 +194,17 @@ def train(
         **options,
     ) as checkpointer:
         done = checkpointer.resume(before=before)
-        pid = checkpointer._survival.replica._helper._process.pid
+        pid = checkpointer._backend.replica._helper._process.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         if no_memory:
-            (checkpointer._survival.replica._place / retained_state.KEPT).write_bytes(b"in the way")
+            (checkpointer._backend.replica._place / retained_state.KEPT).write_bytes(b"in the way")
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)
             said(durable_step=checkpointer.durable_step)
             acknowledge(checkpointer.replica_step)
             if i + 1 == dies_at:
                 if with_child and os.fork() == 0:
-                    stay_with(checkpointer._survival.replica._helper._channel._socket.fileno())
+                    stay_with(checkpointer._backend.replica._helper._channel._socket.fileno())
                 for each in [pid] * with_replica + [os.getpid()]:
                     os.kill(each, signal.SIGKILL)
         checkpointer.wait()

@@ -316,7 +316,7 @@ def test_steps_that_the_loss_scaler_skips_are_among_those_on_their_way(tmp_path,
             optimizer.zero_grad()
             checkpointer.step()
             behind.append(checkpointer.steps_done - checkpointer.durable_step)
-            pending = checkpointer._survival.recorder.pending
+            pending = checkpointer._backend.recorder.pending
             assert pending <= BOUND + 1, (i, pending)  # steps, and a base that waits for them
         checkpointer._queue._throttles[True] = Throttle(None)
     assert checkpointer.steps_done == checkpointer.durable_step == 80
@@ -353,7 +353,7 @@ def test_a_hung_writer_is_an_error_and_no_hang(tmp_path, monkeypatch):
     checkpointer.resume()
     go_on(loop, checkpointer, 3)
     checkpointer.wait()
-    checkpointer._survival.recorder._deadline = 0.5
+    checkpointer._backend.recorder._deadline = 0.5
     release, real = threading.Event(), checkpointer._store.disk.sync
     monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(20), real(*a, **k)))
     started = time.monotonic()
@@ -381,7 +381,7 @@ def test_a_failed_write_is_told_and_the_run_goes_on_from_what_is_durable(
     def fail(*_, **__):
         raise error
 
-    checkpointer._survival.recorder._journal.close()  # the next record needs a segment
+    checkpointer._backend.recorder._journal.close()  # the next record needs a segment
     monkeypatch.setattr(checkpointer._store.disk, failing, fail)
     with pytest.raises(type(error), match=str(error)):
         for i in range(4, 40):
@@ -533,11 +533,11 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         memory=memory,
     ) as checkpointer:
         if memory == "270MB":
-            checkpointer._survival.staging_bytes = 1  # no room for a copy of everything
+            checkpointer._backend.staging_bytes = 1  # no room for a copy of everything
         checkpointer.resume()
         for i in range(8):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()  # a base is published before the next is due
+            checkpointer._backend.recorder.drain()  # a base is published before the next is due
             states.append(loop.state())
     with LocalStore.read(tmp_path) as reader:
         manifests = [reader.load(ref) for ref in reader.commits()]

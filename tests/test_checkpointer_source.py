@@ -79,6 +79,19 @@ def test_a_step_that_records_lead_to_can_be_begun_from(tmp_path, other):
         checkpointer.resume(source=f"{other}@70")
 
 
+@pytest.mark.parametrize("wrong", [{"source": "nowhere"}, {"step": 5}])
+def test_refused_resume_leaves_nothing(tmp_path, wrong):
+    """A directory is left as it was found: absent, or with the files of others alone."""
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for run in ("used", "new/run"):
+        checkpointer = start(tmp_path / run)[1]
+        with checkpointer, pytest.raises(BadInput):
+            checkpointer.resume(**wrong)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_weights_alone_begin_a_run_at_step_0_and_say_what_they_lack(tmp_path, other):
     reader = RunReader(other)
     write_huggingface(CommitSource(reader, reader.at(0)), tmp_path / "hf")

@@ -143,13 +143,13 @@ class Checkpointer:
                     storage=storage, recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share,
                     deadline_seconds=deadline_seconds, direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
                 )  # fmt: skip
-                self._loop = TrainingState(
+                self._training = TrainingState(
                     ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
                     codec=codec, averages=averages, after_update=after_update,
                 )  # fmt: skip
                 refuse_of_several(ranks, when_behind)
                 if replica is not False:
-                    them = self._loop.optimizers
+                    them = self._training.optimizers
                     refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
                     refuse_waiting(wait_each_step)
                 if disk is None:
@@ -157,22 +157,22 @@ class Checkpointer:
                     refuse_foreign_checkpoint(run)
             refuse_other_remotes(ranks, remote)
             try:
-                self._loop.hook_up()
-                self._loop.look()
+                self._training.hook_up()
+                self._training.look()
                 with ranks.agreeing():
-                    refuse_clipping(self._loop.state, clip_norm)
-                    self._loop.state.refuse_odd_state()
-                    refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
-                    self._survival = self._backend(run, replica)
+                    refuse_clipping(self._training.state, clip_norm)
+                    self._training.state.refuse_odd_state()
+                    refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
+                    self._backend = self._make_backend(run, replica)
                     if remote is not None and ranks.rank == 0:
                         self._remote = Remote(run, remote, keep, self._events)
             except BaseException:
-                self._loop.release()
+                self._training.release()
                 raise
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        self._tap = self._survival.tap(self._take_slot, clip_norm)
-        self._tap.begins = self._loop.begins_step
+        self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
+        self._optimizer_hooks.begins = self._training.begins_step
         self._pulse = StepLog(self._events)
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
@@ -189,17 +189,17 @@ class Checkpointer:
         The time in which a lossy codec changes gradients counts as training and is not included.
         """
 
-    def _backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
+    def _make_backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
         """Return what keeps the steps: log records, or a replica."""
         if replica is False:
-            return LogBackend(self._loop, self._options, self._events)
+            return LogBackend(self._training, self._options, self._events)
         place = shared_memory.MEMORY if replica is True else home_path(replica)
-        return ReplicaBackend(self._loop, self._options, self._events, run=run, memory=place)
+        return ReplicaBackend(self._training, self._options, self._events, run=run, memory=place)
 
     @property
     def steps_done(self) -> int:
         """The number of optimizer steps done, skipped ones included."""
-        return self._loop.steps_done
+        return self._training.steps_done
 
     @property
     def exactness(self) -> Literal["state", "continuation"]:
@@ -208,12 +208,12 @@ class Checkpointer:
         "state": tensors are bit-equal to those of the run at that step. "continuation": the residuals are, too, so that
         training continues bit-equal to a run that was never interrupted.
         """
-        return self._loop.exactness
+        return self._training.exactness
 
     @property
     def durable_step(self) -> int:
         """The newest step that survives power loss, on every rank."""
-        return self._survival.durable_step
+        return self._backend.durable_step
 
     @property
     def replica_step(self) -> int:
@@ -222,7 +222,7 @@ class Checkpointer:
         Without a replica this is the ``durable_step``. With a replica of a trainer on a GPU it may be behind the last
         step: a step survives once its gradients have left the device.
         """
-        return self._survival.replica_step
+        return self._backend.replica_step
 
     @property
     def remote_durable_step(self) -> int:
@@ -262,7 +262,7 @@ class Checkpointer:
         names the step to ask for.
         """
         self._refuse_closed()
-        if self._survival.begun:
+        if self._backend.begun:
             raise BadInput(
                 "resume is called once, before the first step; make another Checkpointer to go back"
             )
@@ -273,13 +273,13 @@ class Checkpointer:
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
-            found = self._survival.enter(self._store, asked)
+            found = self._backend.enter(self._store, asked)
             if found is None and target:
                 raise BadInput(
                     f"{self._store.root} has no step yet; call resume() without one to begin the run"
                 )
             self._go_on_from(found, start)
-            self._survival.begin(found)
+            self._backend.begin(found)
             if found is not None and not self._ranks.rank:
                 self._tell_resumed(target)
             self._watch()
@@ -291,18 +291,18 @@ class Checkpointer:
     def _tell_resumed(self, target: int | None) -> None:
         """Print where the run continues, how it was recovered, and what is known to be lost."""
         lost = said_lost(self._events.path, self.steps_done) if target is None else "As asked for."
-        how = self._survival.recovered_by
+        how = self._backend.recovered_by
         tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
     def _go_on_from(self, found: RecoveryResult | None, start: From | None) -> None:
         """Set the training state to what was found, or else to ``start``, or else to that of the script."""
         if found is not None:
-            self._loop.continue_from(found)
+            self._training.continue_from(found)
         else:
-            self._loop.begin_anew()
+            self._training.begin_anew()
             if start is not None:
-                begin_from(start, self._loop, self._events.emit)
-        self._loop.begin_iteration()
+                begin_from(start, self._training, self._events.emit)
+        self._training.begin_iteration()
 
     def _check_remote(self) -> None:
         if self._remote is not None:
@@ -311,14 +311,14 @@ class Checkpointer:
     def _watch(self) -> None:
         """Attach the hooks that see every step, and start the copy to the remote."""
         self._thread = threading.get_ident()
-        self._tap.attach()
+        self._optimizer_hooks.attach()
         self._sigterm = SigTerm.watched()
         if self._remote is not None:
             self._remote.start()
         self._stepped_at = time.perf_counter()
         self._events.emit(
             "checkpointer", first_step=self.steps_done, pid=os.getpid(), host=os.uname().nodename,
-            ranks=self._ranks.world_size, codec=type(self._loop.codec).__name__, **self._survival.about(),
+            ranks=self._ranks.world_size, codec=type(self._training.codec).__name__, **self._backend.about(),
         )  # fmt: skip
 
     def step(self) -> None:
@@ -342,32 +342,32 @@ class Checkpointer:
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:
-        updates = self._tap.take()
-        if not self._loop.ends_step(bool(updates)):
+        updates = self._optimizer_hooks.take()
+        if not self._training.ends_step(bool(updates)):
             return
-        if self._loop.after_update is not None and updates:
-            self._tap.do_after(self._loop.after_update, updates)
+        if self._training.after_update is not None and updates:
+            self._optimizer_hooks.do_after(self._training.after_update, updates)
         started = time.perf_counter()
-        self._loop.stepped(updates)
+        self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
-        other = alone and (self._loop.has_new_buffers or self._loop.state.has_other_buffers())
-        if self._tap.changed or other or (alone and self._tap.lost):
+        other = alone and (self._training.has_new_buffers or self._training.state.has_other_buffers())
+        if self._optimizer_hooks.changed or other or (alone and self._optimizer_hooks.lost):
             self._adapt(updates)
-        elif self._tap.lost:
-            self._survival.lose(updates, self._tap.lost)
+        elif self._optimizer_hooks.lost:
+            self._backend.record_irreproducible(updates, self._optimizer_hooks.lost)
         else:
-            self._survival.record(updates)
-        self._tap.end_step()
-        self._survival.advance_snapshot()
+            self._backend.record(updates)
+        self._optimizer_hooks.end_step()
+        self._backend.advance_snapshot()
         self._time(started)
 
     def _adapt(self, updates: list[Update]) -> None:
         """Keep the step otherwise, since it could not be recorded like those before it, and scan the state again."""
-        self._survival.give_back(updates)
-        self._loop.look_again()
-        self._loop.check_again(updates)
-        self._tap.watch(self._loop.state)
-        self._survival.adapt()
+        self._backend.give_back(updates)
+        self._training.look_again()
+        self._training.check_again(updates)
+        self._optimizer_hooks.watch(self._training.state)
+        self._backend.adapt()
 
     def _time(self, started: float) -> None:
         """Note how long the step took and how long training stalled for it.
@@ -376,16 +376,16 @@ class Checkpointer:
         """
         now = time.perf_counter()
         seconds, self._stepped_at = now - self._stepped_at, now
-        self.stall_seconds, self._tap.seconds = self._tap.seconds + now - started, 0.0
-        self._survival.stepped(seconds, self.stall_seconds)
+        self.stall_seconds, self._optimizer_hooks.seconds = self._optimizer_hooks.seconds + now - started, 0.0
+        self._backend.stepped(seconds, self.stall_seconds)
         self._pulse.stepped(self.steps_done, seconds, self.stall_seconds, self._standing)
 
     def _meet(self, stop: bool) -> None:
         """Do what all ranks do at the same step: end after a SIGTERM to any rank, or make a snapshot."""
         with self._ending_on_error():
-            what = self._survival.barrier(stop)
+            what = self._backend.barrier(stop)
             if what == "base":
-                self._survival.whole()
+                self._backend.save_snapshot()
         if what == "stop":
             self._leave()
 
@@ -405,7 +405,7 @@ class Checkpointer:
         def lacks() -> bool:
             """Return whether the current state has no snapshot yet."""
             self._refuse_between()
-            return self._survival.base_step < self.steps_done or self._has_moved()
+            return self._backend.base_step < self.steps_done or self._has_moved()
 
         self._make_base_if(lacks)
 
@@ -421,13 +421,13 @@ class Checkpointer:
             """Return whether only a snapshot can make the step durable."""
             if until > self.steps_done:
                 raise BadInput(f"step {until} has not been done yet: {self.steps_done} have")
-            if self._survival.has(until):
+            if self._backend.has(until):
                 return False
             self._refuse_between()
             return True
 
         self._make_base_if(lacks)
-        self._survival.wait(until)
+        self._backend.wait(until)
 
     def _make_base_if(self, lacks: Callable[[], bool]) -> None:
         """Make a snapshot of the current step on all ranks if ``lacks`` is true on any of them.
@@ -437,13 +437,13 @@ class Checkpointer:
         asked = self._ranks.all_do(lambda: (True, self._has_moved()) if lacks() else (False, False))
         if any(lacking for lacking, _ in asked):
             with self._ending_on_error():  # the writer may still be reading parameters
-                self._loop.note_again(is_no_place)
-                self._survival.whole(again=any(moved for _, moved in asked))
-                self._tap.saved()
+                self._training.note_again(is_no_place)
+                self._backend.save_snapshot(again=any(moved for _, moved in asked))
+                self._optimizer_hooks.saved()
 
     def _has_moved(self) -> bool:
         """Return whether a snapshot would differ from the last step, because something was changed since."""
-        return self._tap.has_changes or self._loop.has_moved
+        return self._optimizer_hooks.has_changes or self._training.has_moved
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a snapshot, and remove all hooks, threads and locks.
@@ -455,8 +455,8 @@ class Checkpointer:
         if self._closed or self._is_forked:
             return
         self._closed = True
-        self._tap.detach()
-        self._loop.release()
+        self._optimizer_hooks.detach()
+        self._training.release()
         try:
             self._finish(orderly=save and self._failure is None)
         except BaseException as error:
@@ -470,26 +470,26 @@ class Checkpointer:
     def _finish(self, orderly: bool) -> None:
         """Make everything durable on every rank, unless a failure is the reason to close."""
         try:
-            if orderly and not self._tap.updates:
-                self._survival.finish()
+            if orderly and not self._optimizer_hooks.updates:
+                self._backend.finish()
         finally:
-            self._survival.close()
+            self._backend.close()
         if orderly:
-            self._survival.wait_for_all(self.steps_done)
+            self._backend.wait_for_all(self.steps_done)
 
     def _end(self, save: bool) -> None:
         """Detach from the script, the other ranks, the remote copy and the directory."""
         if self._sigterm is not None:
             self._sigterm.restore()
-        self._survival.part(orderly=save)
-        if self._survival.begun:
+        self._backend.part(orderly=save)
+        if self._backend.begun:
             self._pulse.end(self.steps_done, self._standing)
         self._ranks.close()
         try:
             if self._remote is not None:
                 self._remote.close(self.steps_done if save else None)
         finally:
-            if not self._survival.is_alive:
+            if not self._backend.is_alive:
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -499,7 +499,7 @@ class Checkpointer:
         """
         self._queue.close()
         self._store.close()
-        self._survival.release()
+        self._backend.release()
         self._events.close()
 
     def __enter__(self) -> Checkpointer:
@@ -526,16 +526,16 @@ class Checkpointer:
     def _tell(self, error: BaseException) -> None:
         """Tell every rank the error that stops this one."""
         if not isinstance(error, RankFailed):
-            self._survival.fail(error)
+            self._backend.fail(error)
 
     def _standing(self) -> dict[str, Any]:
         """Return what is durable, what was written and what waits in memory, for the event log."""
         there = {} if self._remote is None else {"remote_durable_step": self._remote.durable_step}
-        return {"durable_step": self.durable_step, **there, **self._survival.standing()}
+        return {"durable_step": self.durable_step, **there, **self._backend.standing()}
 
     def _take_slot(self) -> Any:
         self._refuse_unusable()
-        return self._survival.take_slot()
+        return self._backend.take_slot()
 
     def _refuse_unusable(self) -> None:
         self._refuse_closed()
@@ -546,18 +546,18 @@ class Checkpointer:
                 f"a call was interrupted. Step {self.durable_step} is durable: close this Checkpointer, and"
                 " make another to resume"
             )
-        self._survival.check()
-        if not self._survival.begun:
+        self._backend.check()
+        if not self._backend.begun:
             raise BadInput("call resume() before the first step: it begins or continues the run")
 
     def _refuse_between(self) -> None:
         self._refuse_other_thread()
-        if self._tap.updates or self._stepping:
+        if self._optimizer_hooks.updates or self._stepping:
             after = "Wait until step() has returned." if self._stepping else "Call step() first."
             raise BadInput(
                 f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step. {after}"
             )
-        self._loop.refuse_moved_on()
+        self._training.refuse_moved_on()
 
     def _refuse_other_thread(self) -> None:
         if threading.get_ident() != self._thread:

@@ -116,7 +116,7 @@ class OpenedSource:
             return self.kept
 
         self._match = match(forms, self._source, self._allowed, keeps=keeps)
-        return told_of(self._match, self._source)
+        return differences_from(self._match, self._source)
 
     def check(self, ranks: Ranks) -> None:
         """Verify what was matched, divided over all ranks. Raises ``Damaged`` on all ranks.
@@ -164,22 +164,22 @@ class OpenedSource:
         return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
-def begin_from(start: From, loop: TrainingState, emit: Callable[..., None]) -> None:
+def begin_from(start: From, training: TrainingState, emit: Callable[..., None]) -> None:
     """Bring ``loop`` to the state of ``start``; what the source lacks is reported in warnings.
 
     Collective: every rank must call this. Raises, on all ranks, as ``From.source``, and ``RunMismatch`` if the source
     belongs to another model.
     """
-    ranks, target = loop.ranks, NamedCommit.parse(str(start.path))
+    ranks, target = training.ranks, NamedCommit.parse(str(start.path))
     if start.plain and ranks.first_does(partial(has_records, target.run)):
-        _begin_from_run(target, loop)
+        _begin_from_run(target, training)
         return
     source = opened_alike(start, ranks)
     if not ranks.alone:
-        check_between(ranks, source, start.place, partial(needs_of, loop.state, source, start))
-    loop.steps_done, told = ranks.all_do(lambda: _bring(loop, source, start))[ranks.rank]
-    emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
-    for text in told:
+        check_between(ranks, source, start.place, partial(needs_of, training.state, source, start))
+    training.steps_done, differences = ranks.all_do(lambda: _bring(training, source, start))[ranks.rank]
+    emit("began_from", path=str(start.path), step=training.steps_done, told=differences)
+    for text in differences:
         warnings.warn(f"beginning from {text}", stacklevel=4)
 
 
@@ -220,51 +220,51 @@ def check_between(
     """
     wanted = list[SourceTensor]()
 
-    def told() -> Need:
+    def needed() -> Need:
         parts, stored = need()
         wanted.extend(stored)
         return Need.of(source, path, parts)
 
-    mine, checked = divided(ranks.all_do(told), ranks.rank, source)
+    mine, checked = divided(ranks.all_do(needed), ranks.rank, source)
     ranks.all_do(partial(check_all, source, mine))
     source.trust(checked)
     ranks.all_do(partial(refuse_unequal, source, wanted))
 
 
-def _begin_from_run(target: NamedCommit, loop: TrainingState) -> None:
+def _begin_from_run(target: NamedCommit, training: TrainingState) -> None:
     """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
-        loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
+        training.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
         found = recover(
-            store, loop.state, loop.script, ranks=loop.ranks, target=target.step, tip=target.timeline,
-            exact=target.step is not None, after_update=loop.update_again,
+            store, training.state, training.script, ranks=training.ranks, target=target.step, tip=target.timeline,
+            exact=target.step is not None, after_update=training.update_again,
         )  # fmt: skip
-    loop.continue_from(found)
+    training.continue_from(found)
 
 
-def _bring(loop: TrainingState, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
+def _bring(training: TrainingState, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
     """Restore ``loop``; return the step of ``source`` and a message for each difference."""
-    script, ranks = loop.script, loop.ranks
+    script, ranks = training.script, training.ranks
     script.check_place(source.progress, ranks.world_size)
-    found, complete = restore(loop.state, source, allowed)
-    about = told_of(found, source) + script.adopt(source.progress, ranks.rank)
+    found, complete = restore(training.state, source, allowed)
+    about = differences_from(found, source) + script.adopt(source.progress, ranks.rank)
     if not complete:
         about.append(NOT_ALL_GROUPS)
     step = source.progress.get("step") or 0
     if step and "random" not in source.progress:  # a source without a step begins a training
-        loop.exactness = "state"
+        training.exactness = "state"
         about.append(NO_RANDOM)
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 
-def told_of(found: Match, source: Source) -> list[str]:
+def differences_from(found: Match, source: Source) -> list[str]:
     """Return a message for each difference from ``source``."""
     if not source.unread:
-        return found.told()
+        return found.differences()
     beside = (
         f"its weights alone are read, and not {', '.join(source.unread)}: the optimizer's state begins anew"
     )
-    return [*replace(found, without_state=[]).told(), beside]
+    return [*replace(found, without_state=[]).differences(), beside]
 
 
 def has_records(path: Path | Url) -> bool:

@@ -43,13 +43,13 @@ def go_on(loop, checkpointer, steps, settled=False):
         loop.iteration(i, checkpointer.step)
         states[checkpointer.steps_done] = whole(loop, checkpointer)
         if settled:
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     return states
 
 
 def whole(loop, checkpointer):
     residuals = {
-        key: tensor.clone() for key, (_, tensor) in checkpointer._loop.state.residuals_held().items()
+        key: tensor.clone() for key, (_, tensor) in checkpointer._training.state.residuals_held().items()
     }
     return {**loop.state(), "residuals": residuals}
 
@@ -178,7 +178,7 @@ def test_a_step_without_a_base_cannot_be_had_continuation_exact(tmp_path):
 def test_residuals_that_do_not_fit_the_staging_share_make_training_wait(tmp_path, small_units):
     states, _ = uninterrupted(tmp_path / "whole", TopK(0.2))
     loop, checkpointer = start(tmp_path / "run", TopK(0.2), base_every=4)
-    checkpointer._survival.staging_bytes = 1
+    checkpointer._backend.staging_bytes = 1
     checkpointer.resume()
     go_on(loop, checkpointer, 9)
     checkpointer.close(save=False)
@@ -230,7 +230,7 @@ def test_a_run_may_go_on_with_another_codec(tmp_path):
         with checkpointer:
             assert checkpointer.resume() == done and checkpointer.exactness == "continuation"
             if not codec.error_feedback:
-                assert not checkpointer._loop.state.residuals
+                assert not checkpointer._training.state.residuals
             states |= go_on(loop, checkpointer, done := done + 3)
     for step in (14, 10, 7, 4, 2):
         loop, checkpointer = start(tmp_path, Exact())
@@ -366,10 +366,10 @@ def test_every_shape_and_dtype_comes_back_bit_for_bit(tmp_path, codec):
                 if p.grad is not None and number == 8:
                     p.grad = torch.randn(1, 700).expand(3, 700)  # one row, seen three times
             without = [p for p in model.parameters() if p.grad is None]
-            before = {p: r.clone() for p, r in checkpointer._loop.state.residuals.items()}
+            before = {p: r.clone() for p, r in checkpointer._training.state.residuals.items()}
             optimizer.step()
             assert all(p.grad is None for p in without)
-            held = checkpointer._loop.state.residuals
+            held = checkpointer._training.state.residuals
             assert all(torch.equal(held[p], r) for p, r in before.items() if p in set(without))
             checkpointer.step()
             states[i + 1] = copy.deepcopy(state(model, optimizer))
@@ -412,7 +412,7 @@ def test_a_fused_optimizer_that_skips_by_itself_changes_no_residual_and_replays(
         for factor in (1.0, float("inf"), 1.0):
             scaled_step(True, factor, model, optimizer, scaler)
             checkpointer.step()
-            seen.append(checkpointer._loop.state.residuals[model.weight].clone())
+            seen.append(checkpointer._training.state.residuals[model.weight].clone())
         after = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
         checkpointer.wait()
         checkpointer.close(save=False)
@@ -441,7 +441,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_with_the_way_out(t
         checkpointer.resume()
         with pytest.raises(BadInput, match=r"Call scaler.unscale_\(optimizer\) before"):
             scaled_step(False, 1.0, model, optimizer, scaler)
-        assert not checkpointer._loop.state.residuals
+        assert not checkpointer._training.state.residuals
 
 
 @pytest.mark.slow
@@ -481,7 +481,7 @@ def record_bytes(root, codec, steps=3):
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     with Checkpointer(root, model=model, optimizer=optimizer, codec=codec) as checkpointer:
         checkpointer.resume()
-        slot_bytes = checkpointer._survival.pool.slot_bytes
+        slot_bytes = checkpointer._backend.pool.slot_bytes
         for i in range(steps):
             for p in model.parameters():
                 p.grad = torch.randn_like(p)
@@ -604,7 +604,7 @@ def test_residuals_that_a_codec_without_feedback_dropped_do_not_come_back(tmp_pa
             checkpointer.resume()
             assert checkpointer.exactness == "continuation"
             if steps == checkpointer.steps_done:
-                assert not checkpointer._loop.state.residuals
+                assert not checkpointer._training.state.residuals
             go_on(loop, checkpointer, steps)
 
 

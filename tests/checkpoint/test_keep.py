@@ -27,7 +27,7 @@ def trained(root, steps, **options):
         checkpointer.resume()
         for i in range(checkpointer.steps_done, steps):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
 
 
 def resumed(root, step=None):
@@ -81,7 +81,7 @@ def test_a_damaged_base_does_not_count_among_those_that_are_kept(tmp_path):
         assert checkpointer.resume() == 30
         while len(manifests(tmp_path)) < 3 and damaged.ref in [m.ref for m in manifests(tmp_path)]:
             loop.iteration(checkpointer.steps_done, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     newest, other = manifests(tmp_path)
     assert newest.step > 30 and other.ref == whole.ref  # the damaged one went
     flip(tmp_path, newest)

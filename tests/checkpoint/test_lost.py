@@ -37,7 +37,7 @@ def trained(root, steps, **options):
         found = checkpointer.resume(), loop.state()
         for i in range(checkpointer.steps_done, steps):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     return found
 
 
@@ -151,7 +151,7 @@ def with_bases(root, steps=45):
         checkpointer.resume()
         for i in range(steps):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
             if checkpointer.steps_done in (20, 40):
                 checkpointer.save()
 

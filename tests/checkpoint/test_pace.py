@@ -73,7 +73,7 @@ def test_without_a_number_it_is_tuned_and_every_change_is_an_event(tmp_path):
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 30)
-        steps = checkpointer._survival.pace.tuner.steps
+        steps = checkpointer._backend.pace.tuner.steps
     changes = events(tmp_path, "cadence")
     assert changes[0]["was"] == 100
     assert changes[-1]["base_every"] == steps
@@ -86,7 +86,7 @@ def test_a_resume_tells_the_tuner_what_replay_took_and_how_often_the_run_began(t
         with checkpointer:
             checkpointer.resume()
             go_on(loop, checkpointer, steps)
-    measured = checkpointer._survival.pace.tuner.measured
+    measured = checkpointer._backend.pace.tuner.measured
     assert measured.replay_seconds != measured.step_seconds / 10
     assert measured.mean_seconds_between_failures < 86400 / 2  # two restarts in a few seconds
 
@@ -113,7 +113,7 @@ def test_a_base_asked_for_at_a_step_of_which_one_is_on_its_way_is_that_one(tmp_p
         for i in range(6):
             loop.iteration(i, checkpointer.step)
             checkpointer.save()
-            assert checkpointer._survival.pace.base_step == i + 1
+            assert checkpointer._backend.pace.base_step == i + 1
     assert [manifest.step for manifest in manifests(tmp_path)] == [6, 5, 4, 3, 2, 1, 0]
 
 
@@ -130,17 +130,17 @@ def test_a_gap_ends_with_a_base_and_everything_after_it_comes_back(tmp_path, sma
         checkpointer._queue._throttles[True] = Throttle(100_000)
         go_on(loop, checkpointer, 30)
         checkpointer._queue._throttles[True] = Throttle(None)
-        checkpointer._survival.recorder.drain()
+        checkpointer._backend.recorder.drain()
         for i in range(30, 200):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
-            if not checkpointer._survival.pace.gap and i > 40:
+            checkpointer._backend.recorder.drain()
+            if not checkpointer._backend.pace.gap and i > 40:
                 break
-        assert not checkpointer._survival.pace.gap
+        assert not checkpointer._backend.pace.gap
         end = min(checkpointer.steps_done + 10, 200)
         for i in range(checkpointer.steps_done, end):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
         checkpointer.wait()
         assert checkpointer.durable_step == end
     [newest, *_] = manifests(tmp_path)
@@ -158,7 +158,7 @@ def test_while_a_base_is_made_beside_a_gap_nothing_later_is_called_durable(tmp_p
         go_on(loop, checkpointer, 5)
         checkpointer.wait()
         with pytest.warns(UserWarning, match="was not recorded"):
-            checkpointer._survival.pace.lose(5)
+            checkpointer._backend.pace.open_gap(5)
         release, real = threading.Event(), checkpointer._store.publish
         checkpointer._store.publish = lambda *a: (release.wait(60), real(*a))[1]
         loop.iteration(5, checkpointer.step)  # lost, and the base begins
@@ -166,10 +166,10 @@ def test_while_a_base_is_made_beside_a_gap_nothing_later_is_called_durable(tmp_p
             loop.iteration(i, checkpointer.step)
             time.sleep(0.02)
         until = time.monotonic() + 60
-        while checkpointer._survival.recorder._written_step <= 5 and time.monotonic() < until:
+        while checkpointer._backend.recorder._written_step <= 5 and time.monotonic() < until:
             time.sleep(0.01)
         assert (
-            checkpointer._survival.pace.bases.all_staged and checkpointer._survival.recorder._written_step > 5
+            checkpointer._backend.pace.bases.all_staged and checkpointer._backend.recorder._written_step > 5
         )
         assert checkpointer.durable_step == 5
         release.set()
@@ -184,25 +184,24 @@ def test_a_step_lost_while_the_base_that_ends_a_gap_is_published_begins_another_
         checkpointer.resume()
         go_on(loop, checkpointer, 3)
         checkpointer.wait()
-        checkpointer._survival.pace.lose(3)
+        checkpointer._backend.pace.open_gap(3)
         release, real = threading.Event(), checkpointer._store.publish
         checkpointer._store.publish = lambda *a: (release.wait(10), real(*a))[1]
         i = 3
         while (
-            not checkpointer._survival.pace.bases.all_staged
-            or not checkpointer._survival.pace.bases.under_way
+            not checkpointer._backend.pace.bases.all_staged or not checkpointer._backend.pace.bases.under_way
         ):
             loop.iteration(i, checkpointer.step)
             i += 1
-        take_slot, checkpointer._survival.recorder.take_slot = (
-            checkpointer._survival.recorder.take_slot,
+        take_slot, checkpointer._backend.recorder.take_slot = (
+            checkpointer._backend.recorder.take_slot,
             lambda wait: None,
         )
         loop.iteration(i, checkpointer.step)  # lost
-        checkpointer._survival.recorder.take_slot = take_slot
+        checkpointer._backend.recorder.take_slot = take_slot
         release.set()
-        checkpointer._survival.recorder.drain()
-        assert checkpointer.durable_step <= i and not checkpointer._survival.pace.complete
+        checkpointer._backend.recorder.drain()
+        assert checkpointer.durable_step <= i and not checkpointer._backend.pace.complete
         go_on(loop, checkpointer, 40)
         checkpointer.wait()
     other, again = start(tmp_path)
@@ -232,7 +231,7 @@ def whole_base(loop, checkpointer):
 
 
 def gap_base(loop, checkpointer):
-    checkpointer._survival.pace.gap = True
+    checkpointer._backend.pace.gap = True
     go_on(loop, checkpointer, 40)
 
 
@@ -254,7 +253,7 @@ def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path
     checkpointer.resume()
     go_on(loop, checkpointer, 1)
     checkpointer.wait()
-    checkpointer._survival.recorder._deadline = 0.4
+    checkpointer._backend.recorder._deadline = 0.4
     release, real = threading.Event(), getattr(checkpointer._store.disk, call)
     monkeypatch.setattr(checkpointer._store.disk, call, lambda *a, **k: (release.wait(20), real(*a, **k))[1])
     started = time.monotonic()
@@ -266,7 +265,7 @@ def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path
         assert time.monotonic() - started < 10
     finally:
         release.set()
-        checkpointer._survival.recorder._thread.join()
+        checkpointer._backend.recorder._thread.join()
         checkpointer._let_go()
 
 
@@ -304,14 +303,14 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
         tmp_path, model=model, optimizer=optimizer, memory=4_000_000, base_every=3
     ) as checkpointer:
         checkpointer.resume()
-        share = checkpointer._survival.staging_bytes
+        share = checkpointer._backend.staging_bytes
         for _ in range(12):
             model(torch.randn(2, 4)).backward()
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step()
-            assert checkpointer._survival.pace.bases.memory_bytes <= share
-        checkpointer._survival.recorder.drain()
+            assert checkpointer._backend.pace.bases.memory_bytes <= share
+        checkpointer._backend.recorder.drain()
     assert copied and max(copied) <= share < 3 * 4 * 300_000
     assert manifests(tmp_path)[0].step > 3
     other = Wide(1, 300_000)
@@ -417,8 +416,8 @@ def test_a_base_of_one_step_waits_where_the_state_changes_its_form_meanwhile(tmp
     ) as checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 3)
-        checkpointer._survival.recorder.drain()
-        maker = checkpointer._survival.pace.bases
+        checkpointer._backend.recorder.drain()
+        maker = checkpointer._backend.pace.bases
         maker.memory_bytes += 1 << 40  # no room for now
         go_on(loop, checkpointer, 6)
         assert maker.under_way and not maker._staged
@@ -456,7 +455,7 @@ def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, p
                 loop.iteration(i, checkpointer.step)
                 states[i + 1] = loop.state()
                 if policy != "block":
-                    checkpointer._survival.recorder.drain()  # the disk is not behind, it is full
+                    checkpointer._backend.recorder.drain()  # the disk is not behind, it is full
                 if i % 5 == 0:
                     most = max(most, on_disk(tmp_path))
         checkpointer.wait()
@@ -487,7 +486,7 @@ def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small
         checkpointer.resume()
         for i in range(400):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
             if i % 5 == 0:
                 most = max(most, on_disk(tmp_path))
     steps = sorted(manifest.step for manifest in manifests(tmp_path))
@@ -515,9 +514,9 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         assert checkpointer._store.cap_bytes == 1 << 20
         monkeypatch.setattr(pace_module, "LEAST_STORAGE", 1)
         monkeypatch.setattr(LocalStore, "for_good_bytes", 5000)
-        checkpointer._survival.pace._set_cap(checkpointer._survival.pace.bases.full_bytes)
-        assert checkpointer._store.cap_bytes == 20 * checkpointer._survival.pace.bases.full_bytes + 5000
-        assert checkpointer._survival.pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
+        checkpointer._backend.pace._set_cap(checkpointer._backend.pace.bases.full_bytes)
+        assert checkpointer._store.cap_bytes == 20 * checkpointer._backend.pace.bases.full_bytes + 5000
+        assert checkpointer._backend.pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
 
 
 def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch):
@@ -580,7 +579,7 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(16):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     assert all(uncounted) and len(uncounted) > 8
 
 

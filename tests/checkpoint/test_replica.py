@@ -128,12 +128,12 @@ def test_gradients_are_copied_while_backward_runs_and_not_again(tmp_path):
         order = []
         for name, parameter in loop.model.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: order.append((name, len(checkpointer._tap._copied)))
+                lambda p, name=name: order.append((name, len(checkpointer._optimizer_hooks._copied)))
             )
         for i in range(4):
             loop.iteration(i, checkpointer.step)
         assert [copied for _, copied in order] == [1, 2, 3, 4] * 4
-        assert checkpointer._tap.copied_again == 0
+        assert checkpointer._optimizer_hooks.copied_again == 0
 
 
 def test_the_last_of_several_micro_batches_is_what_is_copied(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_the_last_of_several_micro_batches_is_what_is_copied(tmp_path, monkeypat
             loop.iteration(i, checkpointer.step)
             assert len(copies) == (16 if i == 0 else 4)  # by then it is known that there are four
             copies.clear()
-        assert checkpointer._tap.copied_again == 0
+        assert checkpointer._optimizer_hooks.copied_again == 0
 
 
 def test_gradients_that_come_after_an_optimizers_step_do_not_change_what_it_consumed(tmp_path):
@@ -239,7 +239,7 @@ def test_clipping_takes_nothing_twice_and_is_that_of_torch(tmp_path):
         checkpointer.resume()
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
-        assert checkpointer._tap.copied_again == 0
+        assert checkpointer._optimizer_hooks.copied_again == 0
     assert same(loop.state()["model"], states_of("clip_norm")[-1]["model"])
 
 
@@ -312,7 +312,7 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
         checkpointer.resume()
         for i in range(20):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.replica.drain()
+            checkpointer._backend.replica.drain()
     found = events(tmp_path, "drift")
     assert len(found) == 1 and 6 <= found[0]["step"] <= 8 and what in found[0]["what"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
@@ -341,7 +341,7 @@ def test_replica_goes_to_the_host_when_the_device_is_full(tmp_path, monkeypatch)
         checkpointer.resume()
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.replica.drain()
+            checkpointer._backend.replica.drain()
     assert len(events(tmp_path, "drift")) == 1
     assert sorted(path.name for path in tmp_path.glob("rebuilt-*")) == ["rebuilt-0-False", "rebuilt-1-True"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", STEPS), states[STEPS])
@@ -413,7 +413,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
     for i in range(3):
         loop.iteration(i, checkpointer.step)
     checkpointer.wait()
-    checkpointer._survival.replica._helper._process.kill()
+    checkpointer._backend.replica._helper._process.kill()
     with pytest.raises(
         ReplicaDied, match=r"was ended by signal 9 while training went on\. Step 3 is durable"
     ):
@@ -432,10 +432,10 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
 def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     loop, checkpointer = start(tmp_path)
     checkpointer.resume()
-    checkpointer._survival.replica._helper._deadline = 1.0
-    checkpointer._survival.replica._helper._channel._socket.settimeout(1.0)
+    checkpointer._backend.replica._helper._deadline = 1.0
+    checkpointer._backend.replica._helper._channel._socket.settimeout(1.0)
     loop.iteration(0, checkpointer.step)
-    os.kill(checkpointer._survival.replica._helper._process.pid, signal.SIGSTOP)
+    os.kill(checkpointer._backend.replica._helper._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(WriterHung, match=r"the replica has said nothing for \d+ s\. Step 0 is durable"):
         for i in range(1, 2000):
@@ -491,7 +491,7 @@ def test_what_was_kept_is_taken_by_one_rank_that_goes_on_from_its_end(monkeypatc
     said, ranks, store = [], SimpleNamespace(alone=alone), SimpleNamespace(commits=list)
     monkeypatch.setattr(replicating, "see_alike", lambda *_: None)
     replica = SimpleNamespace(start=lambda takes: said.append(takes))
-    of_them = SimpleNamespace(replica=replica, _loop=SimpleNamespace(ranks=ranks))
+    of_them = SimpleNamespace(replica=replica, _training=SimpleNamespace(ranks=ranks))
     assert replicating.ReplicaBackend.enter(of_them, store, SimpleNamespace(target=target)) is None
     assert said == [takes]
 
@@ -507,7 +507,7 @@ def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypa
         for i in range(14):
             loop.iteration(i, checkpointer.step)
             stalls.append(checkpointer.stall_seconds)
-            assert checkpointer._survival.replica.pending <= BOUND
+            assert checkpointer._backend.replica.pending <= BOUND
         assert sorted(stalls[:6])[3] < 0.1 < sorted(stalls[10:])[1]
         checkpointer.save()
     assert not events(tmp_path, "drift")
@@ -518,7 +518,7 @@ def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(t
     with checkpointer:
         checkpointer.resume()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(checkpointer._survival.replica._helper._process.pid, number)
+            os.kill(checkpointer._backend.replica._helper._process.pid, number)
         for i in range(3):
             loop.iteration(i, checkpointer.step)
     assert checkpointer.durable_step == 3
@@ -767,7 +767,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._loop.progress()
+        progress = checkpointer._training.progress()
     place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
     with LocalStore.read(tmp_path / "run") as reader:
         key = reader.timelines()[0][1].key
@@ -790,7 +790,7 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._loop.progress()
+        progress = checkpointer._training.progress()
 
     def keep(step):
         place = shared_memory.place_of(tmp_path / "run", shared_memory.MEMORY)
@@ -838,7 +838,7 @@ def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
     with checkpointer:
         checkpointer.resume()
         loop.iteration(0, checkpointer.step)
-        progress = checkpointer._loop.progress()
+        progress = checkpointer._training.progress()
     with LocalStore.read(tmp_path / "run") as reader:
         timelines = reader.timelines()[0]
     place = shared_memory.place_of(tmp_path / "run", aside)
@@ -862,7 +862,7 @@ def remembered(tmp_path):
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._loop.progress()
+        progress = checkpointer._training.progress()
     place = shared_memory.place_of(root / "run", shared_memory.MEMORY)
     with LocalStore.read(root / "run") as reader:
         timelines, key = reader.timelines()[0], reader.run_key()
@@ -971,7 +971,7 @@ def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
         tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=memory
     ) as checkpointer:
         assert checkpointer.resume() == 0
-        pid = checkpointer._survival.replica._helper._process.pid
+        pid = checkpointer._backend.replica._helper._process.pid
         assert os.getsid(pid) == pid != os.getsid(0)
         loop.iteration(0, checkpointer.step)
     assert checkpointer.durable_step == 1 and not Path(f"/proc/{pid}").exists()
@@ -983,8 +983,8 @@ def test_snapshot_of_grown_state_keeps_memory_cap(tmp_path, monkeypatch):
     with checkpointer:
         checkpointer.resume()
         loop.iteration(0, checkpointer.step)
-        backend = checkpointer._survival
+        backend = checkpointer._backend
         monkeypatch.setattr(backend, "_slots_that_fit", lambda: 2)
         backend.adapt()
-        backend.whole(again=True)
+        backend.save_snapshot(again=True)
         assert len(backend.replica.pool.slots) == 2

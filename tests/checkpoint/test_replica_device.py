@@ -67,8 +67,8 @@ def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_c
     loop, checkpointer = start(tmp_path, feature, optimizer, keep=Keep(99))
     with checkpointer:
         checkpointer.resume()
-        assert not isinstance(checkpointer._tap, LayerHooks)
-        assert len(device.pinned) == len(checkpointer._survival.pool.slots) * len(loop.optimizers)
+        assert not isinstance(checkpointer._optimizer_hooks, LayerHooks)
+        assert len(device.pinned) == len(checkpointer._backend.pool.slots) * len(loop.optimizers)
         states = [loop.state()]
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
@@ -91,7 +91,7 @@ def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_bef
     loop, checkpointer = start(tmp_path, deadline_seconds=1.0)
     with checkpointer:
         checkpointer.resume()
-        pool, gate = checkpointer._survival.pool, Gate(device)
+        pool, gate = checkpointer._backend.pool, Gate(device)
         for i in range(len(pool.slots)):
             assert checkpointer.replica_step == 0 and i < 12
             loop.iteration(i, checkpointer.step)
@@ -100,7 +100,7 @@ def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_bef
         for i in range(len(pool.slots), 12):
             loop.iteration(i, checkpointer.step)
             assert gate.opened.is_set()
-        checkpointer._survival.drain()
+        checkpointer._backend.drain()
         assert checkpointer.replica_step == 12 and checkpointer.durable_step == 0
     assert device.waiters == {"holdfast-post"} and not events(tmp_path, "drift")
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 12), states[12])
@@ -129,7 +129,7 @@ def test_what_had_arrived_when_the_device_failed_is_made_durable(tmp_path, devic
     loop, checkpointer = start(tmp_path, base_every=99)
 
     def fail():
-        if checkpointer._survival.replica._handed == 5:
+        if checkpointer._backend.replica._handed == 5:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="CUDA error"), checkpointer:

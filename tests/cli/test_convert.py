@@ -144,7 +144,7 @@ WRITERS = {
     "huggingface": write_huggingface,
     "safetensors": write_single,
     "torch": write_torch,
-    "deepspeed": lambda source, path, told: write_deepspeed(source, path, 1, told=told),
+    "deepspeed": lambda source, path, report: write_deepspeed(source, path, 1, report=report),
 }
 
 
@@ -157,11 +157,11 @@ def test_a_second_conversion_into_one_destination_is_refused_while_the_first_wri
 
     def told(nbytes):
         try:
-            WRITERS[to](source_of(str(run)), out, told=lambda _: None)
+            WRITERS[to](source_of(str(run)), out, report=lambda _: None)
         except RunLocked as error:
             errors.append(str(error))
 
-    WRITERS[to](source_of(str(run)), out, told=told)
+    WRITERS[to](source_of(str(run)), out, report=told)
     assert errors == [
         f"{out} is being written by another conversion. Wait for it or stop it, or give another place."
     ] * len(errors)
@@ -179,7 +179,7 @@ def test_two_conversions_may_write_two_files_of_one_folder(trained, tmp_path, ho
         out = tmp_path / f"{len(codes)}.safetensors"
         codes.append(holdfast("convert", trained[0], out, "--to", "safetensors").code)
 
-    write_single(source_of(str(trained[0])), tmp_path / "out.safetensors", told=told)
+    write_single(source_of(str(trained[0])), tmp_path / "out.safetensors", report=told)
     assert codes and not any(codes)
 
 
@@ -284,7 +284,7 @@ def test_a_source_that_is_written_again_meanwhile_is_made_into_nothing(tmp_path,
 
     write = {**WRITERS, "holdfast": write_run}[to]
     with pytest.raises(Damaged, match=f"{paths[0]} was written again meanwhile"):
-        write(source_of(str(paths[0])), out, told=told)
+        write(source_of(str(paths[0])), out, report=told)
     assert holdfast("show", out).code != 0
 
 

@@ -4,7 +4,9 @@ import json
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from formats.deepspeed_files import random_state, write
 from holdfast.cli import foreign_states
@@ -294,3 +296,11 @@ def test_show_has_no_column_of_cuts_where_nothing_is_cut(run, tmp_path, holdfast
     assert made.code == 0, made.err
     shown = holdfast("show", tmp_path / "x.safetensors").out
     assert "written by   holdfast" in shown and "cut" not in shown.split()
+
+
+def test_ls_of_foreign_checkpoint_points_to_show(tmp_path, holdfast):
+    """Any reader recognizes it: a file here, and a folder."""
+    save_file({"weight": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        result = holdfast("ls", path)
+        assert result.code == 2 and f"`holdfast show {path}` lists its tensors" in result.err

@@ -23,7 +23,7 @@ def trained(root, steps, base=None, step=None):
         checkpointer.resume(step=step)
         for each in range(checkpointer.steps_done + 1, steps + 1):
             go_on(loop, checkpointer, each)
-            checkpointer._survival.recorder.drain()  # a segment of each step's record
+            checkpointer._backend.recorder.drain()  # a segment of each step's record
             if each == base:
                 checkpointer.save()
 

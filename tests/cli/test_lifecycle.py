@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(40):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     return tmp_path / "run"
 
 

@@ -6,7 +6,10 @@ import re
 
 import pytest
 
+import killed
+from holdfast import failpoints
 from holdfast.cli.train import sizing
+from holdfast.cli.train.kept_config import changes_to_run
 from holdfast.cli.train.sizing import LEAST_STEPS, SHAPES, size_for
 from holdfast.config import load_config
 from holdfast.errors import RunMismatch
@@ -79,12 +82,16 @@ def test_default_job_ends_and_talks(tmp_path, text, holdfast, monkeypatch):
     assert (kept.model.width, kept.train.steps, kept.offload.params_on_host) == (16, 3, 0)
     monkeypatch.setattr(sizing, "_tried", None)
     assert "step 3 is durable and whole" in holdfast(*words).out
-    more = load_config(None, [f"run.dir={run}", "train.steps=99"])
-    continued = sizing.sized(more, {"run.dir", "train.steps"}, sizing.Wish(1, 0.0), True, print)
+    more = load_config(None, [f"run.dir={run}", f"data.text={text}", "train.steps=99"])
+    continued = sizing.sized(more, {"run.dir", "train.steps"}, sizing.Wish(1, 0.0), 1, print)
     assert (continued.model, continued.train.steps) == (kept.model, 99)
+    by_two = sizing.sized(more, {"run.dir", "train.steps"}, sizing.Wish(None, 0.0), 2, print)
+    changed = changes_to_run(by_two, {"train.steps", *sizing.may_change(())})
+    assert changed.pop("train.steps") == (3, 99)
+    assert changed == {"train.micro_batches": (1, 2), "train.micro_batch_size": (8, 4)}
     (run / "config.toml").unlink()
     with pytest.raises(RunMismatch, match="which has its size, is not there"):
-        sizing.sized(load_config(None, [f"run.dir={run}"]), {"run.dir"}, sizing.Wish(1, 0.0), True, print)
+        sizing.sized(load_config(None, [f"run.dir={run}"]), {"run.dir"}, sizing.Wish(1, 0.0), 1, print)
 
 
 @pytest.mark.usefixtures("never_measured")
@@ -98,3 +105,32 @@ def test_given_sizes_are_not_measured(tmp_path, text, holdfast):
         assert contradicted.code == 2
         assert contradicted.err.startswith("error: --seconds chooses the size, and ")
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("smallest")
+@pytest.mark.parametrize(
+    ("failpoint", "measured_again"), [("after_manifest_sync", True), ("after_directory_sync", False)]
+)
+def test_kill_around_first_commit_continues(
+    tmp_path, text, holdfast, monkeypatch, kill_at, failpoint, measured_again
+):
+    """A run with its first commit has the record of its size; before that commit the record binds nothing."""
+    tried, measured = sizing._tried, []
+
+    def tried_first(*arguments):
+        monkeypatch.setattr(failpoints, "armed", "")
+        measured.append(tried(*arguments))
+        if len(measured) == 1:
+            kill_at(failpoint)
+        return measured[-1]
+
+    monkeypatch.setattr(sizing, "_tried", tried_first)
+    words = ("train", "--set", f"run.dir={tmp_path / 'run'}", "--set", f"data.text={text}", "--seconds")
+    with pytest.raises(killed.Killed):
+        holdfast(*words, 1)
+    assert (tmp_path / "run/config.toml").exists()
+    monkeypatch.setattr(failpoints, "armed", "")
+    continued = holdfast(*words, 2)
+    assert (continued.code, continued.err) == (0, "")
+    assert "Finished step 3 of 3, which is durable" in continued.out
+    assert len(measured) == 1 + measured_again

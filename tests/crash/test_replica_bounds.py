@@ -37,7 +37,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path, monkeypatch):
         tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=50, replica=True
     ) as checkpointer:
         checkpointer.resume()
-        pid = checkpointer._survival.replica._helper._process.pid
+        pid = checkpointer._backend.replica._helper._process.pid
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
             if (i + 1) % 1000 == 0:

@@ -106,6 +106,6 @@ def test_memory_keeps_to_its_cap_on_a_disk_ten_times_too_slow(tmp_path, cap_mib,
             checkpointer.step()
             seen.append(process_bytes() - before)
             behind.append(checkpointer.steps_done - checkpointer.durable_step)
-        slots = len(checkpointer._survival.pool.slots)
+        slots = len(checkpointer._backend.pool.slots)
     assert min(behind) >= 0 and max(behind) == slots == copies  # it was held up, and no later than it may
     assert max(seen) < cap + (16 << 20), f"{max(seen) >> 20} MiB"

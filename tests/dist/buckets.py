@@ -93,10 +93,10 @@ def dies(rank: int, say: Callable[..., None], root: str, memory: str) -> None:
     checkpointer.resume()
     step_of(model, optimizer, "plain", 0, None)
     checkpointer.step()
-    checkpointer._survival.replica.drain()
+    checkpointer._backend.replica.drain()
     if rank == 0:
-        checkpointer._survival.replica._helper._process.kill()
-        while checkpointer._survival.is_alive:
+        checkpointer._backend.replica._helper._process.kill()
+        while checkpointer._backend.is_alive:
             time.sleep(0.01)
     dist.barrier()
     model(torch.randn(4, 13), True).pow(2).mean().backward()

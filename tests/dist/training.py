@@ -482,11 +482,11 @@ def train(
                 coordinator.RankCoordinator.scan_soon = lambda self: None
                 time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
-                checkpointer._survival.recorder.take_slot = lambda wait: None
-                checkpointer._survival.pace._together.call = lambda: None
+                checkpointer._backend.recorder.take_slot = lambda wait: None
+                checkpointer._backend.pace._together.call = lambda: None
             if deaf_replica is not None and (rank, step) == tuple(deaf_replica):  # to what all ranks have
-                checkpointer._survival.replica._helper.send = partial(
-                    but_news, checkpointer._survival.replica._helper.send
+                checkpointer._backend.replica._helper.send = partial(
+                    but_news, checkpointer._backend.replica._helper.send
                 )
             if sleeps_at is not None and (rank, step) == tuple(sleeps_at[:2]):
                 time.sleep(sleeps_at[2])
@@ -519,7 +519,7 @@ def train(
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 if survives_as is not None:  # ranks before this one are to read what survives after the step
                     wait_until(lambda: meeting.have(f"stepped-{step}", range(rank)))  # noqa: B023
-                checkpointer._survival.replica._helper._process.kill()
+                checkpointer._backend.replica._helper._process.kill()
             if kill is not None and kill[0] in (rank, "all") and kill[1] == step:
                 die(step)
             if signal_at is not None and (rank, step) == tuple(signal_at):
@@ -527,7 +527,7 @@ def train(
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
             if read_only is not None and (rank, step) == tuple(read_only):
-                checkpointer._survival.recorder.wait(step - 1)
+                checkpointer._backend.recorder.wait(step - 1)
                 make_read_only(Path(root))
             if slow is not None and rank == slow[0] and step in slow[1:]:
                 rate = 100_000 if step == slow[1] else None
@@ -538,7 +538,7 @@ def train(
             if (killed_after or {}).get(str(rank)) == step:
                 die(step)
             if settle_at is not None and settle_at[0] in (rank, "all") and settle_at[1] == step:
-                checkpointer._survival.replica.drain()
+                checkpointer._backend.replica.drain()
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             if step == wait_at:
@@ -559,8 +559,8 @@ def train(
                 wait_until(lambda: meeting.have(f"read-{step}", range(rank)))  # noqa: B023
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
-                say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)
-                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._survival.pace.bases.full_bytes)
+                say(lost=checkpointer._backend.pace._losses, recording=checkpointer._backend.pace.recording)
+                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._backend.pace.bases.full_bytes)
             if step == moved_at:
                 schedule.step()
                 say(rate=chosen.param_groups[0]["lr"])
@@ -581,6 +581,6 @@ def train(
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
     say(copied=checkpointer.remote_durable_step)
     if options.get("replica"):
-        say(copied_again=checkpointer._tap.copied_again, early=sum(early))
+        say(copied_again=checkpointer._optimizer_hooks.copied_again, early=sum(early))
     if dist.is_initialized():
         dist.destroy_process_group()

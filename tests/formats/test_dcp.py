@@ -711,7 +711,7 @@ def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, mo
     monkeypatch.setattr(dcp_writer, "CHUNK", 40)
     source = DcpFolder(saved("fsdp2_tp", 4)[0])
     counted = []
-    write_dcp(source, tmp_path / "out", told=counted.append)
+    write_dcp(source, tmp_path / "out", report=counted.append)
     again = DcpFolder(tmp_path / "out")
     assert read(again) == read(source) and again.progress == source.progress
     assert again.writer == "holdfast"

@@ -118,7 +118,7 @@ def begun(source, folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_deepspeed(source, folder, 1, told=stop)
+        write_deepspeed(source, folder, 1, report=stop)
     assert list(folder.rglob("fp32.pt")) and not (folder / "latest_universal").exists()
 
 

@@ -89,7 +89,7 @@ def test_what_is_written_for_any_stage_is_what_was_read_of_any(
     write(tmp_path / "source", state, source_stage, 3)
     source = open_source(tmp_path / "source")
     told = []
-    write_deepspeed(source, tmp_path / "out", stage, told=told.append)
+    write_deepspeed(source, tmp_path / "out", stage, report=told.append)
     again = open_source(tmp_path / "out")
     assert bits(again) == expected(state) == bits(source)
     for key in ("step", "groups", "group_parameters", "scheduler"):
@@ -188,7 +188,7 @@ def test_a_conversion_that_was_interrupted_goes_on_where_it_was(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_deepspeed(source, out, 1, told=stop)
+        write_deepspeed(source, out, 1, report=stop)
     assert not (out / "latest_universal").exists()
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.pt") if ".part" not in str(path)}
     assert before

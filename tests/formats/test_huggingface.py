@@ -103,7 +103,7 @@ def test_a_long_tensor_is_copied_a_stretch_at_a_time(tmp_path, monkeypatch):
     save_file(big, tmp_path / "a.safetensors")
     told = []
     [file] = write_huggingface(
-        SafetensorsFiles(tmp_path / "a.safetensors"), tmp_path / "out", told=told.append
+        SafetensorsFiles(tmp_path / "a.safetensors"), tmp_path / "out", report=told.append
     )
     assert all(torch.equal(load_file(file)[name], tensor) for name, tensor in big.items())
     assert max(told) <= 100 and sum(told) == sum(t.nbytes for t in big.values())

@@ -103,7 +103,7 @@ def test_training_waits_for_nothing_that_is_on_its_way(tmp_path, replica):
             torch.cuda.set_sync_debug_mode("default")
         assert checkpointer.steps_done == 7
         if replica:
-            checkpointer._survival.drain()
+            checkpointer._backend.drain()
             assert checkpointer.replica_step == 7
     assert not drifts(tmp_path)
 

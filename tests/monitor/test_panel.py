@@ -95,7 +95,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     assert out.getvalue().startswith("step  12/100")
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_picture_fits_and_nothing_in_it_is_cut_off(width):
     panel, _, console = terminal(width)
     huge = {"host_bytes": 123 * 2**30, "step": 99, "tokens": 123_456_789, "durable_step": 2}
@@ -119,6 +119,15 @@ def test_the_picture_fits_and_nothing_in_it_is_cut_off(width):
         "gradient norm",
     ):
         assert text in captured.get(), text
+
+
+def test_long_name_loses_its_beginning():
+    panel, _, console = terminal(40)
+    panel.title = "/mnt/a/long/way/to/runs/default"
+    panel.step(STEP)
+    with console.capture() as captured:
+        console.print(panel.picture())
+    assert "─ …y/to/runs/default  step 12 of 100 ─╮" in captured.get()
 
 
 def test_the_last_picture_stays_on_the_terminal():

@@ -1,6 +1,7 @@
 """The progress bar over the steps of an engine. That of a recovery is in tests/checkpoint/test_watching.py."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -26,8 +27,8 @@ class StandIn:
         self.last = {"step": self.steps_done, "loss": loss, "seconds": 0.5, "tokens": 100, "skipped": None}
 
 
-def terminal(is_one=True):
-    return Console(file=io.StringIO(), force_terminal=is_one, width=80, _environ={"TERM": "xterm"})
+def terminal(is_one=True, width=80):
+    return Console(file=io.StringIO(), force_terminal=is_one, width=width, _environ={"TERM": "xterm"})
 
 
 def drawn(engine, until, *, on=None, body=lambda: None):
@@ -47,6 +48,16 @@ def test_steps_are_drawn_with_loss_and_speed():
     assert text.count("loss 2.500  200 tokens/s  500 ms/step  durable 4  0.0 s left") >= 1
     lines = [line for line in text.replace("\r", "\n").splitlines() if "loss 2.500" in line]
     assert all("step 5/5" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 79])
+def test_narrow_terminals_keep_step_and_loss(width):
+    """What does not fit is left out, and nothing is cut."""
+    text, _ = drawn(StandIn(done=1233), until=1234, on=terminal(width=width))
+    *_, last = [line for line in re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", text).splitlines() if line]
+    assert last.startswith("step 1234/1234 ") and "loss -120.400" in last
+    assert len(last) <= width and "…" not in last
+    assert ("left" in last, "durable" in last) == (width >= 60, width >= 79)
 
 
 def test_no_terminal_gets_nothing():

@@ -253,7 +253,7 @@ def ordered_run(root, monkeypatch, mutate=None, base_every=1):
         script.step(i)
         checkpointer.step()
         if i > 1:
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
     checkpointer.close()
     PLAYED.listener = Silent()
     return order.problems

@@ -135,7 +135,7 @@ def long_run(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(20):
             loop.iteration(i, checkpointer.step)
-            checkpointer._survival.recorder.drain()
+            checkpointer._backend.recorder.drain()
             if i == 9:
                 shutil.copytree(root, tmp_path / "earlier", ignore=shutil.ignore_patterns("lock"))
     return root

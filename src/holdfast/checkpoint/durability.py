@@ -27,25 +27,27 @@ from .training_state import TrainingState, is_schedule
 
 
 class DurabilityBackend(ABC):
-    """The interface of a survival backend, for the steps of a training state.
+    """The interface of a durability backend, for the steps of a training state.
 
     1. ``enter`` and ``begin``.
     2. For each step ``take_slot``, ``record`` and ``advance_snapshot``.
     3. At the end ``finish``, ``close`` and ``release``.
 
-    One rank alone may call ``take_slot``, ``lose``, ``give_back`` and ``fail``. All other methods are collective: every
-    rank must call them.
+    One rank alone may call ``take_slot``, ``record_irreproducible``, ``give_back`` and ``fail``. All other methods are
+    collective: every rank must call them.
     """
 
     beside = False
     """True if a replica does every step as well."""
 
-    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
+    def __init__(self, training: TrainingState, options: Options, events: EventLog) -> None:
         """Prepare the backend. Raises ``BadInput`` if the memory is too small for two steps."""
-        self._loop, self._options, self._events = loop, options, events
+        self._training, self._options, self._events = training, options, events
         self.staging_bytes = options.staging_bytes
         self._num_slots = self._slots_that_fit()
-        self._sealer = RecordBuilder(loop.state, shortens=not self.beside)  # a replica's record stands alone
+        self._sealer = RecordBuilder(
+            training.state, shortens=not self.beside
+        )  # a replica's record stands alone
         self.agreement: RankCoordinator | None = None
         """The agreement with the other ranks, from ``begin`` on; None for one process."""
         self.begun = False
@@ -101,11 +103,13 @@ class DurabilityBackend(ABC):
 
     @abstractmethod
     def begin(self, found: RecoveryResult | None) -> None:
-        """Continue after the recovered step, with the loop where it is now. The current step is safe on return."""
+        """Continue after the recovered step, with the training where it is now. The current step is safe on return."""
 
     @abstractmethod
-    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
-        """Return the tap that sees the steps of the loop."""
+    def optimizer_hooks(
+        self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None
+    ) -> OptimizerHooks:
+        """Return the hooks that see the steps of the optimizers."""
 
     # Every step
 
@@ -122,7 +126,7 @@ class DurabilityBackend(ABC):
     def record(self, updates: Sequence[Update]) -> None:
         """Keep the step that ``updates`` have done."""
 
-    def lose(self, updates: Sequence[Update], why: str) -> None:
+    def record_irreproducible(self, updates: Sequence[Update], why: str) -> None:
         """Keep a step that no record would reproduce, which only this rank may know."""
         self.record(updates)  # the fingerprint finds a replica that differs
 
@@ -132,7 +136,7 @@ class DurabilityBackend(ABC):
 
     @abstractmethod
     def adapt(self) -> None:
-        """Keep the current step after the state has changed its form, as the loop's last ``look`` found."""
+        """Keep the current step after the state has changed its form, as the last ``TrainingState.look`` found."""
 
     def stepped(self, seconds: float, stall_seconds: float) -> None:
         """Note that the step took ``seconds``, including ``stall_seconds`` that training waited."""
@@ -145,7 +149,7 @@ class DurabilityBackend(ABC):
     # Waiting and shutdown
 
     @abstractmethod
-    def whole(self, again: bool = False) -> None:
+    def save_snapshot(self, again: bool = False) -> None:
         """Make a snapshot of the current step. It is durable on return.
 
         ``again`` replaces a snapshot of this step that lacks later changes.
@@ -163,24 +167,24 @@ class DurabilityBackend(ABC):
         """Make a snapshot if what is durable lacks something. Collective: every rank must call this."""
         if not self.begun:
             return
-        begun = self._loop.has_begun_another
-        residuals = {} if begun else self._loop.state.residuals
+        begun = self._training.has_begun_another
+        residuals = {} if begun else self._training.state.residuals
         if residuals:
             self.drain()  # a snapshot under way may be of this very step
-        moved = not begun and self._loop.schedule_moved
-        needed = not self.complete or moved or bool(residuals and self.base_step < self._loop.steps_done)
-        asked = self._loop.ranks.everyone((needed, moved))  # ranks may know different snapshots
+        moved = not begun and self._training.schedule_moved
+        needed = not self.complete or moved or bool(residuals and self.base_step < self._training.steps_done)
+        asked = self._training.ranks.everyone((needed, moved))  # ranks may know different snapshots
         if not any(needed for needed, _ in asked):
             return
-        if any(self._loop.ranks.everyone(self._loop.has_moved_on)):
+        if any(self._training.ranks.everyone(self._training.has_moved_on)):
             self._go_without_base()
         else:
-            self._loop.note_again(is_schedule)
-            self.whole(again=any(moved for _, moved in asked))
+            self._training.note_again(is_schedule)
+            self.save_snapshot(again=any(moved for _, moved in asked))
 
     def _go_without_base(self) -> None:
         """Warn that the current step can have no snapshot any more, and has no record."""
-        step, durable = self._loop.steps_done, self.durable_step
+        step, durable = self._training.steps_done, self.durable_step
         warnings.warn(
             f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
             f" it: step {durable} is durable. Close after an optimizer's step and its step().",
@@ -236,14 +240,14 @@ class DurabilityBackend(ABC):
     # Helpers of both
 
     def _seal(self, updates: Sequence[Update]) -> FinalizedStep:
-        loop = self._loop
-        return self._sealer.seal(loop.state, loop.steps_done, updates, loop.now, self.base_step)
+        training = self._training
+        return self._sealer.seal(training.state, training.steps_done, updates, training.now, self.base_step)
 
     def _slot_bytes(self) -> int:
-        return sum(layout.file_bytes for layout in self._loop.codec.layouts(self._loop.state))
+        return sum(layout.file_bytes for layout in self._training.codec.layouts(self._training.state))
 
     def _slots_that_fit(self) -> int:
-        return self._options.slots_that_fit(self._slot_bytes() + self._loop.script.text_bytes)
+        return self._options.slots_that_fit(self._slot_bytes() + self._training.script.text_bytes)
 
 
 @dataclass(frozen=True)

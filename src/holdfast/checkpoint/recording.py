@@ -38,8 +38,8 @@ from .training_state import TrainingState
 class LogBackend(DurabilityBackend):
     """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
 
-    def __init__(self, loop: TrainingState, options: Options, events: EventLog) -> None:
-        super().__init__(loop, options, events)
+    def __init__(self, training: TrainingState, options: Options, events: EventLog) -> None:
+        super().__init__(training, options, events)
         self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
         self._pace: SnapshotScheduler | None = None
@@ -104,29 +104,31 @@ class LogBackend(DurabilityBackend):
     # Start
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
-        loop, self._store = self._loop, store
+        training, self._store = self._training, store
         self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
-        loop.ranks.first_does(store.enter)
-        run_store.see_alike(store, loop.ranks)
+        training.ranks.first_does(store.enter)
+        run_store.see_alike(store, training.ranks)
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
             return None
         found = recover(
-            store, loop.state, loop.script, ranks=loop.ranks, target=asked.target, exact=asked.exact,
-            continuing=asked.continuing, after_update=loop.update_again, watch=recovery,
+            store, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
+            continuing=asked.continuing, after_update=training.update_again, watch=recovery,
         )  # fmt: skip
-        loop.rates = recovery.rates
+        training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
         if asked.target is None and isinstance(store.root, Path):
-            loop.ranks.all_do(partial(retained_state.refuse_to_leave, store.root, store, found.point.step))
+            training.ranks.all_do(
+                partial(retained_state.refuse_to_leave, store.root, store, found.point.step)
+            )
         return found
 
     def begin(self, found: RecoveryResult | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
-        self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
+        self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
-        run_store.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
+        run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
@@ -134,37 +136,38 @@ class LogBackend(DurabilityBackend):
         pace = self._make_pace(self._recorder)
         newest = self._store.newest_base
         if found is not None and found.same_cut and newest is not None:
-            pace.go_on_after(newest.step, newest.oldest_step)
+            pace.continue_after(newest.step, newest.oldest_step)
         else:
-            pace.whole(self._loop.steps_done)
+            pace.save_snapshot(self._training.steps_done)
         pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
         if self._recovery.over:
             pace.recovered(self._recovery)
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:
-        state = self._loop.state
+        state = self._training.state
         devices = devices_of(p.parameter for p in state.parameters)
-        return StagingPool(self._loop.codec.layouts(state), self._num_slots, devices)
+        return StagingPool(self._training.codec.layouts(state), self._num_slots, devices)
 
     def _make_recorder(self, pool: StagingPool) -> Recorder:
-        loop = self._loop
+        training = self._training
         return Recorder(
-            self._store.journal(loop.ranks.stream), pool, durable_step=loop.steps_done,
-            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds, pack=loop.codec.pack,
+            self._store.journal(training.ranks.stream), pool, durable_step=training.steps_done,
+            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
+            pack=training.codec.pack,
         )  # fmt: skip
 
     def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:
         """Return the snapshot scheduler; with several ranks one that makes this rank's share."""
-        loop, options, emit = self._loop, self._options, self._events.emit
+        training, options, emit = self._training, self._options, self._events.emit
         means = SnapshotResources(
-            self.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
+            self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
             options.when_behind,
         )  # fmt: skip
-        together = None if loop.ranks.alone else CollectiveSnapshot(loop.ranks, self._store, emit)
+        together = None if training.ranks.alone else CollectiveSnapshot(training.ranks, self._store, emit)
         pace = SnapshotScheduler(
-            self._store, loop.state, recorder, means, progress=loop.progress, emit=emit,
-            restarted=self._sealer.forget, prefix=loop.ranks.prefix, together=together,
+            self._store, training.state, recorder, means, progress=training.progress, emit=emit,
+            restarted=self._sealer.forget, prefix=training.ranks.prefix, together=together,
         )  # fmt: skip
         if together is not None:
             self._agree(together, recorder)
@@ -172,22 +175,26 @@ class LogBackend(DurabilityBackend):
 
     def _agree(self, together: CollectiveSnapshot, recorder: Recorder) -> None:
         """Start the background agreement with the other ranks."""
-        loop, store, options = self._loop, self._store, self._options
+        training, store, options = self._training, self._store, self._options
         together.room = StorageShare(
-            loop.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
+            training.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
         )
         self.agreement = together.agreement = RankCoordinator(
-            loop.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: loop.steps_done,
+            training.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: training.steps_done,
             publish=together.publish_shares, follow=store.follow, is_there=store.has_writer, alike=together.alike,
             deadline_seconds=options.deadline_seconds,
         )  # fmt: skip
 
     def _stored_bytes(self) -> int:
         """Return the bytes of the state that this rank stores."""
-        return sum(atom.nbytes for held in owned_by(self._loop.state).values() for atom, _ in held.values())
+        return sum(
+            atom.nbytes for held in owned_by(self._training.state).values() for atom, _ in held.values()
+        )
 
-    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
-        return OptimizerHooks(self._loop.state, self._loop.codec, take_slot, clip_norm)
+    def optimizer_hooks(
+        self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None
+    ) -> OptimizerHooks:
+        return OptimizerHooks(self._training.state, self._training.codec, take_slot, clip_norm)
 
     # Every step
 
@@ -200,7 +207,7 @@ class LogBackend(DurabilityBackend):
             slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step
         if not self.pace.recording or None in slots:
             self.give_back(updates)
-            self.pace.lose(self._loop.steps_done)
+            self.pace.open_gap(self._training.steps_done)
             return
         sealed = self._seal(updates)
         sealed.slots = sealed.slots or tuple(slot for slot in slots if slot is not None)
@@ -210,17 +217,17 @@ class LogBackend(DurabilityBackend):
             failpoints.reach("after_step_put")
         else:
             self.pool.give(sealed.slots)
-            self.pace.go_without_room(self._loop.steps_done)
+            self.pace.go_without_room(self._training.steps_done)
 
-    def lose(self, updates: Sequence[Update], why: str) -> None:
+    def record_irreproducible(self, updates: Sequence[Update], why: str) -> None:
         self.give_back(updates)
-        self.pace.lose(self._loop.steps_done, why)
+        self.pace.open_gap(self._training.steps_done, why)
 
     def advance_snapshot(self) -> None:
-        self.pace.advance(self._loop.steps_done)
+        self.pace.advance(self._training.steps_done)
 
     def stepped(self, seconds: float, stall_seconds: float) -> None:
-        self.pace.stepped(self._loop.steps_done, seconds, stall_seconds)
+        self.pace.stepped(self._training.steps_done, seconds, stall_seconds)
 
     def adapt(self) -> None:
         self.recorder.drain()
@@ -229,13 +236,13 @@ class LogBackend(DurabilityBackend):
         self._num_slots = self._slots_that_fit()
         self._pool = self._slot_pool()
         self.recorder.use(self._pool)
-        self.pace.watch(self._loop.state)
-        self.whole()
+        self.pace.watch(self._training.state)
+        self.save_snapshot()
 
     # Waiting and shutdown
 
-    def whole(self, again: bool = False) -> None:
-        self.pace.whole(self._loop.steps_done, again)
+    def save_snapshot(self, again: bool = False) -> None:
+        self.pace.save_snapshot(self._training.steps_done, again)
 
     def wait(self, step: int) -> None:
         self.recorder.wait(step)

@@ -32,15 +32,15 @@ class ReplicaBackend(DurabilityBackend):
     beside = True
 
     def __init__(
-        self, loop: TrainingState, options: Options, events: EventLog, *, run: str | Path, memory: Path
+        self, training: TrainingState, options: Options, events: EventLog, *, run: str | Path, memory: Path
     ) -> None:
         """Prepare the replica. Raises ``BadInput`` if the training state cannot have one."""
-        super().__init__(loop, options, events)
+        super().__init__(training, options, events)
         self._memory = memory.absolute()
-        self.replica = (Replica if loop.ranks.alone else Replicas)(
-            run, loop.state, memory=memory, staging_bytes=self.staging_bytes, base_every=options.base_every,
+        self.replica = (Replica if training.ranks.alone else Replicas)(
+            run, training.state, memory=memory, staging_bytes=self.staging_bytes, base_every=options.base_every,
             keep=options.keep, direct=options.direct, deadline_seconds=options.deadline_seconds, events=events,
-            ranks=loop.ranks,
+            ranks=training.ranks,
         )  # fmt: skip
 
     @property
@@ -81,33 +81,35 @@ class ReplicaBackend(DurabilityBackend):
         With a replica there are no residuals, so training continues exactly from every step. Of several ranks none can
         take a kept state by itself, because all must first see whether all have their parts.
         """
-        self.replica.start(takes=self._loop.ranks.alone and asked.target is None)
-        see_alike(store, self._loop.ranks)
+        self.replica.start(takes=self._training.ranks.alone and asked.target is None)
+        see_alike(store, self._training.ranks)
         if not store.commits():
             return None
-        return self.replica.recover(store, self._loop.script, target=asked.target, exact=asked.exact)
+        return self.replica.recover(store, self._training.script, target=asked.target, exact=asked.exact)
 
     def begin(self, found: RecoveryResult | None) -> None:
-        self.begun, loop = True, self._loop
+        self.begun, training = True, self._training
         point = None if found is None else found.point
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         try:
-            self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
+            self.replica.begin(point, training.steps_done, training.progress(), self._num_slots)
         finally:  # even after an error, which the other ranks must learn
             self.agreement = self.replica.agreement
 
-    def tap(self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None) -> OptimizerHooks:
-        """Return the tap: one that copies early, unless gradients are on a device.
+    def optimizer_hooks(
+        self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None
+    ) -> OptimizerHooks:
+        """Return the hooks: those that copy early, unless gradients are on a device.
 
         Copies by a device take its time whenever they begin, so early ones gain nothing. The device would also have to
         be waited for, to learn which copies to repeat.
         """
-        loop = self._loop
-        if devices_of(p.parameter for p in loop.state.parameters):
-            return OptimizerHooks(loop.state, loop.codec, take_slot, clip_norm)
-        alone = loop.ranks.alone
-        state = None if alone else averaging(loop.model)
-        return LayerHooks(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)
+        training = self._training
+        if devices_of(p.parameter for p in training.state.parameters):
+            return OptimizerHooks(training.state, training.codec, take_slot, clip_norm)
+        alone = training.ranks.alone
+        state = None if alone else averaging(training.model)
+        return LayerHooks(training.state, training.codec, take_slot, clip_norm, alone=alone, averaging=state)
 
     # Every step
 
@@ -118,23 +120,25 @@ class ReplicaBackend(DurabilityBackend):
         self.replica.put(self._seal(updates))
 
     def advance_snapshot(self) -> None:
-        loop = self._loop
-        self.replica.advance(loop.steps_done, loop.progress, self._options.bytes_per_step)
+        training = self._training
+        self.replica.advance(training.steps_done, training.progress, self._options.bytes_per_step)
 
     def adapt(self) -> None:
-        loop, self._num_slots = self._loop, self._slots_that_fit()
-        self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots)
+        training, self._num_slots = self._training, self._slots_that_fit()
+        self.replica.sync(training.state, training.steps_done, training.progress(), self._num_slots)
 
     # Waiting and shutdown
 
-    def whole(self, again: bool = False) -> None:
-        loop = self._loop
+    def save_snapshot(self, again: bool = False) -> None:
+        training = self._training
         if again:  # the replica's user state is that of the last step
-            self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots, again=True)
-        self.replica.save(loop.steps_done, loop.progress, again)
+            self.replica.sync(
+                training.state, training.steps_done, training.progress(), self._num_slots, again=True
+            )
+        self.replica.save(training.steps_done, training.progress, again)
 
     def _go_without_base(self) -> None:
-        if not self._loop.ranks.alone:  # alone, the replica makes a snapshot of what it has
+        if not self._training.ranks.alone:  # alone, the replica makes a snapshot of what it has
             super()._go_without_base()
 
     def wait(self, step: int) -> None:

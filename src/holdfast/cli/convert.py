@@ -53,7 +53,8 @@ DTYPES = {
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of dtypes in config.json."""
 FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed", "torch")
-Told = Callable[[int], None]
+Report = Callable[[int], None]
+"""A function that gets the number of bytes that were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,27 +262,27 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
         raise BadInput(f"--to torch writes one file, and {destination} does not end in .pt or .pth")
 
 
-def _write(export: Export, destination: Path, how: ConvertOptions, told: Told) -> dict[str, Any]:
+def _write(export: Export, destination: Path, how: ConvertOptions, report: Report) -> dict[str, Any]:
     source, adapter = export.source, export.adapter
     tensors = sum(export.has(key, how.to) for key in source.atoms)
     dtype = DTYPES.get(how.dtype or "")
     if adapter is not None:
         path = destination / ADAPTER_FILE
-        files = [write_named(source, path, adapter.names, dtype=dtype, told=told)]
+        files = [write_named(source, path, adapter.names, dtype=dtype, report=report)]
     elif how.to == "huggingface":
         size = parse_bytes(how.file_size)
-        files = write_huggingface(source, destination, dtype=dtype, file_bytes=size, told=told)
+        files = write_huggingface(source, destination, dtype=dtype, file_bytes=size, report=report)
     elif how.to == "deepspeed":
-        files = write_deepspeed(source, destination, how.stage or 0, told=told)
+        files = write_deepspeed(source, destination, how.stage or 0, report=report)
     elif how.to == "safetensors":
-        files = [write_single(source, destination, dtype=dtype, told=told)]
+        files = [write_single(source, destination, dtype=dtype, report=report)]
     elif how.to == "dcp":
         from ..formats.dcp.dcp_writer import write_dcp
 
-        files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
+        files = list(write_dcp(source, destination, report=report).glob("*.distcp"))
     elif how.to == "torch":
-        files = [write_torch(source, destination, told=told)]
+        files = [write_torch(source, destination, report=report)]
     else:
-        files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]
+        files = [destination / ref.path for ref in write_run(source, destination, report).files.values()]
     left_out = len(source.atoms) - tensors
     return {"files": [str(path) for path in files], "tensors": tensors, "left_out": left_out}

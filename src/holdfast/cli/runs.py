@@ -54,14 +54,27 @@ def open_run(place: Path | Url) -> RunReader:
     run = place_of(place)
     if isinstance(run, Url):
         return LocalStore.read(run)
-    if not run.is_dir():
-        raise NoCommit(_not_a_directory(run))
     if (run / "commits").is_dir():
         return LocalStore.read(run)
+    if not (run / NAME).exists():
+        _refuse_foreign(run)
+    if not run.is_dir():
+        raise NoCommit(_not_a_directory(run))
     below = {str(path.parent) for name in ("commits", NAME) for path in run.glob(f"*/{name}")}
     if below and not (run / NAME).exists():
         raise NoCommit(f"{run} is not a run, but holds runs: name one of {', '.join(sorted(below))}")
     return LocalStore.read(state_directory(run, read_record(run)))
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise ``NoCommit`` if ``path`` is a checkpoint of another library, which other commands read."""
+    from ..formats.readers import format_of
+
+    if (found := format_of(path)) is not None:
+        raise NoCommit(
+            f"{path} is not a run but a checkpoint of another format ({found}): `holdfast show {path}` lists its"
+            " tensors, and source= begins a run from it"
+        )
 
 
 def _not_a_directory(run: Path) -> str:

@@ -157,12 +157,12 @@ def encoded(
     *,
     context: int,
     validation_fraction: float = 0.0,
-    told: Callable[[], object] = lambda: None,
+    before_encoding: Callable[[], object] = lambda: None,
 ) -> Tokens:
     """Encode the text that ``text`` names, keep it in ``folder``, and return it.
 
-    ``text`` is a file, a folder or a glob; see ``documents`` for the forms of files. ``told`` is called before
-    anything is encoded. Raises ``BadInput``.
+    ``text`` is a file, a folder or a glob; see ``documents`` for the forms of files. ``before_encoding`` is
+    called before anything is encoded. Raises ``BadInput``.
     """
     if context < 2:
         raise BadInput(f"model.context = {context}: a sample of less than 2 tokens predicts nothing")
@@ -174,7 +174,7 @@ def encoded(
     of = first | {"encoding": ENCODING}
     about = _kept(folder, [json.loads(json.dumps(each)) for each in (of, first)])
     if about is None:
-        told()
+        before_encoding()
         about = {"of": of, **_encode(paths, encoder, folder, context)}
         write_durably(Disk(folder), ABOUT, json.dumps(about).encode(), why="token index")
     fingerprint = {"tokens": about["ids"], "samples": about["samples"], "xxh3": about["xxh3"]}

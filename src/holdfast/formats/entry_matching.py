@@ -69,27 +69,27 @@ class Match:
     another: dict[str, str] = field(default_factory=dict)
     """The difference of optimizer state that is of another kind, by name here."""
 
-    def told(self) -> list[str]:
+    def differences(self) -> list[str]:
         """Return one message for each difference from the source."""
-        told = []
+        found = []
         if self.missing:
-            told.append(f"it has no {shown(self.missing)}, which stay as they are")
+            found.append(f"it has no {shown(self.missing)}, which stay as they are")
         if self.unused:
-            told.append(f"nothing here wants its {shown(self.unused)}")
+            found.append(f"nothing here wants its {shown(self.unused)}")
         if self.cast:
-            told.append(f"{shown(self.cast)} were converted to another type")
+            found.append(f"{shown(self.cast)} were converted to another type")
         if self.left:
-            told.append(f"its {shown(self.left)} are left, so error feedback begins anew")
+            found.append(f"its {shown(self.left)} are left, so error feedback begins anew")
         if self.without_state:
-            told.append(f"it has no optimizer state of {shown(self.without_state)}, which begins anew")
+            found.append(f"it has no optimizer state of {shown(self.without_state)}, which begins anew")
         if self.never_updated:
-            told.append(
+            found.append(
                 f"its optimizer had not updated {shown(self.never_updated)} yet, and has no state of them"
             )
         if self.another:
             names = shown(self.another)
-            told.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
-        return told
+            found.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
+        return found
 
     def in_source(self, groups: list[list[str]]) -> list[list[str]]:
         """Return the names in the source for the names of ``groups``; empty where the optimizer was of another kind."""

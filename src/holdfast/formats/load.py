@@ -145,8 +145,8 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([value.to(wide) for value in values]).mean(0).to(values[0].dtype)
 
 
-def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = lambda made: None) -> None:
-    """Run ``jobs`` in a few threads, started in order, and pass each result to ``told``.
+def in_threads(jobs: Iterable[Callable[[], T]], report: Callable[[T], object] = lambda made: None) -> None:
+    """Run ``jobs`` in a few threads, started in order, and pass each result to ``report``.
 
     The first error stops the rest.
     """
@@ -156,9 +156,9 @@ def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = la
             for job in jobs:
                 waiting.append(pool.submit(job))
                 if len(waiting) > 2 * THREADS:
-                    told(waiting.popleft().result())
+                    report(waiting.popleft().result())
             while waiting:
-                told(waiting.popleft().result())
+                report(waiting.popleft().result())
         finally:
             for future in waiting:
                 future.cancel()

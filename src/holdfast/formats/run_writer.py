@@ -28,7 +28,7 @@ UNIT_BYTES = 256 * MiB
 """The approximate size of a file; the tensors of one parameter stay together."""
 
 
-def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+def write_run(source: Source, root: Path, report: Callable[[int], None] = lambda nbytes: None) -> Manifest:
     """Write ``source`` as a new run in ``root`` with one commit, at the step of the source. Durable on return.
 
     Raises ``BadInput`` if ``root`` holds a run or a checkpoint of another library, ``DiskFull`` if there is no room;
@@ -49,7 +49,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
         store.enter()
         store.begin(None)
         files = {
-            name: store.write_unit(name, layout, partial(_fill, source, layout, told))
+            name: store.write_unit(name, layout, partial(_fill, source, layout, report))
             for name, layout in layouts.items()
         }
         source.refuse_rewritten()
@@ -84,7 +84,9 @@ def _index(units: dict[str, list[SourceTensor]]) -> Iterator[tuple[str, dict[str
             yield atom.key, atom.to_json() | {"fragments": [whole]}
 
 
-def _fill(source: Source, layout: Layout, told: Callable[[int], None], view: memoryview, start: int) -> None:
+def _fill(
+    source: Source, layout: Layout, report: Callable[[int], None], view: memoryview, start: int
+) -> None:
     """Fill ``view`` with the bytes of a file of ``layout``, from ``start`` on."""
     stop = start + len(view)
     piece = np.frombuffer(view, dtype=np.uint8)
@@ -97,4 +99,4 @@ def _fill(source: Source, layout: Layout, told: Callable[[int], None], view: mem
         size = stored.atom.itemsize
         values = read_flat(source, stored, (first - entry.offset) // size, (last - entry.offset) // size)
         piece[first - start : last - start] = values.view(np.uint8)
-        told(values.nbytes)
+        report(values.nbytes)

@@ -43,7 +43,7 @@ def progress_of(
         named: The roles of the entries.
         where: The name of the source, for messages.
     """
-    own = told_progress(values.get(PROGRESS), PROGRESS, where)
+    own = parsed_progress(values.get(PROGRESS), PROGRESS, where)
     progress: dict[str, Any] = {**own, "roots": named.roots}
     groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer keeps its own
     if groups:
@@ -192,7 +192,7 @@ def _value_of(source: Source, stored: SourceTensor) -> dict[str, Any]:
     return tensor_json(stored.atom.dtype, stored.atom.shape, data)
 
 
-def told(text: str | None, what: str, path: str) -> dict[str, Any]:
+def parsed_object(text: str | None, what: str, path: str) -> dict[str, Any]:
     """Parse ``text``, the entry ``what`` of ``path``, as a JSON object; None gives an empty one. Raises ``Damaged``."""
     try:
         found = json.loads("{}" if text is None else text)
@@ -203,9 +203,9 @@ def told(text: str | None, what: str, path: str) -> dict[str, Any]:
         raise _damaged(what, path, error) from error
 
 
-def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
-    """Parse progress as ``told`` does, and check the entries that all formats share (see ``Source``)."""
-    progress = told(text, what, path)
+def parsed_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
+    """Parse progress as ``parsed_object`` does, and check the entries that all formats share (see ``Source``)."""
+    progress = parsed_object(text, what, path)
     try:
         check_progress(progress)
         if "random" in progress:

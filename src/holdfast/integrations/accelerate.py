@@ -84,7 +84,7 @@ class AcceleratedCheckpointer(Checkpointer):
 
     def _before_load(self, models: list[nn.Module], folder: str) -> None:
         """Empty ``models``, because the run restores the model. Raises ``BadInput`` after ``resume``."""
-        if self._survival.begun:
+        if self._backend.begun:
             raise BadInput(
                 f"resume() has brought the run to step {self.steps_done}, and load_state({folder!r}) would go"
                 " elsewhere. Call one of them."

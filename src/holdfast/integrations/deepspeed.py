@@ -28,7 +28,7 @@ from ..errors import BadInput
 from ..formats.entry_matching import Match
 from ..formats.restore import matched, needs_of, restore
 from ..formats.source import Source
-from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, opened_alike, told_of
+from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, differences_from, opened_alike
 from ..store.commit.retention import Keep
 from .shared.collective_commit import check_step
 from .zero_save import write
@@ -137,7 +137,7 @@ def _bring(shown: ShownState, source: Source, start: From, rank: int) -> tuple[M
     script = ScriptState([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
     adopted = script.adopt(source.progress, rank)  # before the restore, as a schedule may refuse its state
     found, complete = restore(shown.state, source, start)
-    told = told_of(found, source) + adopted + told_of_left(shown.base, shown.beside)
+    told = differences_from(found, source) + adopted + told_of_left(shown.base, shown.beside)
     if not complete:
         told.append(NOT_ALL_GROUPS)
     if source.progress.get("step") and "random" not in source.progress:

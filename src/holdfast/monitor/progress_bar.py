@@ -73,7 +73,7 @@ class ProgressBar:
         nowrap = Column(no_wrap=True)
         columns = (
             TextColumn("step {task.completed}/{task.total}", table_column=nowrap),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
             TextColumn("{task.description}", table_column=nowrap),
         )
         progress = self._progress(*columns, expand=True, auto_refresh=False, disable=_rank() > 0)
@@ -88,7 +88,8 @@ class ProgressBar:
                 if engine.steps_done == before:
                     raise BadInput(f"the body of the loop did not call engine.step for step {before}")
                 recent.append(engine.last)
-                said = step_said(recent, engine.durable_step, until)
+                others = len(f"step {engine.steps_done}/{until}  ")  # with the spaces beside the bar
+                said = step_said(recent, engine.durable_step, until, self._console.width - others)
                 progress.update(task, completed=engine.steps_done, description=said)
                 now = time.monotonic()
                 if now - drawn_at >= SECONDS_BETWEEN_DRAWINGS or engine.steps_done >= until:
@@ -118,23 +119,30 @@ class ProgressBar:
             self._console.show_cursor(True)
 
 
-def step_said(recent: deque[dict[str, Any]], durable_step: int, until: int) -> str:
-    """Describe the newest of the ``recent`` steps; rates are means of all of them.
+def step_said(recent: deque[dict[str, Any]], durable_step: int, until: int, columns: int) -> str:
+    """Describe the newest of the ``recent`` steps in at most ``columns``; rates are means of all of them.
+
+    Where not everything fits, the loss and the time left stay longest, and the tokens go first.
 
     >>> step = {"step": 12, "loss": 2.30512, "seconds": 0.85, "tokens": 2048, "skipped": None}
-    >>> step_said(deque([step]), 11, 200)
+    >>> step_said(deque([step]), 11, 200, 80)
     'loss 2.305  2,409 tokens/s  850 ms/step  durable 11  2 min 40 s left'
-    >>> step_said(deque([step | {"tokens": 0, "skipped": "the loss is nan"}]), 11, 12)
+    >>> step_said(deque([step | {"tokens": 0, "skipped": "the loss is nan"}]), 11, 12, 80)
     'skipped  850 ms/step  durable 11  0.0 s left'
+    >>> step_said(deque([step]), 11, 200, 30)
+    'loss 2.305  2 min 40 s left'
     """
     newest = recent[-1]
     seconds = sum(event["seconds"] for event in recent)
     tokens, each = sum(event["tokens"] for event in recent), seconds / len(recent)
-    parts = ["skipped" if newest["skipped"] else f"loss {number(newest['loss'])}"]
-    parts += [f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"] if tokens else []
-    parts += [f"{milliseconds(each)}/step", f"durable {durable_step}"]
-    parts += [f"{format_seconds(each * max(until - newest['step'], 0))} left"]
-    return "  ".join(parts)
+    loss = "skipped" if newest["skipped"] else f"loss {number(newest['loss'])}"
+    rate = f"{tokens / max(seconds, 1e-9):,.0f} tokens/s" if tokens else ""
+    time, durable = f"{milliseconds(each)}/step", f"durable {durable_step}"
+    left = f"{format_seconds(each * max(until - newest['step'], 0))} left"
+    shown = [loss]
+    for part in (left, time, durable, rate):
+        shown += [part] if part and len("  ".join([*shown, part])) <= columns else []
+    return "  ".join(part for part in (loss, rate, time, durable, left) if part in shown)
 
 
 def _rank() -> int:

@@ -1,7 +1,8 @@
 """The panel of ``holdfast watch``: a run of another process, as its log describes it. Units are bytes and seconds.
 
 Rates cover the last lines of the log: SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The
-picture fits 80 columns. The run is not touched: no lock is taken, only the log is read.
+picture fits 80 columns, and fewer with two lines for a row. The run is not touched: no lock is taken, only the log is
+read.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +26,7 @@ from .facts import percent
 from .gantt import milliseconds
 from .history import History
 from .lanes import NAMES
-from .training_panel import memory_bar, number, sparkline
+from .training_panel import Box, Rows, memory_bar, number, sparkline
 
 PIECE_BYTES = 1 << 24
 """The number of bytes of a log that are read at once."""
@@ -118,27 +118,12 @@ class LivePanel:
     def picture(self, now: float) -> RenderableType:
         """Return the whole picture in a box."""
         found = self.document(now)
-        rows = Table.grid(padding=(0, 3), expand=True)
-        rows.add_column(style="dim", no_wrap=True, min_width=7)
-        rows.add_column(no_wrap=True)
-        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # this column gives way to numbers
-        for row in self._rows(found):
-            rows.add_row(*row)
-        parts: list[RenderableType] = [*self._progress(found), rows]
+        parts: list[RenderableType] = [*self._progress(found), Rows(list(self._rows(found)))]
         parts += [Text(), Text(facts_said, style="dim")] if (facts_said := self._verdict(found)) else []
         step = "no step yet" if found["step"] is None else f"step {found['step']:,}"
         of = f" of {found['steps']:,}" if found["steps"] else ""
-        title = Text.assemble((self.name, "bold"), f"  {step}{of}")
         style = "yellow" if found["state"] in ("silent", "failed", "died") else "dim"
-        state = Text(self._state(found), style=style)
-        return Panel(
-            Group(*parts),
-            title=title,
-            title_align="left",
-            subtitle=state,
-            subtitle_align="left",
-            padding=(0, 2),
-        )
+        return Box(self.name, f"{step}{of}", Text(self._state(found), style=style), parts)
 
     def _state(self, found: dict[str, Any]) -> str:
         silent = found["silent_seconds"]
@@ -195,7 +180,7 @@ class LivePanel:
         for lane, busy in recorded["busy_seconds"].items():
             share = min(busy / recorded["window_seconds"], 1.0) if recorded["window_seconds"] else 0.0
             moved = f"  {_rate(rates[lane])}" if rates.get(lane) is not None else ""
-            yield label, NAMES[lane], f"{memory_bar(round(share * 100), 100, BARS)} {share:4.0%}{moved}"
+            yield label, NAMES[lane], f"{share:4.0%} {memory_bar(round(share * 100), 100, BARS)}{moved}"
             label = ""
 
     def _memory_rows(self, found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 It reads only the step events of ``events.jsonl`` (``Engine.last``), so that it shows what the log records. Rates are
 per second over the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in powers of two. The picture fits
-80 columns.
+80 columns; on narrower terminals its rows take two lines.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -33,6 +35,8 @@ The first step, the last and every skipped one are always printed.
 """
 LOSSES = 1000
 """The number of steps whose losses are drawn."""
+SIDE_BY_SIDE = 74
+"""The columns inside the box from which on a row is one line: those of a terminal of 80."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -121,18 +125,8 @@ class TrainingPanel:
             ProgressBar(total=self.steps, completed=event["step"]),
             f"{event['step'] / self.steps:.0%}, {format_seconds(self.seconds_left())} left",
         )
-        rows = Table.grid(padding=(0, 3))
-        rows.add_column(style="dim", no_wrap=True, min_width=7)
-        rows.add_column(no_wrap=True)
-        rows.add_column(no_wrap=True)
-        for row in self._rows(event):
-            rows.add_row(*row)
-        title = Text.assemble((self.title, "bold"), f"  step {event['step']} of {self.steps}")
-        stopping = Text(self._stopping, style="yellow")
-        body = Group(bar, "", rows)
-        return Panel(
-            body, title=title, title_align="left", subtitle=stopping, subtitle_align="left", padding=(0, 2)
-        )
+        said, state = f"step {event['step']} of {self.steps}", Text(self._stopping, style="yellow")
+        return Box(self.title, said, state, [bar, "", Rows(self._rows(event))])
 
     def seconds_left(self) -> float:
         """Return the seconds left at the pace of the recent steps."""
@@ -142,8 +136,9 @@ class TrainingPanel:
 
     def _rows(self, event: dict[str, Any]) -> list[tuple[str, str, str]]:
         norm, rate = number(event["grad_norm"]), number(event["learning_rate"][0])
+        bars = max(1, min(36, self.console.width - 16))
         return [
-            ("loss", number(event["loss"]), sparkline(list(self._losses), 36)),
+            ("loss", number(event["loss"]), sparkline(list(self._losses), bars)),
             ("update", f"learning rate {rate}", f"gradient norm {norm}"),
             ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", ""),
             ("SSD", f"read  {self._gigabytes('read_bytes')}", f"write {self._gigabytes('written_bytes')}"),
@@ -178,6 +173,53 @@ class TrainingPanel:
     def _memory(self) -> str:
         used = format_bytes(self._recent[-1]["host_bytes"])
         return used if self.host_budget is None else f"{used} of {format_bytes(self.host_budget)}"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The picture of a run in a box: its ``name`` and what is ``said`` of its step above, its ``state`` below.
+
+    A name that does not fit loses its beginning.
+    """
+
+    name: str
+    said: str
+    state: Text
+    parts: Sequence[RenderableType]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, columns = self.name, max(1, options.max_width - cell_len(self.said) - 8)
+        while cell_len(name) > columns:
+            name = f"…{name[2:]}" if len(name) > 2 else ""
+        yield Panel(
+            Group(*self.parts),
+            title=Text.assemble((name, "bold"), "  " * bool(name), self.said),
+            title_align="left",
+            subtitle=self.state,
+            subtitle_align="left",
+            padding=(0, 2),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a label, a number and what belongs to it, which is below the number on a narrow terminal."""
+
+    rows: Sequence[tuple[str, str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 3), expand=True)
+        table.add_column(style="dim", no_wrap=True, min_width=7)
+        table.add_column(no_wrap=True)
+        if options.max_width >= SIDE_BY_SIDE:
+            table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # this column gives way to numbers
+            for row in self.rows:
+                table.add_row(*row)
+        else:
+            table.columns[1].ratio = 1
+            for label, value, more in self.rows:
+                table.add_row(label, f"{value}\n{more}" if more else value)
+        yield table
 
 
 def number(value: float | None) -> str:

@@ -78,6 +78,7 @@ def offload(
     deadline_seconds: float = 300.0,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
+    before_first_commit: Callable[[], object] | None = None,
     say: Callable[[str], object] | None = None,
     disk: AnyDisk | None = None,
 ) -> Engine:
@@ -133,6 +134,8 @@ def offload(
         deadline_seconds: Longest time that a rank waits for another.
         events: Event log of the run; by default ``events.jsonl`` in its directory, none with ``EventLog(None)``.
         confirm: Called with the preflight before anything is written; it may raise.
+        before_first_commit: Called once in a fresh directory, which is locked by then, for files to be kept beside the
+            state. No commit of the run exists without them.
         say: Called with the line that tells what was chosen; by default it is printed to standard error.
         disk: File system of the run in place of that of ``run``, for tests.
 
@@ -166,7 +169,8 @@ def offload(
         loader=loader, source=source, init=init, seed=seed, blocks=blocks, device=device,
         precision=Precision.of(precision), budget=budget, placement=placement, schedule=schedule, order=order,
         clipping=Clipping.of(clipping), normalize=normalize, sample=sample, micro_batches=micro_batches,
-        loss_fn=loss_fn, durability=durability, io=io, events=events, confirm=confirm, say=say, disk=disk,
+        loss_fn=loss_fn, durability=durability, io=io, events=events, confirm=confirm,
+        before_first_commit=before_first_commit, say=say, disk=disk,
     )  # fmt: skip
     fellows = DataParallelGroup.here(deadline_seconds)
     with _undone_on_error(fellows) as made:
@@ -400,6 +404,8 @@ def _opened_engine(
         engine.said_lost = said_lost(log, start.found.step)
         if given.say is None:
             tell(f"{given.place} continues after step {start.found.step:,}. {engine.said_lost}")
+    if start.found is None and given.before_first_commit is not None:
+        made.fellows.control.first_does(given.before_first_commit)
     engine.begin(start.found, start.beginning)
     with made.fellows.control.agreeing():
         engine.held.take_over()

@@ -19,18 +19,18 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from holdfast import failpoints
-from holdfast.errors import DiskFailed, NoCommit, PoolExhausted, RunMismatch, StaleCommit
+from holdfast.errors import DiskFailed, HoldfastError, NoCommit, PoolExhausted, RunMismatch, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import drive_links as drive_links
 from holdfast.store.commit.commit_writer import RankCommits
 from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.commit.retention import Keep
-from holdfast.store.disk import AnyDisk, write_durably
+from holdfast.store.disk import AnyDisk, Disk, write_durably
 from holdfast.store.drive_links import HOME, MARK, RECORD, Drive, data_paths, refuse_lost
 from holdfast.store.format.file_names import Layout
 from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
-from holdfast.store.lock import LOCK
+from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import JournalWriter
 from holdfast.store.log.segments import segments, streams, trim
 from holdfast.store.path_checks import check_place
@@ -82,6 +82,8 @@ class LocalStore(RankCommits):
         )
         self._scratch: list[Scratch] = []
         self._new_drives: list[str] = []
+        self._entered: list[Path] = []
+        """The paths that ``enter`` made, inner ones first."""
         self.unread: list[DiskFailed] = []
         """Errors of the segments that ``enter`` could not read."""
 
@@ -96,13 +98,15 @@ class LocalStore(RankCommits):
         """Take the lock and make the directory ready, created if absent.
 
         On return, every listed commit survives power loss with all that it names, even in a directory that was just
-        copied or restored. Temporary files and scratch of an earlier process are gone.
+        copied or restored. Temporary files and scratch of an earlier process are gone. ``close`` removes what this made
+        if nothing was begun.
 
         Raises:
             RunLocked: Another process writes to the directory.
             RunMismatch: The directory holds files that no run of this library left, or parts of two runs.
         """
         try:
+            self._entered = self._absent()
             self.disk.makedirs("")
             self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
             if not self.commits():
@@ -325,6 +329,7 @@ class LocalStore(RankCommits):
             self.disk.unlink(RECORD)
         if self._fork is not None and self._fork.path not in before:
             self.disk.unlink(self._fork.path)
+        self._fork = None  # as if nothing had been begun
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
         """Return the bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
@@ -334,7 +339,10 @@ class LocalStore(RankCommits):
         return self.disk.free_bytes()
 
     def close(self) -> None:
-        """Close all files and release the lock. No transfer may be under way. A second call does nothing."""
+        """Close all files and release the lock. No transfer may be under way. A second call does nothing.
+
+        A directory that was entered and in which nothing was begun is left as it was found.
+        """
         lock, self._lock = self._lock, None
         scratch, self._scratch = self._scratch, []
         try:
@@ -350,7 +358,29 @@ class LocalStore(RankCommits):
                         file.remove()
         finally:
             if lock is not None:
-                lock.release()
+                self._leave(lock)
+
+    def _absent(self) -> list[Path]:
+        """Return the paths that ``enter`` is about to make: directories and the lock file, inner ones first."""
+        if not isinstance(self.disk, Disk):  # a bucket has no directories
+            return []
+        root = self.disk.root
+        paths = [*(root / name for name in (*DIRECTORIES, LOCK)), root, *root.parents]
+        return [path for path in paths if not os.path.lexists(path)]
+
+    def _leave(self, lock: HeldLock) -> None:
+        """Release the lock. If nothing was begun, remove it and the empty directories that ``enter`` made."""
+        unused: list[Path] = []
+        with suppress(HoldfastError, OSError):  # of another directory, whose files are not ours
+            if self._entered and self._fork is None and not self.commits():
+                lock.check()
+                unused = self._entered
+                if any(path.name == LOCK for path in unused):
+                    self.disk.unlink(LOCK)
+        lock.release()
+        for directory in unused:
+            with suppress(OSError):  # somebody has put files into it
+                directory.rmdir()
 
 
 class RankGroup(Protocol):

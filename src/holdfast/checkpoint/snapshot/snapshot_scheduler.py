@@ -121,7 +121,7 @@ class SnapshotScheduler:
         """Return whether steps are recorded for a snapshot under way that will end the gap."""
         return self.gap and self.bases.under_way and self._losses == self._losses_at_begin
 
-    def go_on_after(self, base_step: int, begun_at: int) -> None:
+    def continue_after(self, base_step: int, begun_at: int) -> None:
         """Set the newest snapshot of the run that is continued."""
         self.base_step, self._begun_at = base_step, begun_at
 
@@ -138,12 +138,12 @@ class SnapshotScheduler:
         if self._together is not None:
             self._together.alike.advance(self._state, step)
         if self._again:
-            self.whole(step)
+            self.save_snapshot(step)
         elif self.gap and (self._together is not None or not bases.under_way):
             self._end_gap(step)
         elif self._at_once:
             if self._is_time(step):
-                self.whole(step)
+                self.save_snapshot(step)
         elif self._is_due(step):
             if self._together is not None:
                 self._together.alike.begin(self._state, step)
@@ -166,7 +166,7 @@ class SnapshotScheduler:
         due = not self.bases.under_way and self._is_time(step)
         return due if self._together is None else self._together.is_due(due, self.bases)
 
-    def whole(self, step: int, again: bool = False) -> None:
+    def save_snapshot(self, step: int, again: bool = False) -> None:
         """Make a snapshot of the current ``step``, chunk by chunk. It is durable on return.
 
         ``again`` replaces a snapshot of this step that lacks later changes. Collective: every rank must call this.
@@ -201,7 +201,7 @@ class SnapshotScheduler:
         self._recorder.do(self._store.measure)
         self._again = not self._again and self._together.room.is_low_anywhere()
 
-    def lose(self, step: int, why: str = "the disk is behind") -> None:
+    def open_gap(self, step: int, why: str = "the disk is behind") -> None:
         """Open a gap, since the current step is not recorded: only a snapshot made after it can follow."""
         if not self.bases.all_staged:
             self.bases.give_up()  # the records that would bring its chunks to one step have ended
@@ -230,9 +230,9 @@ class SnapshotScheduler:
             "storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind
         )
         if self._means.when_behind == "block" and self._together is None:
-            self.whole(step)
+            self.save_snapshot(step)
         else:
-            self.lose(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
+            self.open_gap(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
 
     def fits(self, nbytes: int) -> bool:
         """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""
@@ -305,7 +305,7 @@ class SnapshotScheduler:
             self._restarted()
             self._begin(step)
         else:
-            self.whole(step)
+            self.save_snapshot(step)
 
     def _begin(self, step: int) -> None:
         self._begun_at, self._losses_at_begin = step, self._losses
@@ -333,7 +333,7 @@ class SnapshotScheduler:
         self._num_stages += 1
         together = bases.left_bytes if means.of_one_step else bases.late_bytes
         if together > means.staging_bytes:
-            self.whole(step)  # no memory to copy all that must be of one step: training waits
+            self.save_snapshot(step)  # no memory to copy all that must be of one step: training waits
             return
         if together == bases.left_bytes:
             if together <= room:

@@ -43,11 +43,13 @@ def make_engine(
     micro_batches: int,
     events: EventLog,
     confirm: Callable[[Preflight], None],
+    before_first_commit: Callable[[], object] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> Engine:
     """Build the engine for the recipe's model, optimizer, schedule and text.
 
-    The training state is fresh, or that of the newest commit. ``micro_batches`` is this rank's number in a step.
+    The training state is fresh, or that of the newest commit. ``micro_batches`` is this rank's number in a step, and
+    ``before_first_commit`` is called in a fresh directory.
     """
     seed_all(config.run.seed)
     optimizer = make_optimizer(recipe, config)
@@ -94,6 +96,7 @@ def make_engine(
         ),
         events=events,
         confirm=confirm,
+        before_first_commit=before_first_commit,
         say=say,
     )  # fmt: skip
     _set_rates(optimizer, scheduler, config, decays)

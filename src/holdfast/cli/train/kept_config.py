@@ -1,8 +1,9 @@
 """The latest training configuration of a run, kept as ``config.toml`` in its directory.
 
 Where ``offload.ssd`` puts the state elsewhere, a copy lies beside the state, so that no other run takes the state for
-its own. A continued run keeps its identity: keys marked ``fixed`` in ``config.py`` keep their values, keys marked
-``stated`` change only by ``--set`` (``train.clipping`` also where no bit changes), and the state stays where it is.
+its own. The record is durable before the first commit, and binds nothing until then. A continued run keeps its
+identity: keys marked ``fixed`` in ``config.py`` keep their values, keys marked ``stated`` change only by ``--set``
+(``train.clipping`` also where no bit changes), and the state stays where it is.
 """
 
 from __future__ import annotations
@@ -58,6 +59,23 @@ def read_record(directory: Path) -> Config | None:
         return None
 
 
+def record_of_run(run: Path, state: Path) -> Config | None:
+    """Return the configuration of ``run``, whose state is in ``state``. None if it has none, or no first commit."""
+    return _binding_record(run) or _binding_record(state)
+
+
+def _binding_record(directory: Path) -> Config | None:
+    """Return the configuration kept in ``directory``, unless its run was interrupted before the first commit.
+
+    The copy beside the state shows that the disk of the state is mounted, and that there is no commit.
+    """
+    record = read_record(directory)
+    if record is None:
+        return None
+    state = state_directory(directory, record)
+    return record if _has_commits(state) or not (state / NAME).is_file() else None
+
+
 def kept_dtype(config: Config) -> Dtype | None:
     """Return the compute dtype of the run that ``config`` continues; None if there is no such run.
 
@@ -65,7 +83,7 @@ def kept_dtype(config: Config) -> Dtype | None:
     """
     run = Path(config.run.dir)
     state = state_directory(run, config)
-    kept = read_record(run) or read_record(state)
+    kept = record_of_run(run, state)
     if kept is not None and kept.train.dtype != "auto":
         return kept.train.dtype
     with suppress(NoCommit, Damaged):
@@ -86,10 +104,10 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
     """
     config, run = _with_rate(_found_anywhere(config)), Path(config.run.dir)
     state = state_directory(run, config)
-    record = read_record(run)
+    record = _binding_record(run)
     if record is not None:
         _refuse_another_place(run, state_directory(run, record), state)
-    beside = read_record(state) if state != run else None
+    beside = _binding_record(state) if state != run else None
     for directory, kept in ((run, record), (state, beside)):
         if kept is not None:
             _refuse_another_run(directory, changed_keys(kept, config))

@@ -72,12 +72,12 @@ class Recipe(Protocol):
         ...
 
 
-def recipe_of(config: Config, told: Callable[[str], None]) -> Recipe:
+def recipe_of(config: Config, say: Callable[[str], None]) -> Recipe:
     """Return the recipe of a configuration. Raises ``BadInput``.
 
-    ``told`` is called with a message before a text is encoded.
+    ``say`` is called with a message before a text is encoded.
     """
-    return FolderRecipe(config, told) if config.model.path else ByteRecipe(config)
+    return FolderRecipe(config, say) if config.model.path else ByteRecipe(config)
 
 
 class ByteRecipe:
@@ -120,7 +120,7 @@ class FolderRecipe:
 
     normalize: Literal["micro_batches", "tokens"] = "tokens"
 
-    def __init__(self, config: Config, told: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         _refuse_sizes(config.model)
         self._run, self._folder = Path(config.run.dir), Path(config.model.path)
         self._state = state_directory(self._run, config)
@@ -136,7 +136,7 @@ class FolderRecipe:
         text = encoded(
             config.data.text, tokenizer, self._run / "tokens", context=context,
             validation_fraction=config.data.validation_fraction,
-            told=lambda: told(f"encoding the text {config.data.text}"),
+            before_encoding=lambda: say(f"encoding the text {config.data.text}"),
         )  # fmt: skip
         self.corpus: Windowed = text
         self.stack: Stack = text.stack

@@ -3,7 +3,8 @@
 Called by ``train_job`` for a run without a CONFIG. In this order:
 
 1. A key of [model] given by ``--set`` means that a person chose the size: nothing is changed.
-2. A run that is there keeps the [model], [train] and placement in its ``config.toml``; nothing is measured.
+2. A run that is there keeps the [model], [train] and placement in its ``config.toml``; nothing is measured. Where its
+   micro-batches cannot be shared out evenly among the ranks, smaller ones hold the same samples.
 3. A key of [train] given by ``--set``, or several ranks: nothing is changed.
 4. Otherwise some real steps of one or two shapes are timed, with state on the run's disk, in a directory that is then
    removed. ``size_for`` chooses a shape and a number of steps from these times.
@@ -40,7 +41,7 @@ from ...quantities import counted, format_seconds
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ...store.run_store import LocalStore
 from .engine_build import make_engine
-from .kept_config import NAME, read_record, state_directory
+from .kept_config import NAME, record_of_run, state_directory
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, recipe_of
 
 SECONDS = 180.0
@@ -64,6 +65,8 @@ class Wish:
         return time.perf_counter() - self.began
 
 
+SPLIT = ("train.micro_batches", "train.micro_batch_size")
+"""The keys that divide the samples of a step, which may change with the number of ranks."""
 PLACED = [f"offload.{name}" for name in FRACTIONS]
 """The keys of the place of the state."""
 LEAST_STEPS, MOST_WARMUP = 10, 20
@@ -173,7 +176,7 @@ def sized(
     config: Config,
     stated: Collection[str],
     wish: Wish,
-    alone: bool,
+    num_ranks: int,
     say: Callable[[str], object],
 ) -> Config:
     """Return ``config``, which no CONFIG file gave, with the size that the module's rules give it.
@@ -182,7 +185,7 @@ def sized(
         config: The configuration so far.
         stated: The keys given by ``--set``, which win.
         wish: The time that the job is to take.
-        alone: Whether this process is the only rank.
+        num_ranks: The number of ranks, this process included.
         say: Receives lines for a person.
 
     Raises:
@@ -192,9 +195,14 @@ def sized(
     run = Path(config.run.dir)
     state = state_directory(run, config)
     chosen = next((key for key in stated if key.startswith("model.")), "")
-    if not chosen and (record := read_record(run) or read_record(state)) is not None:
-        return _with_values(config, _size_of(record), stated)
-    chosen = chosen or next((key for key in stated if key.startswith("train.")), "" if alone else "torchrun")
+    if not chosen and (record := record_of_run(run, state)) is not None:
+        size = _size_of(record)
+        if not any(key in stated for key in SPLIT):
+            size |= zip(SPLIT, shared_out(size[SPLIT[0]], size[SPLIT[1]], num_ranks), strict=True)
+        return _with_values(config, size, stated)
+    chosen = chosen or next(
+        (key for key in stated if key.startswith("train.")), "" if num_ranks == 1 else "torchrun"
+    )
     if chosen and wish.seconds is not None:
         raise ConfigError(
             f"--seconds chooses the size, and {chosen} leaves no choice. Leave one of the two out."
@@ -207,6 +215,25 @@ def sized(
     for line in described(size, config):
         say(line)
     return _with_values(config, size.values(), stated)
+
+
+def may_change(stated: Collection[str]) -> tuple[str, ...]:
+    """Return the keys of a continued run that ``sized`` changes without a ``--set``."""
+    return () if any(key.startswith("model.") for key in stated) else SPLIT
+
+
+def shared_out(micro_batches: int, size: int, num_ranks: int) -> tuple[int, int]:
+    """Return a number and a size of micro-batches that divide evenly among the ranks and hold the same samples.
+
+    Micro-batches are not made larger. Returns the arguments if there is no such number.
+
+    >>> shared_out(1, 8, 2), shared_out(4, 6, 3), shared_out(4, 4, 2), shared_out(1, 8, 3)
+    ((2, 4), (6, 4), (4, 4), (1, 8))
+    """
+    samples = micro_batches * size
+    numbers = [n for n in range(num_ranks, samples + 1, num_ranks) if n >= micro_batches and samples % n == 0]
+    number = min(numbers, default=micro_batches)
+    return number, samples // number
 
 
 def described(size: Size, config: Config) -> list[str]:
@@ -244,7 +271,7 @@ def _tried(config: Config, state: Path, shape: Shape, seconds: float) -> tuple[f
         recipe = recipe_of(trial, lambda _: None)
         loader = step_loader(recipe.corpus, SAMPLES, 1, seed=trial.run.seed, stack=recipe.stack)
         nothing, silent = lambda _: None, EventLog(None)
-        with make_engine(trial, recipe, loader, 1, silent, nothing, nothing) as engine:
+        with make_engine(trial, recipe, loader, 1, silent, nothing, say=nothing) as engine:
             ready = time.perf_counter() - began
             step = median_seconds(lambda: engine.step(next(loader)), seconds)
             prompt = torch.zeros(1, CONTEXT, dtype=torch.int64)

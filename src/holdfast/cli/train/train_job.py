@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ from .engine_build import make_engine
 from .kept_config import changes_to_run, describe, kept_dtype, state_directory, write_record
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
-from .sizing import Wish, sized
+from .sizing import Wish, may_change, shared_out, sized
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
@@ -68,11 +69,12 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
     agree(ranks, "configurations", to_values(config), SAME)
     config = ranks.first_does(lambda: with_dtype(config))
     if wish is not None:
-        alone = ranks.world_size == 1
-        config = ranks.first_does(lambda: sized(config, stated, wish, alone, lambda text: say(console, text)))
+        say_here = partial(say, console)
+        config = ranks.first_does(lambda: sized(config, stated, wish, ranks.world_size, say_here))
+    allowed = stated if wish is None else {*stated, *may_change(stated)}
     with ranks.agreeing():
         micro_batches = share_of(config, ranks)
-        changed = changes_to_run(config, stated)
+        changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done = ranks.first_does(lambda: newest_step(state))
     if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
@@ -99,7 +101,14 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(
-            config, recipe, loader, micro_batches, events, confirm, lambda text: say_measuring(console, text)
+            config,
+            recipe,
+            loader,
+            micro_batches,
+            events,
+            confirm,
+            before_first_commit=lambda: write_record(config),
+            say=lambda text: say_measuring(console, text),
         )
     with engine:
         ranks.first_does(lambda: (recipe.keep(), write_record(config)))
@@ -351,9 +360,13 @@ def share_of(config: Config, ranks: Ranks) -> int:
     """Return this rank's number of micro-batches in a step. Raises ``ConfigError`` if they do not divide evenly."""
     whole = config.train.micro_batches
     if whole % ranks.world_size:
+        number, size = shared_out(whole, config.train.micro_batch_size, ranks.world_size)
+        same = (
+            f"; --set train.micro_batches={number} --set train.micro_batch_size={size} keep a step's samples"
+        )
         raise ConfigError(
             f"train.micro_batches = {whole} cannot be shared out evenly among {ranks.world_size} ranks: start as many"
-            " as divide it, or set another number, of all ranks together"
+            f" as divide it, or set another number, of all ranks together{same * (number != whole)}"
         )
     return whole // ranks.world_size
 

@@ -53,7 +53,7 @@ def write_dcp(
     *,
     model: str = "model",
     optimizer: str = "optim",
-    told: Callable[[int], None] = lambda nbytes: None,
+    report: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
     """Write all of ``source`` into ``folder`` as ``dcp.save`` would write the result of ``get_state_dict``.
 
@@ -64,7 +64,7 @@ def write_dcp(
         folder: The folder to write to.
         model: The key of the model; "" writes parameters at the top level.
         optimizer: The key of the optimizer.
-        told: Called with the number of bytes read.
+        report: Called with the number of bytes read.
 
     Raises ``BadInput`` if the folder holds a checkpoint, or part of one that an interrupted conversion did not leave,
     or if two values would have one key; ``RunLocked`` if another conversion writes there.
@@ -74,7 +74,7 @@ def write_dcp(
     with alone_in(disk):
         _refuse_others(disk)
         write_durably(disk, _MARK, b"", why="conversion")
-        _write(source, disk, keys, told)
+        _write(source, disk, keys, report)
         disk.unlink(_MARK)
     return folder
 
@@ -87,7 +87,7 @@ def _refuse_others(disk: Disk) -> None:
         )
 
 
-def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) -> None:
+def _write(source: Source, disk: Disk, keys: Keys, report: Callable[[int], None]) -> None:
     sizes = [
         value.atom.nbytes if isinstance(value, SourceTensor) else len(_saved(value))
         for _, value in keys.values()
@@ -95,7 +95,7 @@ def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) 
     chunks = sum(1 + size // CHUNK * 2 for size in sizes)
     with written_durably(disk, FILE, sum(sizes) + chunks * OVERHEAD, why="payload") as file:
         writing = _Writing(source, file)
-        in_threads(writing.jobs(keys), told)
+        in_threads(writing.jobs(keys), report)
         source.refuse_rewritten()
         disk.cut(FILE + TEMPORARY, writing.end)
     write_durably(disk, METADATA, pickle.dumps(writing.metadata(disk.root, keys)), why="metadata")

@@ -50,7 +50,7 @@ _RESERVED = frozenset({
 
 
 def write_deepspeed(
-    source: Source, folder: Path, stage: int, *, told: Callable[[int], None] = lambda nbytes: None
+    source: Source, folder: Path, stage: int, *, report: Callable[[int], None] = lambda nbytes: None
 ) -> list[Path]:
     """Write all of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``.
 
@@ -65,7 +65,7 @@ def write_deepspeed(
     groups = _groups(source, slots)
     _refuse(source, groups, slots, stage)
     with alone_in(disk := Disk(folder)):
-        tag = _write_folder(source, disk, stage, groups, slots, told)
+        tag = _write_folder(source, disk, stage, groups, slots, report)
     return sorted((folder / tag).rglob("*.pt"))
 
 
@@ -75,12 +75,12 @@ def _write_folder(
     stage: int,
     groups: list[Group],
     slots: Slots,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> str:
     tag = f"global_step{source.progress.get('step') or 0}"
     model = f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     _begin(disk, tag, model, [stage, source.identity(), places_of(source.atoms.values())])
-    in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told))
+    in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, report))
     _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
     _write(disk, f"{tag}/{model}", _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")
@@ -92,7 +92,7 @@ def _write_folder(
 
 
 def _jobs(
-    source: Source, disk: Disk, folder: str, groups: list[Group], slots: Slots, told: Callable[[int], None]
+    source: Source, disk: Disk, folder: str, groups: list[Group], slots: Slots, report: Callable[[int], None]
 ) -> Iterator[Callable[[], int]]:
     """Yield jobs that write each parameter.
 
@@ -105,7 +105,7 @@ def _jobs(
             shared = [part for part in sorted(parts) if _is_read_in_pieces(source.parts[part])]
             begun.update(shared)
             yield from checks(source, shared)
-        yield partial(_write_parameter, source, disk, f"{folder}/{name}", slots[name], told)
+        yield partial(_write_parameter, source, disk, f"{folder}/{name}", slots[name], report)
 
 
 def _is_read_in_pieces(part: StoredArray) -> bool:
@@ -202,7 +202,7 @@ def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
 
 
 def _write_parameter(
-    source: Source, disk: Disk, folder: str, held: dict[str, SourceTensor], told: Callable[[int], None]
+    source: Source, disk: Disk, folder: str, held: dict[str, SourceTensor], report: Callable[[int], None]
 ) -> int:
     """Write the folder of one parameter, which gets its name when it is complete."""
     if not disk.exists(folder):
@@ -217,7 +217,7 @@ def _write_parameter(
         disk.sync_dir(f"{folder}.part", why="universal")
         disk.rename(f"{folder}.part", folder)
     nbytes = sum(stored.atom.nbytes for stored in held.values())
-    told(nbytes)
+    report(nbytes)
     return nbytes
 
 

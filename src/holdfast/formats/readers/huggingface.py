@@ -61,7 +61,7 @@ def write_huggingface(
     *,
     dtype: str | None = None,
     file_bytes: int = 5 * GiB,
-    told: Callable[[int], None] = lambda nbytes: None,
+    report: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
     """Write the parameters and buffers of ``source`` as a folder that ``from_pretrained`` loads. Durable on return.
 
@@ -73,7 +73,7 @@ def write_huggingface(
         folder: The folder to write to.
         dtype: Floating-point tensors are converted to it; None keeps theirs.
         file_bytes: The largest file, in bytes, except for a single larger tensor.
-        told: Called with the number of bytes read.
+        report: Called with the number of bytes read.
 
     Raises ``BadInput`` if the folder holds other tensors, ``RunLocked`` if another conversion writes there.
     """
@@ -85,7 +85,7 @@ def write_huggingface(
     if not wanted:
         raise BadInput(f"{source.path} has no parameters to export")
     with alone_in(disk := Disk(folder)):
-        names = _write_files(source, disk, wanted, dtype, file_bytes, told)
+        names = _write_files(source, disk, wanted, dtype, file_bytes, report)
     return [folder / name for name in names]
 
 
@@ -95,7 +95,7 @@ def _write_files(
     wanted: list[Wanted],
     dtype: str | None,
     file_bytes: int,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> list[str]:
     groups = list(packed(wanted, lambda each: each.nbytes, file_bytes))
     total = len(groups)
@@ -106,10 +106,10 @@ def _write_files(
     _refuse_others(disk.root, source, done)
     for name, group in zip(names, groups, strict=True):
         if name in done.names and disk.exists(name):
-            told(sum(each.stored.atom.nbytes for each in group))
+            report(sum(each.stored.atom.nbytes for each in group))
             continue
         done.add(name)
-        _write_file(source, disk, name, group, {"format": "pt"}, told)
+        _write_file(source, disk, name, group, {"format": "pt"}, report)
     if total > 1:
         where = {each.key: name for name, group in zip(names, groups, strict=True) for each in group}
         size = sum(each.nbytes for each in wanted)
@@ -143,7 +143,11 @@ def _refuse_others(folder: Path, source: Source, done: _Done) -> None:
 
 
 def write_single(
-    source: Source, path: Path, *, dtype: str | None = None, told: Callable[[int], None] = lambda nbytes: None
+    source: Source,
+    path: Path,
+    *,
+    dtype: str | None = None,
+    report: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
     """Write all of ``source`` as one safetensors file. Durable on return.
 
@@ -165,7 +169,7 @@ def write_single(
     metadata = {"format": "pt", KEYS: json.dumps(slots), PROGRESS: json.dumps(with_aliases(source))}
     disk = Disk(path.parent)
     disk.makedirs("")
-    _write_file(source, disk, path.name, wanted, metadata, told)
+    _write_file(source, disk, path.name, wanted, metadata, report)
     return path
 
 
@@ -175,7 +179,7 @@ def write_named(
     names: Mapping[str, str],
     *,
     dtype: str | None,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Path:
     """Write the tensor entries that ``names`` lists, under the names given there, as one safetensors file.
 
@@ -186,7 +190,7 @@ def write_named(
     wanted = [Wanted(name, stored, _cast(stored.atom.dtype, dtype)) for name, stored in atoms]
     disk = Disk(path.parent)
     disk.makedirs("")
-    _write_file(source, disk, path.name, wanted, {"format": "pt"}, told)
+    _write_file(source, disk, path.name, wanted, {"format": "pt"}, report)
     return path
 
 
@@ -207,7 +211,7 @@ def _write_file(
     name: str,
     wanted: Sequence[Wanted],
     metadata: dict[str, str],
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> None:
     """Write one file, which is durable under its name on return."""
     sums: dict[str, list[str]] = {each.key: ["0" * DIGITS for _ in each.starts] for each in wanted}
@@ -220,7 +224,7 @@ def _write_file(
         _refuse_existing(disk.root / name)  # another conversion may have ended just now
         pairs = zip(wanted, places, strict=True)
         jobs = (job for each, at in pairs for job in _jobs(source, each, file, at, sums[each.key]))
-        in_threads(jobs, told)
+        in_threads(jobs, report)
         source.refuse_rewritten()
         file.write(memoryview(_header(wanted, metadata, sums)), 0)
 
@@ -256,8 +260,8 @@ def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, 
         }
         position += each.nbytes
     tensors = {each.key: [each.stretch * DTYPE_BYTES[each.dtype], "".join(sums[each.key])] for each in wanted}
-    told = json.dumps({"header": digest_of(table, tensors), "tensors": tensors}, separators=(",", ":"))
-    table["__metadata__"] = {**metadata, XXH3: told}
+    digests = json.dumps({"header": digest_of(table, tensors), "tensors": tensors}, separators=(",", ":"))
+    table["__metadata__"] = {**metadata, XXH3: digests}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return bytearray(struct.pack("<Q", len(text)) + text)
@@ -275,14 +279,14 @@ class _Done:
         self._disk, self.names = disk, list[str]()
         self._what = xxhash.xxh3_128_hexdigest(json.dumps(what).encode())
         if disk.exists(self.NAME):
-            told = json.loads(disk.read_bytes(self.NAME))
-            self.names = told["names"] if told["what"] == self._what else []
+            noted = json.loads(disk.read_bytes(self.NAME))
+            self.names = noted["names"] if noted["what"] == self._what else []
 
     def add(self, name: str) -> None:
         """Add ``name`` to the stored list, before the file gets its name."""
         self.names.append(name)
-        told = {"what": self._what, "names": self.names}
-        write_durably(self._disk, self.NAME, json.dumps(told).encode(), why="conversion")
+        noted = {"what": self._what, "names": self.names}
+        write_durably(self._disk, self.NAME, json.dumps(noted).encode(), why="conversion")
 
     def finish(self) -> None:
         self._disk.unlink(self.NAME)

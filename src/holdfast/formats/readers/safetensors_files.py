@@ -25,7 +25,7 @@ from ...state.tensor_entries import DTYPE_BYTES, TensorEntry
 from ...store.format.file_names import TensorInFile, without_pads
 from ..fragment_reads import ReadFiles
 from ..source import Checksums, SourceTensor, StoredArray
-from ..state_dict_progress import told, told_progress
+from ..state_dict_progress import parsed_object, parsed_progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KEYS, PROGRESS, XXH3 = "holdfast.keys", "holdfast.progress", "holdfast.xxh3"
@@ -80,8 +80,8 @@ class SafetensorsFiles(ReadFiles):
         tensors, header = parts_of(path)
         metadata = header.metadata
         self.passed_over |= header.passed_over
-        slots = told(metadata.get(KEYS), KEYS, str(path))
-        self.progress |= told_progress(metadata.get(PROGRESS), PROGRESS, str(path))
+        slots = parsed_object(metadata.get(KEYS), KEYS, str(path))
+        self.progress |= parsed_progress(metadata.get(PROGRESS), PROGRESS, str(path))
         self.writer = self.writer or ("holdfast" if XXH3 in metadata else _library_of(path.parent))
         for entry, where in tensors:
             name, slot = _name_of(slots, entry.key, path)
@@ -146,7 +146,7 @@ def header_of(path: Path) -> Header:
     if end != size:
         what = "it was cut short" if size < end else "something was put behind it"
         raise Damaged(f"{path} has {size} bytes, its header says {end}: {what}", path=str(path))
-    if XXH3 in metadata and not _agrees(table, told(metadata[XXH3], XXH3, str(path))):
+    if XXH3 in metadata and not _agrees(table, parsed_object(metadata[XXH3], XXH3, str(path))):
         raise Damaged(
             f"{path}: the header fails its checksum. Take another copy of it. If the file was changed on purpose, or"
             " made with the metadata of another, save it without the holdfast.xxh3 in its metadata.",
@@ -269,7 +269,7 @@ def parts_of(path: Path) -> tuple[list[tuple[TensorInFile, StoredArray]], Header
     """Return the tensors of a safetensors file, with their checksums if it has any, and its header."""
     header = header_of(path)
     metadata = header.metadata
-    said = told(metadata.get(XXH3), XXH3, str(path)).get("tensors")
+    said = parsed_object(metadata.get(XXH3), XXH3, str(path)).get("tensors")
     found = []
     for entry in header.entries:
         sums = None if XXH3 not in metadata else _sums_of(entry, said, path)

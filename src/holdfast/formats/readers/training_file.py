@@ -38,7 +38,7 @@ Group = tuple[dict[str, Any], list[str]]
 """The hyper-parameters of a parameter group, and the names of its parameters."""
 
 
-def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lambda nbytes: None) -> Path:
+def write_torch(source: Source, path: Path, *, report: Callable[[int], None] = lambda nbytes: None) -> Path:
     """Write all of ``source`` as the file ``path``. Durable on return.
 
     Before it writes anything, it raises ``BadInput`` if the file exists or the optimizer group of a parameter is
@@ -46,7 +46,7 @@ def write_torch(source: Source, path: Path, *, told: Callable[[int], None] = lam
     """
     if path.is_dir() or os.path.lexists(path):
         raise BadInput(f"{path} is there already. Name a file that is not there.")
-    content = _content(source, lambda stored: _counted(streamed(source, stored), told))
+    content = _content(source, lambda stored: _counted(streamed(source, stored), report))
     disk = Disk(path.parent)
     disk.makedirs("")
 
@@ -207,12 +207,12 @@ def _loadable(value: Any) -> Any:
     raise BadInput(f"a {type(value).__name__} is not what torch.load(weights_only=True) takes")
 
 
-def _counted(tensor: Streamed, told: Callable[[int], None]) -> Streamed:
-    """Return ``tensor``, calling ``told`` with the bytes of each chunk that is read."""
+def _counted(tensor: Streamed, report: Callable[[int], None]) -> Streamed:
+    """Return ``tensor``, calling ``report`` with the bytes of each chunk that is read."""
 
     def chunks() -> Iterator[Any]:
         for chunk in tensor.chunks():
-            told(len(chunk))
+            report(len(chunk))
             yield chunk
 
     return replace(tensor, chunks=chunks)

@@ -85,6 +85,7 @@ class Arguments:
     io: IO
     events: EventLog | None
     confirm: Callable[[Preflight], None] | None
+    before_first_commit: Callable[[], object] | None
     say: Callable[[str], object] | None
     disk: AnyDisk | None
 

@@ -42,7 +42,7 @@ from .copying import PushResult, RecordsCopy
 from .object_store import ObjectDisk, Url
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
-Told = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 """A callback with the total bytes of payload and the bytes that were just finished."""
 
 
@@ -69,7 +69,7 @@ class Pusher:
         """Commits that the directory had at some time, present or not."""
         self._damaged: set[CommitRef] = set()
         """Damaged commits of the directory, which are not tried again."""
-        self._told: Callable[[int], None] = lambda nbytes: None
+        self._report: Callable[[int], None] = lambda nbytes: None
         self.durable_step: int | None = None
         """The newest step that can be recovered from the bucket alone, as far as this process knows."""
 
@@ -90,7 +90,7 @@ class Pusher:
                 f"{self._disk.root} holds another run than {self._local.root}. Push to another place."
             )
 
-    def push(self, told: Told | None = None) -> PushResult:
+    def push(self, report: Report | None = None) -> PushResult:
         """Copy what the bucket lacks.
 
         On return, the bucket holds what the directory held at the call, except commits that are ``damaged`` or were
@@ -104,7 +104,7 @@ class Pusher:
         self._begin()
         missing = self._missing()
         total = sum(manifest.total_bytes for manifest in missing)
-        self._told = (lambda nbytes: None) if told is None else partial(told, total)
+        self._report = (lambda nbytes: None) if report is None else partial(report, total)
         self._push_timelines()
         self._push_records()
         for manifest in missing:
@@ -207,7 +207,7 @@ class Pusher:
     def _push_file(self, ref: FileRef, sizes: dict[str, int]) -> None:
         path = object_path(ref)
         if sizes.get(path) == ref.bytes:
-            return self._told(ref.bytes)
+            return self._report(ref.bytes)
         check_size(self._local.disk, ref)
         self._disk.put(path, self._blocks(ref))
         sizes[path] = ref.bytes
@@ -226,7 +226,7 @@ class Pusher:
                 if got != expected:
                     raise corrupt(ref.path, start, len(data), (), expected, got, INSPECT)
                 yield bytes(data)
-                self._told(len(data))
+                self._report(len(data))
 
     def _push_indexes(self, manifest: Manifest) -> Manifest:
         """Copy the indexes, and return the manifest with the names of the bucket."""

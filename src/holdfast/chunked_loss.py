@@ -165,20 +165,36 @@ class _ChunkedLoss:
             bias = None if bias is None else bias.detach().to(self.dtype).requires_grad_(needed[2])
             for begin, end in self._chunks(targets):
                 part = hidden[begin:end].detach().requires_grad_(needed[0])
-                loss = self._chunk(part, weight, bias, targets[begin:end])
-                leaves = zip((part, weight, bias), needed, strict=True)
-                wanted = {i: leaf for i, (leaf, need) in enumerate(leaves) if leaf is not None and need}
-                grads = torch.autograd.grad(loss, [*wanted.values()], factor)
-                total = total + loss.detach()
-                for i, grad in zip(wanted, grads, strict=True):
-                    if i == 0 and by_token is not None:
-                        by_token[begin:end] = grad
-                    elif i in sums:
-                        sums[i].add_(grad)
-                    else:
-                        sums[i] = grad.float()
+                into = None if by_token is None else by_token[begin:end]
+                total = total + self._add_gradients(
+                    (part, weight, bias), targets[begin:end], factor, into, sums
+                )
         value = total if self.reduction == "sum" else total / self._count(targets)
         return value, (by_token, sums.get(1), sums.get(2))
+
+    def _add_gradients(
+        self,
+        leaves: tuple[Tensor, Tensor, Tensor | None],
+        targets: Tensor,
+        factor: Tensor,
+        by_token: Tensor | None,
+        sums: dict[int, Tensor],
+    ) -> Tensor:
+        """Return the sum of one chunk's losses; write its gradients to ``by_token``, and add them to ``sums``.
+
+        Nothing of the chunk remains afterwards.
+        """
+        loss = self._chunk(*leaves, targets)
+        wanted = {i: leaf for i, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
+        grads = torch.autograd.grad(loss, [*wanted.values()], factor)
+        for i, grad in zip(wanted, grads, strict=True):
+            if i == 0 and by_token is not None:
+                by_token.copy_(grad)
+            elif i in sums:
+                sums[i].add_(grad)
+            else:
+                sums[i] = grad.float()
+        return loss.detach()
 
     def _chunk(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         """Return the sum of one chunk's losses."""

@@ -119,11 +119,8 @@ LOGIT_BYTES = 16
 
 They hold logits in 16 and 32 bits, their probabilities and their gradients.
 """
-HEAD_SUM_BYTES = 6
-"""The bytes per parameter of a head whose loss is computed in chunks.
-
-They hold the fp32 sum of its gradients, and a chunk's gradient in 16 bits.
-"""
+HEAD_SUM_BYTES, HEAD_CHUNK_BYTES = 4, 2
+"""The bytes per parameter of a head whose loss is computed in chunks: the fp32 sum of gradients, and a chunk's part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +204,10 @@ class ModelProfile:
         The loss is computed in chunks of tokens, so its part does not grow with the tokens beyond one chunk.
         """
         block = ACTIVATION_BYTES * self.tokens * self.width
-        rows = rows_per_chunk(self.vocabulary)
+        rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
         head = LOGIT_BYTES * min(self.tokens, rows) * self.vocabulary
         if self.tokens > rows:
-            head += HEAD_SUM_BYTES * self.vocabulary * self.width
+            head = HEAD_SUM_BYTES * parameters + max(head, HEAD_CHUNK_BYTES * parameters)
         return max(block, head)
 
     @property

@@ -158,10 +158,8 @@ class PendingLogits(Tensor):
     def _made(
         cls, shape: tuple[int, ...], dtype: torch.dtype, hidden: Tensor, weight: Tensor
     ) -> PendingLogits:
-        needs = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        needs = needs and not isinstance(
-            hidden, FakeTensor
-        )  # in a trace torch's FlopCounterMode would add hooks
+        is_traced = isinstance(hidden, FakeTensor)  # torch's FlopCounterMode would add hooks
+        needs = torch.is_grad_enabled() and not is_traced and (hidden.requires_grad or weight.requires_grad)
         return Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=needs
         )  # type: ignore[return-value]

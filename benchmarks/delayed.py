@@ -1,12 +1,14 @@
-"""How much of the update to delay, where computing and the SSD take equally long.
+"""How much of the update to delay, and how to clip, where computing and the SSD take equally long.
 
-    python benchmarks/delayed.py [--pairs 9] [--fractions 0.125 0.25 0.375] [--blocks 32] [--keep] [--small]
+    python benchmarks/delayed.py [--pairs 9] [--fractions 0.125 0.25 0.375] [--clipping defer speculate auto]
+                                 [--blocks 32] [--keep] [--small]
 
 Parameters are in host memory and optimizer state is on the SSD, so that without delay the forward pass, a quarter
 of the computing, moves nothing. The SSD's limit is such that it takes as long for a step's bytes as the model's
-computations take beside it: measured, set, and measured again under the new limit. Engines of all fractions live in
-one process and take turns of a few steps, each after one that is not timed. Prints a table and one line of JSON:
-seconds per step, how many times as long it takes without delay, and how much longer it takes than its busiest lane.
+computations take beside it: measured, set, and measured again under the new limit. Engines of all fractions, and of
+all ways to clip (without delay, to a norm that no step reaches), live in one process and take turns of a few steps,
+each after one that is not timed. Prints a table and one line of JSON: seconds per step, how many times as long it takes
+without delay and clipping, and how much longer it takes than its busiest lane.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from holdfast.schedule.operations import COMPUTE, UPDATE
 
 STEPS = 4
 """Of one engine before the next engine's turn."""
+UNREACHED_NORM = 1e6
 
 
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.125, 0.25, 0.375])
+    parser.add_argument("--clipping", nargs="*", default=["defer", "speculate", "auto"])
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--context", type=int, default=128)
@@ -43,13 +47,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.small:
         options.blocks, options.width, options.context, options.micro_batches = 4, 32, 8, 2
-        options.pairs, options.fractions = 1, [0.25]
+        options.pairs, options.fractions, options.clipping = 1, [0.25], ["auto"]
     torch.set_num_threads(1)  # the other core is for updates, hashing and the SSD
     limit = balanced(options)
     by_fraction = measure(options, limit)
     print(f"{options.blocks} blocks of width {options.width}, {options.micro_batches} micro-batches,")
     print(f"SSD limited to {format_bytes(limit)}/s, {options.pairs} rounds, medians\n")
-    rows = [["delayed", "seconds", "without delay", "computing", "SSD", "updating", "to the busiest"]]
+    rows = [
+        ["delayed, or clipping", "seconds", "without delay", "computing", "SSD", "updating", "to the busiest"]
+    ]
     table(rows + [[name, *(f"{v:.3f}" for v in found.values())] for name, found in by_fraction.items()])
     sizes = {
         name: getattr(options, name) for name in ("pairs", "blocks", "width", "context", "micro_batches")
@@ -72,10 +78,12 @@ def balanced(options: argparse.Namespace) -> int:
 def measure(options: argparse.Namespace, limit: int) -> dict[str, dict[str, float]]:
     """Medians of seconds per step and of its lanes, by fraction."""
     with ExitStack() as stack:
-        engines = {
-            str(fraction): stack.enter_context(engine_of(options, fraction, limit))
-            for fraction in (0.0, *options.fractions)
-        }
+        fractions = (0.0, *options.fractions)
+        engines = {str(each): stack.enter_context(engine_of(options, each, limit)) for each in fractions}
+        for mode in options.clipping:
+            engines[mode] = stack.enter_context(engine_of(options, 0.0, limit, mode))
+            if mode == "auto":  # until it has tried both ways
+                steps(engines[mode], options, 8)
         taken: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(options.pairs + 1):
             for name, engine in engines.items():
@@ -124,7 +132,7 @@ def lanes(engine: holdfast.Engine, options: argparse.Namespace) -> tuple[float, 
 
 @contextmanager
 def engine_of(
-    options: argparse.Namespace, delayed_fraction: float, limit: int | None
+    options: argparse.Namespace, delayed_fraction: float, limit: int | None, clipping: str | None = None
 ) -> Iterator[holdfast.Engine]:
     folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
     config = DecoderConfig(
@@ -139,6 +147,7 @@ def engine_of(
             folder,
             precision="fp32",
             placement=holdfast.Placement(params_on_host=1.0, delayed_fraction=delayed_fraction),
+            clipping=None if clipping is None else holdfast.Clipping(UNREACHED_NORM, clipping),
             durability=holdfast.Durability(retain=1),
             io=holdfast.IO(total_limit=limit, update_workers=1),
         ) as engine:

@@ -85,6 +85,8 @@ def main() -> None:
         if key not in found:
             with folder_of(options) as folder:
                 found[key] = in_a_child(options, name, folder, *more)
+            seconds = ", ".join(f"{each:.3f}" for each in found[key]["seconds"])
+            print(f"{key}: steps of {seconds} s", flush=True)  # what is known if the time runs out
         return found[key]
 
     measure = {"speed": speed, "overlap": overlap, "memory": memory, "curves": curves, "kill": kill}

@@ -104,8 +104,8 @@ class TrainConfig:
     weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
     clipping: Literal["auto", "defer", "speculate", "per_block"] = _key(
-        "defer",
-        'wait for the norm; "speculate", "auto" or "per_block"',
+        "auto",
+        'wait for the norm or guess it, the faster; "per_block"',
         stated=True,
     )
     dtype: Dtype = _key(

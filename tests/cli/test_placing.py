@@ -28,7 +28,9 @@ def plan(holdfast):
 @pytest.mark.slow
 def test_the_document_is_the_plan(plan):
     found = plan(*GPT, "--micro-batches", "8")
-    case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
+    case = Case(
+        machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method(clipping="speculate")
+    )
     best = search(case, 8).best
     chosen = found["chosen"]
     assert chosen["tokens_per_second"] == pytest.approx(best.tokens_per_second)
@@ -45,20 +47,19 @@ def test_the_document_is_the_plan(plan):
     assert {change["change"] for change in found["what_if"]} == {
         "64 GiB more host memory",
         "one more SSD",
+        "clipping: none",
         "clipping: defer",
-        "clipping: speculate",
-        "no commits",
     }
 
 
 @pytest.mark.slow
 def test_every_option_counts(plan):
-    base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "4")
+    base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "4", "--clipping", "none")
     usual = plan(*base)["chosen"]
     assert plan(*base, "--host", "40GB")["chosen"]["tokens_per_second"] < usual["tokens_per_second"]
     assert plan(*base, "--ssds", "3")["chosen"]["tokens_per_second"] > usual["tokens_per_second"]
     assert plan(*base, "--delayed", "0.05")["chosen"]["delayed_fraction"] == 0.05
-    assert plan(*base, "--clipping", "defer")["chosen"]["delayed_fraction"] == 1
+    assert plan(*base[:-1], "defer")["chosen"]["delayed_fraction"] == 1
     assert (
         plan(*base, "--commit-every", "9")["chosen"]["written_bytes_per_step"]
         < usual["written_bytes_per_step"]
@@ -106,7 +107,7 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
         if line.startswith(("parameters", "optimizer state"))
     }
     assert shares["parameters"] == f"{chosen['on_host']['params']:.0%}"
-    assert f"one more SSD: {found['what_if'][1]['gain']:+.1%}" in text
+    assert f"one more SSD: {round(found['what_if'][1]['gain'], 3) + 0.0:+.1%}" in text
     assert f"they last {found['ssd_life']['steps']:,.0f} steps" in text
     assert "places and delays whole blocks" in text
 
@@ -115,8 +116,8 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
     "clipping, every, more",
     [
         ("none", 3, {"train.clip_norm": 0}),
-        ("defer", 3, {"train.clip_norm": 1.0}),
-        ("speculate", 1, {"train.clip_norm": 1.0, "train.clipping": "speculate", "offload.order": "snake"}),
+        ("defer", 1, {"train.clip_norm": 1.0, "train.clipping": "defer"}),
+        ("auto", 1, {"train.clip_norm": 1.0, "offload.order": "snake"}),
         (
             "per_block",
             3,
@@ -159,6 +160,7 @@ def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
 def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     """An evaluation takes eight micro-batches together."""
     tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.573GB")
+    tight += ("--clipping", "none")
     assert "of host memory with everything on the SSD" in plan(*tight)["engine_today"]["error"]
     assert "It does not fit: the engine's buffers" in " ".join(holdfast("plan", *tight).out.split())
 
@@ -197,7 +199,9 @@ def test_what_cannot_be_planned_is_one_line_and_exit_2(holdfast, options, text):
 
 def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
     """Durable at every step, which costs a little of the golden 334 tokens/s."""
-    case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
+    case = Case(
+        machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method(clipping="speculate")
+    )
     rate = best_at(case, 8).tokens_per_second
     assert 250 < rate < 334
 

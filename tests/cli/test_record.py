@@ -154,6 +154,18 @@ def test_arithmetic_that_set_changes_is_reported_and_from_then_on_the_runs_own(r
     assert "Changed from here on: train.steps 4 -> 5.\n" in again.out
 
 
+def test_ways_of_clipping_with_the_same_bits_need_no_word(run, train):
+    """The record is of a version whose default was another."""
+    record = run / "config.toml"
+    record.write_text(record.read_text().replace('clipping = "auto"', 'clipping = "defer"'))
+    assert 'clipping = "defer"' in record.read_text()
+    result = train("train.steps=3")
+    assert result.code == 0, result.err
+    assert 'train.clipping "defer" -> "auto"' in result.out
+    record.write_text(record.read_text().replace('clipping = "auto"', 'clipping = "per_block"'))
+    assert 'train.clipping "per_block" -> "auto"' in train("train.steps=4").err
+
+
 @pytest.mark.slow
 def test_hyper_parameters_that_set_changes_are_those_of_the_next_commit(run, train, holdfast):
     train("train.steps=3", "train.learning_rate=0.02", "train.weight_decay=0.3")

@@ -91,6 +91,16 @@ def test_first_rank_chooses_the_way_of_clipping(world, tmp_path, first, second):
     assert [each["clipping"] for each in said] == [sorted({"defer", first})] * 2
 
 
+def test_all_ranks_wait_for_the_norm_where_one_does(world, tmp_path):
+    """That one has no memory for guesses, or was told to wait."""
+    options, ways = {"clip_norm": 0.5}, {"0": "speculate", "1": "speculate"}
+    said = world.run(
+        2, root=tmp_path, steps=3, options=options, wrong={"1": {"clipping": "defer"}}, ways=ways
+    )
+    check(said, tmp_path, *plain([(3, 2, 1)], clip_norm=0.5))
+    assert [each["clipping"] for each in said] == [["defer"]] * 2
+
+
 def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(world, tmp_path):
     """Dropout draws by the number that a micro-batch has among those of all ranks."""
     said = world.run(2, root=tmp_path / "two", steps=STEPS, dropout=0.2)
@@ -267,7 +277,7 @@ def test_what_stays_is_chosen_for_all_ranks_alike(world, tmp_path, way):
         ({"seed": 1}, "seed is 1 on rank 1 and 0 on rank 0"),
         ({"commit_every": 2}, "commit_every is 2 on rank 1 and 1 on rank 0"),
         ({"clip_norm": 1.0}, "clip_norm is 1.0 on rank 1 and 0.5 on rank 0"),
-        ({"clipping": "speculate"}, "clipping is speculate on rank 1 and defer on rank 0"),
+        ({"clipping": "speculate"}, "clipping is speculate on rank 1 and auto on rank 0"),
         ({"params_on_host": 0.5}, "params_on_host is 0.5 on rank 1 and None on rank 0"),
         ({"dtype": "bf16"}, "dtype is bf16 on rank 1 and fp32 on rank 0"),
     ],

@@ -6,8 +6,11 @@ import random
 
 import pytest
 
+import holdfast
 from combined import one_in
 from holdfast.offload.clipping_choice import DEFER, SPECULATE, ClippingChoice
+from holdfast.offload.setup import step_planning
+from holdfast.quantities import MiB
 from offload.test_clipping import SOME, engine_of, on_ssd
 from plain_loops import PLACEMENTS, STEPS, check
 from training import batches
@@ -96,8 +99,33 @@ def test_changing_ways_with_gradients_on_the_ssd_have_every_bit(tmp_path, monkey
     assert {*changing} >= {(DEFER, True), (SPECULATE, True)}
 
 
+def ways_of(engine):
+    return {shape.clipping for _, shape in engine.operations}
+
+
+def test_ways_are_chosen_unless_one_is_given(tmp_path):
+    with engine_of(tmp_path, clip_norm=1.0) as engine:
+        assert engine._rules.clipping == "auto"
+
+
+def test_a_budget_without_room_for_guesses_waits_for_the_norm(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_planning, "process_bytes", lambda: 400 * MiB)
+    options = {"clip_norm": 1e6, "sample": batches(0, 1)[0], "micro_batches": 2, "optimizer_on_host": 0.0}
+    needed = {}
+    for mode in (DEFER, SPECULATE):
+        with engine_of(tmp_path / mode, clipping=mode, **options) as engine:
+            needed[mode] = engine._plan.held_bytes + engine._plan.memory.host_bytes
+    assert needed[DEFER] < needed[SPECULATE]
+    for mode in (DEFER, SPECULATE):
+        budget = holdfast.Budget(host=needed[mode])
+        with engine_of(tmp_path / f"auto {mode}", budget=budget, **options) as engine:
+            for step in range(12):
+                engine.step(batches(step, 2))
+            assert (SPECULATE in ways_of(engine)) == (mode == SPECULATE)
+
+
 def test_ways_do_not_change_without_a_commit_at_each_step(tmp_path):
     with engine_of(tmp_path, clip_norm=1.0, clipping="auto", commit_every=2) as engine:
         for step in range(2):
             engine.step(batches(step, 2))
-        assert {shape.clipping for _, shape in engine.operations} == {"defer"}
+        assert ways_of(engine) == {"defer"}

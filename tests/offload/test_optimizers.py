@@ -166,8 +166,8 @@ def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
     everywhere = sorted(p.numel() for p in model.parameters())
     in_blocks = sorted(p.numel() for p in model.blocks.parameters())
     outside = [p.numel() for name, p in model.named_parameters() if not name.startswith("blocks.")]
-    assert taken("apollo", update_workers=3) == 5 * sum(everywhere[-3:])
-    assert taken("apollo", update_workers=1) == 5 * everywhere[-1]
+    assert taken("apollo", clipping="defer", update_workers=3) == 5 * sum(everywhere[-3:])
+    assert taken("apollo", clipping="defer", update_workers=1) == 5 * everywhere[-1]
     each = [9 * count for count in in_blocks] + [5 * count for count in outside]
     assert taken("apollo", clipping="speculate") == sum(sorted(each)[-2:])
     assert taken("adamw in bytes", clipping="speculate", update_workers=3) == 0

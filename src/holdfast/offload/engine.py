@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -56,9 +56,10 @@ from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState
 from .setup.step_planning import RunPlan
 from .steps import StepMaker, StepRules
-from .text_sampling import chooser, continued
+from .text_sampling import checked_rows, chooser, continued
 
 POSITIONS = ("random", "loader")
+Texts = TypeVar("Texts", torch.Tensor, list[torch.Tensor])
 """Parts of the progress that change when a batch is fetched."""
 
 
@@ -243,27 +244,38 @@ class Engine:
     @on_host_by_default
     def generate(
         self,
-        tokens: torch.Tensor,
+        tokens: Texts,
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int = 0,
         context: int | None = None,
-    ) -> torch.Tensor:
-        """Return ``tokens`` (int64, shape (1, T)) continued by ``max_new_tokens`` sampled tokens.
+    ) -> Texts:
+        """Return ``tokens`` continued by ``max_new_tokens`` sampled tokens for each text.
 
-        Every token takes a pass over all blocks, with the last ``context`` tokens. A temperature of 0 takes the
-        likeliest token.
+        Every token of all texts takes one pass over all blocks, with each text's last ``context`` tokens. Text number i
+        is continued as it would be alone with the seed ``seed + i``; where several texts share a forward pass (more
+        than eight of one length), their logits may round otherwise. Raises ``BadInput``.
+
+        Args:
+            tokens: int64[texts, T]; or a list of int64[T], also of several lengths, for which a list is returned.
+            max_new_tokens: The number of tokens to add to each text.
+            temperature: The factor by which logits are divided; 0 takes the likeliest token.
+            top_k: The number of likeliest tokens to draw from; None draws from all.
+            seed: The seed of the first text.
+            context: The number of tokens that the model sees; None shows it all.
         """
+        rows = checked_rows(tokens)
+        choosers = [chooser(temperature, top_k, seed + i) for i in range(len(rows))]
 
-        def model(window: torch.Tensor) -> Any:
-            (value,) = self._forward(
-                [late_call(self._run.model, (window,), None, self._run.device.take_batch)]
-            )
-            return value
+        def model(windows: list[torch.Tensor]) -> list[Any]:
+            send = self._run.device.take_batch
+            return self._forward([late_call(self._run.model, (window,), None, send) for window in windows])
 
-        return continued(model, tokens, max_new_tokens, chooser(temperature, top_k, seed), context)
+        together = self._plan.evaluation_batches
+        rows = continued(model, rows, max_new_tokens, choosers, context, together)
+        return torch.stack(rows).to(tokens.device) if isinstance(tokens, torch.Tensor) else rows  # type: ignore[return-value]
 
     @on_host_by_default
     def save(self) -> None:

@@ -57,7 +57,7 @@ class Clipping:
     clips nothing. None takes none, except that fp16 takes it to detect an overflow.
 
     - ``"auto"`` takes one of the next two before each step, whichever has been faster; ``"defer"`` where there is not a
-      commit at every step, and in the horizontal schedule.
+      commit at every step, where the budget holds no more, and in the horizontal schedule.
     - ``"defer"`` lets all updates wait for the norm, beside the next forward pass.
     - ``"speculate"`` updates at once, and once more if the norm is above ``norm``, from the state in the commit of the
       step before, so it needs a commit at every step. All three give the bits of ``clip_grad_norm_``.
@@ -67,7 +67,7 @@ class Clipping:
     """
 
     norm: float | None = None
-    mode: ClippingMode | Literal["auto"] = "defer"
+    mode: ClippingMode | Literal["auto"] = "auto"
 
     @classmethod
     def of(cls, given: float | Clipping | None) -> Clipping:

@@ -1,40 +1,66 @@
-"""The sampling of tokens that continue a text, one forward pass for each token.
+"""The sampling of tokens that continue texts, one forward pass of all texts for each token.
 
 Each choice depends only on the logits and the seed. Called by ``Engine.generate``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import BadInput
 
+Model = Callable[[list[torch.Tensor]], list[Any]]
+"""Function that returns the model's result for each window of tokens, int64[B, T]."""
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Function that draws a token, int64[1], from logits fp32[vocabulary]."""
+
+
+def checked_rows(tokens: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each text as int64[T] on the host. Raises ``BadInput`` for what is no text."""
+    rows = list(tokens) if not isinstance(tokens, torch.Tensor) or tokens.dim() == 2 else []
+    wrong = [row for row in rows if not isinstance(row, torch.Tensor) or row.dim() != 1 or not row.numel()]
+    if not rows or wrong or any(row.is_floating_point() or row.dtype == torch.bool for row in rows):
+        raise BadInput(
+            "tokens to continue are one tensor of integers of shape (texts, length), or a list of tensors of shape"
+            " (length,), each with at least one token"
+        )
+    return [row.to("cpu", torch.int64) for row in rows]
+
 
 def continued(
-    model: Callable[[torch.Tensor], Any],
-    tokens: torch.Tensor,
-    count: int,
-    choose: Callable[[torch.Tensor], torch.Tensor],
-    context: int | None,
-) -> torch.Tensor:
-    """Return ``tokens`` (int64, shape (1, T)) followed by ``count`` more, on the device of ``tokens``.
+    model: Model, rows: list[torch.Tensor], count: int, choosers: list[Choose], context: int | None, most: int
+) -> list[torch.Tensor]:
+    """Return ``rows``, each int64[T], followed by ``count`` more tokens.
 
-    Each is chosen from the logits of ``model`` for the last ``context`` tokens before it. The model returns logits of
-    shape (1, T, vocabulary), alone or as ``.logits``.
+    Each token is drawn by its row's function from the logits for the last ``context`` tokens before it. Rows of one
+    length go to the model together, so many that ``most`` calls take all of them where that can be. The model returns
+    logits of shape (B, T, vocabulary), alone or as ``.logits``.
     """
-    given, tokens = tokens.device, tokens.cpu()
+    at_once = -(-len(rows) // most)
     for _ in range(count):
-        value = model(tokens if context is None else tokens[:, -context:])
-        logits = value if isinstance(value, torch.Tensor) else value.logits
-        tokens = torch.cat([tokens, choose(logits[:, -1].float().cpu())], dim=1)
-    return tokens.to(given)
+        windows = [row if context is None else row[-context:] for row in rows]
+        groups = _by_length(windows, at_once)
+        values = model([torch.stack([windows[i] for i in group]) for group in groups])
+        for group, value in zip(groups, values, strict=True):
+            logits = (value if isinstance(value, torch.Tensor) else value.logits)[:, -1].float().cpu()
+            for i, of_row in zip(group, logits, strict=True):
+                rows[i] = torch.cat([rows[i], choosers[i](of_row)])
+    return rows
 
 
-def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that draws a token from logits of shape (1, vocabulary), among the ``top_k`` likeliest.
+def _by_length(windows: list[torch.Tensor], at_once: int) -> list[list[int]]:
+    """Return the indices of ``windows`` in groups of one length, of at most ``at_once`` each."""
+    of_length: dict[int, list[int]] = {}
+    for index, window in enumerate(windows):
+        of_length.setdefault(len(window), []).append(index)
+    return [same[at : at + at_once] for same in of_length.values() for at in range(0, len(same), at_once)]
+
+
+def chooser(temperature: float, top_k: int | None, seed: int) -> Choose:
+    """Return a function that draws a token among the ``top_k`` likeliest.
 
     A temperature of 0 takes the likeliest. Raises ``BadInput``.
     """
@@ -49,7 +75,7 @@ def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch
             return logits.argmax(-1, keepdim=True)
         if top_k is not None:
             likeliest = logits.topk(min(top_k, logits.shape[-1]))
-            logits = logits.masked_fill(logits < likeliest.values[:, -1:], float("-inf"))
+            logits = logits.masked_fill(logits < likeliest.values[-1:], float("-inf"))
         return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
 
     return choose

@@ -32,6 +32,7 @@ from ...schedule.planner.plan_search import (
 )
 from ...schedule.planner.training_setting import Method
 from ...schedule.simulate import Simulation
+from ...schedule.work import ClippingMode
 from ..output import console, parsed, plain_table, print_facts, print_json, print_table
 
 SIZES = {
@@ -74,12 +75,15 @@ def case_of(given: Mapping[str, Any]) -> Case:
             f"--commit-every {given['commit_every']} with --clipping speculate: a wrong guess is undone from the commit"
             " of the step before. Give --commit-every 1, or --clipping defer"
         )
+    clipping = given["clipping"]
+    if clipping == "auto":
+        clipping = _usual_clipping(given["commit_every"])
     model = load_model(given["model"])
     changed = {"micro_batch": given["micro_batch_size"], "sequence": given["sequence"]}
     model = replace(model, **{name: value for name, value in changed.items() if value is not None})
     try:
         method = Method(
-            clipping=given["clipping"],
+            clipping=clipping,
             commit_every=given["commit_every"],
             retain=given.get("retain") or 2,
             order=given.get("order", "plain"),
@@ -88,6 +92,11 @@ def case_of(given: Mapping[str, Any]) -> Case:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Case(machine=_machine(given), model=model, method=method)
+
+
+def _usual_clipping(commit_every: int) -> ClippingMode:
+    """Return how a run clips that is not told how, where few steps are clipped."""
+    return "speculate" if commit_every == 1 else "defer"
 
 
 def on_host(solution: Solution) -> dict[str, float]:
@@ -270,7 +279,8 @@ def _memory_text(best: Solution) -> str:
 def _change_text(change: WhatIf) -> str:
     if change.solution is None:
         return f"{change.what}: does not fit"
-    return f"{change.what}: {change.gain:+.1%}"
+    gain = round(change.gain, 3) + 0.0  # no minus before a zero
+    return f"{change.what}: {gain:+.1%}"
 
 
 def _life_text(found: Life) -> str:
@@ -310,7 +320,7 @@ def _print_settings(engine: Solution) -> None:
     print(f"  micro_batches = {engine.setting.micro_batches}")
     method = engine.setting.method
     print("  clip_norm = 0" if method.clipping == "none" else "  clip_norm = 1.0")
-    if method.clipping not in ("none", "defer"):
+    if method.clipping not in ("none", _usual_clipping(method.commit_every)):
         print(f'  clipping = "{method.clipping}"')
     print("\n  [offload]")
     if method.order != "plain":

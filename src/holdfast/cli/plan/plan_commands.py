@@ -57,7 +57,9 @@ Delayed = Annotated[
     float | None,
     _fraction("--delayed", "Part of each update that is done in the next forward pass; else the best."),
 ]
-Clipping = Annotated[str, _placement("--clipping", "none, defer, speculate or per_block.")]
+Clipping = Annotated[
+    str, _placement("--clipping", "auto, as a run clips; or none, defer, speculate or per_block.")
+]
 Order = Annotated[str, _placement("--order", "plain or snake.")]
 CommitEvery = Annotated[int, _placement("--commit-every", "Steps; 0 is never.", min=0, metavar="N")]
 Host = Annotated[Quantity, _placement("--host", "Host memory; else the machine's.", metavar="256GB")]
@@ -75,7 +77,7 @@ def plan(
     micro_batch_size: MicroBatchSize = None,
     sequence: Sequence = None,
     delayed: Delayed = None,
-    clipping: Clipping = "none",
+    clipping: Clipping = "auto",
     order: Order = "plain",
     commit_every: CommitEvery = 1,
     host: Host = None,
@@ -182,7 +184,7 @@ def simulate(
     micro_batches: MicroBatches = None,
     micro_batch_size: MicroBatchSize = None,
     sequence: Sequence = None,
-    clipping: Clipping = "none",
+    clipping: Clipping = "auto",
     commit_every: CommitEvery = 1,
     host: Host = None,
     ssds: Ssds = None,

@@ -97,8 +97,14 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
     if record is None:
         return {}
     changed = {key: pair for key, pair in changed_keys(record, config).items() if key not in PLACES}
-    _refuse_unstated(run, {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated})
+    unstated = {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated}
+    _refuse_unstated(run, {k: v for k, v in unstated.items() if not _keeps_bits(k, v)})
     return changed
+
+
+def _keeps_bits(key: str, change: tuple[Any, Any]) -> bool:
+    """Return whether a run has the same bits after ``change``. Most ways of clipping differ in time alone."""
+    return key == "train.clipping" and "per_block" not in change
 
 
 def _with_rate(config: Config) -> Config:

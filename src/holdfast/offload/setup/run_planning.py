@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...distributed import Ranks
-from ...errors import BadInput
+from ...errors import BadInput, DoesNotFit
 from ...events import EventLog
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
@@ -23,6 +23,7 @@ from ...state.prepared_models import refuse_in_block, refuse_prepared
 from ...state.progress import hyper_parameters
 from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
+from ..clipping_choice import DEFER
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
@@ -156,18 +157,38 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
                 warn_of_resident(given.model, parts.blocks, stacklevel=4)
         budget = AUTO if given.budget == "auto" else given.budget or Budget()
         budget = budget.resolved(device, fellows.on_host)
-        plan = make_plan(
-            parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
-            Wanted.of(given.placement, given.budget == "auto", by_rates=fellows.alone and given.schedule != ZEROTH),
-            Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
-            io.update_workers,
-        )  # fmt: skip
-        rules = replace(
-            rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
-        )
+
+        def planned(rules: StepRules) -> RunPlan:
+            return make_plan(
+                parts, device, given.schedule, _usual_shape(given, rules), budget, given.sample, given.loss_fn,
+                Wanted.of(given.placement, given.budget == "auto", by_rates=fellows.alone and given.schedule != ZEROTH),
+                Planner(given.place, durability.commit_every, io.limits, given.say, drives.speed_up),
+                io.update_workers,
+            )  # fmt: skip
+
+        rules, plan = _within_budget(rules, planned)
+    modes = fellows.control.everyone(rules.clipping)
+    with fellows.control.agreeing():
+        if rules.chooses and DEFER in modes:  # another rank has no memory for a guess
+            rules = replace(rules, clipping=DEFER)
+            plan = planned(rules)
+    rules = replace(
+        rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
+    )
     return PlannedRun(
         parts=parts, rules=rules, user=user, device=device, budget=budget, plan=plan, drives=drives
     )
+
+
+def _within_budget(rules: StepRules, planned: Callable[[StepRules], RunPlan]) -> tuple[StepRules, RunPlan]:
+    """Return the plan of ``rules``, or of rules that wait for the norm where a choice does not fit."""
+    try:
+        return rules, planned(rules)
+    except DoesNotFit:
+        if not rules.chooses:
+            raise
+    rules = replace(rules, clipping=DEFER)
+    return rules, planned(rules)
 
 
 def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -> PlannedRun:

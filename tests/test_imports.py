@@ -24,7 +24,7 @@ FLOORS = [
             "profiles",
             "distributed",
         ),
-        "accelerators",
+        *("accelerators", "token_chunks", "chunked_loss"),
     },
     {"state", "io", "schedule"},
     {"store", "optim"},

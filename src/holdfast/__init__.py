@@ -33,6 +33,7 @@ _HOME = {
     "LossScale": ".offload.loss_scaling",
     "Preflight": ".offload.setup.preflight",
     "TopK": ".checkpoint.compression.lossy",
+    "chunked_cross_entropy": ".chunked_loss",
     "empty_parameters": ".offload.model.blocks",
     "keyed_rng": ".offload.rng",
     "progress_bar": ".monitor.progress_bar",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .checkpoint.compression.codecs import Exact
     from .checkpoint.compression.lossy import Int8, TopK
     from .checkpointer import Checkpointer
+    from .chunked_loss import chunked_cross_entropy
     from .data.loader import loader
     from .errors import HoldfastError
     from .models.pretrained import pretrained
@@ -77,6 +79,7 @@ __all__ = [
     "Precision",
     "Preflight",
     "TopK",
+    "chunked_cross_entropy",
     "empty_parameters",
     "keyed_rng",
     "loader",

@@ -187,7 +187,10 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
         ([*GPT, "--cadence"], "--cadence is not for a plan of a --model"),
         ([*GPT, "--step", "1s"], "--step is not for a plan of a --model"),
         ([*GPT, "--ssd-steps", "1000000"], "written per step are needed"),
-        (["--model", "gpt-65b", "--machine", "rtx-4090"], "of the device's memory, and it has 20.5 GiB"),
+        (
+            ["--model", "gpt-175b", "--machine", "rtx-4090", "--host", "200GB"],
+            "of the device's memory, and it has 20.5 GiB",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_exit_2(holdfast, options, text):

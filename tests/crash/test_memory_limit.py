@@ -138,6 +138,20 @@ def test_activations_that_stay_take_what_is_predicted(folder, schedule):
     assert peaks[1] - peaks[0] > 20 * MIB  # of one micro-batch at a time; of four it is more
 
 
+@pytest.mark.slow
+def test_more_tokens_do_not_take_more_logits(folder):
+    """A tensor of the logits of the 512 tokens more would have 268 MB alone."""
+    sizes = {"blocks": 2, "width": 64, "vocabulary": 131072, "steps": 1, "options": {"dtype": "fp32"}}
+    peaks = []
+    for tokens in (512, 1024):
+        said = run(folder / "run", **sizes, tokens=tokens)[1]
+        shutil.rmtree(folder / "run")
+        print(f"{tokens}: {said['peak'] / MIB:.0f} MiB, {said['predicted'] / MIB:.0f} predicted")
+        assert 0.8 < said["peak"] / said["predicted"] < 1.05
+        peaks.append(said["peak"])
+    assert peaks[1] - peaks[0] < 64 * MIB
+
+
 @pytest.mark.crash
 def test_more_micro_batches_do_not_multiply_the_logits(folder):
     """Seven more micro-batches take less than two tensors of logits more."""

@@ -63,6 +63,13 @@ def test_the_golden_model_has_twelve_squares_of_its_width():
     assert model.head_flop == 6 * 50257 * 8192 * tokens
 
 
+def test_the_workspace_of_the_head_is_flat_in_tokens():
+    """Chunks of 256 tokens: logits, and the fp32 sum of the head's gradients."""
+    model = replace(load_model("llama-3-8b"), vocabulary=131072, width=64, heads=1, kv_heads=1)
+    few, many = (replace(model, sequence=tokens).workspace_bytes for tokens in (512, 65536))
+    assert few == many == 16 * 256 * 131072 + 4 * 131072 * 64
+
+
 def test_a_file_of_ones_own_is_read(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(MACHINE)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..chunked_loss import chunked_cross_entropy, exceeds_chunk
 from ..errors import BadInput
 from ..quantities import round_up
 
@@ -82,7 +83,10 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean cross-entropy (nats) of ``targets`` int64[B, T] if given, else logits fp32[B, T, V]."""
+        """Return the mean cross-entropy (nats) of ``targets`` int64[B, T] if given, else logits fp32[B, T, V].
+
+        Logits of which there would be more than one chunk are not held whole for a loss (``chunked_cross_entropy``).
+        """
         length = tokens.shape[1]
         if length > self.config.context:
             raise BadInput(f"{length} tokens in a sequence; the model's context is {self.config.context}")
@@ -90,7 +94,10 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos, sin)
-        logits_BTV = self.head(self.norm(x_BTD)).float()
+        x_BTD = self.norm(x_BTD)
+        if targets is not None and exceeds_chunk(self.head, x_BTD):
+            return chunked_cross_entropy(x_BTD, self.head.weight, targets)
+        logits_BTV = self.head(x_BTD).float()
         if targets is None:
             return logits_BTV
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten())

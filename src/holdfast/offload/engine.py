@@ -32,6 +32,7 @@ from .executor import Executor
 from .exit_hook import closed, deferred, finish_at_exit
 from .held_model import HeldModel
 from .loss_scaling import first_label_counts, mean_of, questions
+from .model.chunked_head import ChunkedHead
 from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .ops import handlers
 from .ops.commit_ops import publish
@@ -96,6 +97,7 @@ class Engine:
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._user, self._events = user, events
         self.held = HeldModel(run, captured, user.optimizer, caches)
+        self._head = ChunkedHead(run.model)
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
@@ -149,7 +151,7 @@ class Engine:
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
-            with self._running(step), torch.set_grad_enabled(self._run.zeroth is None):
+            with self._running(step, True), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
                 self._corrections.begins(step)
@@ -404,9 +406,9 @@ class Engine:
         """Return the loss of each micro-batch, in evaluation mode and without gradients."""
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
-        return self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+        return self._forward([lambda call=call: float(extract_loss(call())) for call in calls], True)
 
-    def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
+    def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
         self._check_usable()
         self._catch_up()
@@ -416,16 +418,19 @@ class Engine:
         with evaluating(self._run.model), self._other_sizes():
             for start in range(0, len(calls), together):
                 step = self._steps.evaluation(calls[start : start + together])
-                with self._only_losing(), torch.no_grad(), self._running(step):
+                with self._only_losing(), torch.no_grad(), self._running(step, takes_loss):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
         self._told = difference(traffic(self._run), difference(before, self._told))
         return results
 
     @contextmanager
-    def _running(self, step: Step) -> Iterator[None]:
+    def _running(self, step: Step, takes_loss: bool = False) -> Iterator[None]:
         """Patch the model and keep the random generators while ``step`` runs; no thread of the step outlives this
-        context."""
+        context.
+
+        If it ``takes_loss`` of the model and nothing else, the loss is computed in chunks of tokens.
+        """
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
         with deferred() as safe_point, rng.own_generators(device, safe_point):
@@ -434,7 +439,8 @@ class Engine:
             self.held.in_use = True
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
-                with self._run.patch.applied(), all_cancelled(coroutines):
+                chunked = self._head.applied() if takes_loss else nullcontext()
+                with self._run.patch.applied(), chunked, all_cancelled(coroutines):
                     yield
             finally:
                 self.held.in_use = False

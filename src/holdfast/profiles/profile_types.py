@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..quantities import parse_bytes
+from ..token_chunks import rows_per_chunk
 
 NOUNS = {
     "text": 'text in quotes, like "this"',
@@ -114,10 +115,12 @@ ACTIVATION_BYTES = 34
 They are in 16 bits with fused attention.
 """
 LOGIT_BYTES = 16
-"""The bytes per token and word of the vocabulary.
+"""The bytes per word of the vocabulary, and token of those whose logits exist at once.
 
 They hold logits in 16 and 32 bits, their probabilities and their gradients.
 """
+HEAD_SUM_BYTES, HEAD_CHUNK_BYTES = 4, 2
+"""The bytes per parameter of a head whose loss is computed in chunks: the fp32 sum of gradients, and a chunk's part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +199,16 @@ class ModelProfile:
 
     @property
     def workspace_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in one block, or in the head and the loss."""
+        """An estimate of the activation bytes of one micro-batch in one block, or in the head and the loss.
+
+        The loss is computed in chunks of tokens, so its part does not grow with the tokens beyond one chunk.
+        """
         block = ACTIVATION_BYTES * self.tokens * self.width
-        return max(block, LOGIT_BYTES * self.tokens * self.vocabulary)
+        rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
+        head = LOGIT_BYTES * min(self.tokens, rows) * self.vocabulary
+        if self.tokens > rows:
+            head = HEAD_SUM_BYTES * parameters + max(head, HEAD_CHUNK_BYTES * parameters)
+        return max(block, head)
 
     @property
     def head_flop(self) -> float:

@@ -32,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ModelNotSupported
 from ..model.blocks import Blocks, Patch
+from ..model.chunked_head import ChunkedHead
 from ..model.microbatches import extract_loss, module_call
 
 
@@ -225,7 +226,8 @@ def _trace(
     probe = _Probe(blocks, bytes_, flop, backward)
     here = partial(_fake_here, fake)
     fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
-    with fake, restored(model), fakes, probe.patch.applied():
+    head = ChunkedHead(model, quiet=True)
+    with fake, restored(model), fakes, probe.patch.applied(), head.applied():
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
@@ -233,14 +235,17 @@ def _trace(
             after = flop.get_total_flops()
             if backward:
                 loss.backward()
-    head_forward = after - probe.blocks_flop - probe.block_flop
+    end = flop.get_total_flops()
+    head_flop = end - probe.blocks_flop - 3 * probe.block_flop
+    if not backward:
+        head_flop = 3 * (after - probe.blocks_flop - probe.block_flop)
     return MeasuredBlocks(
         input_bytes=probe.input_bytes,
         block_bytes=probe.block_bytes,
         last_bytes=bytes_.peak - probe.last_start,
         activation_bytes=tuple(probe.activation_bytes),
         block_flop=float(probe.block_flop),
-        head_flop=float(max(head_forward, 0) * 3),
+        head_flop=float(max(head_flop, 0)),
     )
 
 

@@ -1,0 +1,199 @@
+"""A head's loss in chunks of tokens, against the whole loss and against a plain loop over the same chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import holdfast
+from holdfast import token_chunks
+from holdfast.errors import BadInput
+from holdfast.models.decoder import Decoder, DecoderConfig
+from training import same_bits
+
+ROWS, TOKENS, WIDTH, VOCABULARY = 3, 11, 16, 50
+CHUNK = 4
+"""Tokens of a chunk where a test makes chunks small; the last of 33 tokens is alone."""
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", CHUNK * VOCABULARY)
+
+
+def example(dtype=torch.float32):
+    """Hidden states, weight and bias that require gradients, and targets, some of which do not count."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    targets = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
+    targets[0, :6] = -100
+    return (*tensors, targets)
+
+
+def whole(hidden, weight, bias, targets, **options):
+    logits = F.linear(hidden, weight, bias).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
+
+
+def chunked(hidden, weight, bias, targets, **options):
+    return holdfast.chunked_cross_entropy(hidden, weight, targets, bias=bias, **options)
+
+
+def plain_loop(hidden, weight, bias, targets, reduction, factor):
+    """The loss, and its gradients times ``factor``: chunk by chunk, summed in fp32."""
+    hidden, targets = hidden.detach().flatten(0, 1), targets.flatten()
+    share = 1.0 if reduction == "sum" else 1.0 / (targets != -100).sum()
+    loss, by_token = torch.zeros(()), []
+    sums = [torch.zeros(weight.shape), torch.zeros(bias.shape)]
+    for part, aims in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+        part.requires_grad_()
+        each = F.cross_entropy(F.linear(part, weight, bias).float(), aims, reduction="sum")
+        grads = torch.autograd.grad(each * share, [part, weight, bias])
+        loss = loss + each.detach()
+        by_token.append(grads[0])
+        sums = [total + grad.float() for total, grad in zip(sums, grads[1:], strict=True)]
+    made = [torch.cat(by_token).view(ROWS, TOKENS, WIDTH), *sums]
+    loss = loss if reduction == "sum" else loss / (targets != -100).sum()
+    return [loss, *((each * factor).to(weight.dtype) for each in made)]
+
+
+def loss_and_gradients(function, dtype=torch.float32, factor=1.0, **options):
+    *tensors, targets = example(dtype)
+    loss = function(*tensors, targets, **options)
+    return [loss.detach(), *torch.autograd.grad(loss * factor, tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_chunk_has_the_bits_of_the_whole(dtype, reduction):
+    found = loss_and_gradients(chunked, dtype, 0.3, reduction=reduction)
+    expected = loss_and_gradients(whole, dtype, 0.3, reduction=reduction)
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_chunks_are_close_to_the_whole(small_chunks, reduction):
+    found = loss_and_gradients(chunked, reduction=reduction)
+    for one, other in zip(found, loss_and_gradients(whole, reduction=reduction), strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_chunks_have_the_bits_of_a_plain_loop(small_chunks, dtype, reduction):
+    found = loss_and_gradients(chunked, dtype, 0.3, reduction=reduction)
+    factor = torch.tensor(0.3)
+    assert all(map(same_bits, found, plain_loop(*example(dtype), reduction, factor)))
+
+
+def test_fp16_gradients_do_not_underflow(small_chunks):
+    """The loss's own gradient, in which a loss scale is, comes before the rounding to fp16."""
+
+    def small(function):
+        return lambda hidden, weight, bias, targets: function(hidden, weight * 1e-4, bias, targets)
+
+    found = loss_and_gradients(small(chunked), torch.float16, factor=2.0**16)[1]
+    expected = loss_and_gradients(small(whole), torch.float16, factor=2.0**16)[1]
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_autocast_computes_in_its_dtype(small_chunks):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss_and_gradients(chunked)
+    assert found[2].dtype == torch.float32
+    assert not same_bits(found[2], found[2].bfloat16().float())  # the sum was not rounded
+    *tensors, targets = example()
+    low = chunked(*(each.detach().bfloat16() for each in tensors), targets)
+    assert same_bits(found[0], low)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_gradients_only_the_loss_is_computed(small_chunks, monkeypatch, reduction):
+    expected = loss_and_gradients(chunked, reduction=reduction)[0]
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    with torch.no_grad():
+        assert same_bits(chunked(*example(), reduction=reduction), expected)
+
+
+def test_a_frozen_weight_gets_no_gradient(small_chunks, monkeypatch):
+    hidden, weight, bias, targets = example()
+    (expected,) = torch.autograd.grad(chunked(hidden, weight, bias, targets), [hidden])
+    asked, own = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: asked.append(len(args[1])) or own(*args))
+    loss = chunked(hidden, weight.detach(), bias.detach(), targets)
+    assert set(asked) == {1}
+    assert same_bits(own(loss, [hidden])[0], expected)
+
+
+def test_targets_that_all_do_not_count_give_nan(small_chunks):
+    hidden, weight, bias, targets = example()
+    loss = chunked(hidden, weight, bias, targets.fill_(-100))
+    assert loss.isnan()
+    assert not torch.autograd.grad(loss, [hidden])[0].any()
+    assert chunked(hidden, weight, bias, targets, reduction="sum") == 0
+
+
+def test_scale_and_softcap_are_applied(small_chunks):
+    hidden, weight, bias, targets = example()
+    found = chunked(hidden, weight, bias, targets, logit_scale=0.5, softcap=2.0)
+    logits = 2.0 * torch.tanh(F.linear(hidden, weight, bias) * 0.5 / 2.0)
+    torch.testing.assert_close(found, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reduction": "none"},
+        {"targets": torch.zeros(ROWS, TOKENS - 1, dtype=torch.int64)},
+        {"targets": torch.zeros(ROWS, TOKENS, dtype=torch.int32)},
+        {"weight": torch.zeros(VOCABULARY, WIDTH + 1)},
+        {"weight": torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16)},
+        {"bias": torch.zeros(VOCABULARY - 1)},
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change):
+    hidden, weight, bias, targets = example()
+    given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias} | change
+    with pytest.raises(BadInput):
+        holdfast.chunked_cross_entropy(**given)
+
+
+def test_a_target_out_of_range_is_torchs_error(small_chunks):
+    *tensors, targets = example()
+    targets[2, 3] = VOCABULARY
+    with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
+        chunked(*tensors, targets)
+
+
+def test_fake_tensors_pass_through(small_chunks):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = torch.empty(ROWS, TOKENS, WIDTH, requires_grad=True)
+        weight = torch.empty(VOCABULARY, WIDTH, requires_grad=True)
+        loss = chunked(hidden, weight, None, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
+        loss.backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_a_decoder_takes_chunks(small_chunks):
+    config = DecoderConfig(vocabulary=VOCABULARY, blocks=1, width=WIDTH, heads=2, kv_heads=1, context=TOKENS)
+    model, (_, _, _, targets) = Decoder(config), example()
+    tokens = targets.clamp(min=0)
+    loss = model(tokens, targets)
+    assert type(loss.grad_fn).__name__ == "_WithGradientsBackward"
+    torch.testing.assert_close(
+        loss, whole(model.norm(_last(model, tokens)), model.head.weight, None, targets)
+    )
+
+
+def _last(model, tokens):
+    return model.blocks[0](model.embed(tokens), model.cos[:TOKENS], model.sin[:TOKENS])
+
+
+def test_a_head_with_a_hook_is_called(small_chunks):
+    config = DecoderConfig(vocabulary=VOCABULARY, blocks=1, width=WIDTH, heads=2, kv_heads=1, context=TOKENS)
+    model, (_, _, _, targets) = Decoder(config), example()
+    model.head.register_forward_hook(lambda module, args, out: out * 0)
+    assert model(targets.clamp(min=0), targets).item() == pytest.approx(torch.tensor(50.0).log().item())

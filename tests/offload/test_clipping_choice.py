@@ -119,11 +119,9 @@ def test_a_budget_without_room_for_guesses_waits_for_the_norm(tmp_path, monkeypa
     for mode in (DEFER, SPECULATE):
         budget = holdfast.Budget(host=needed[mode])
         with engine_of(tmp_path / f"auto {mode}", budget=budget, **options) as engine:
-            ways = set()
             for step in range(12):
                 engine.step(batches(step, 2))
-                ways.add(engine.last["clipping"])
-            assert ways == ways_of(engine) and (SPECULATE in ways) == (mode == SPECULATE)
+            assert (SPECULATE in ways_of(engine)) == (mode == SPECULATE)
 
 
 def test_memory_that_is_not_free_is_left_for_the_norm(tmp_path, monkeypatch):

@@ -96,7 +96,6 @@ def step_event(
         "step": steps_done,
         "loss": mean_loss(step),
         "grad_norm": step.total_norm,
-        "clipping": step.shape.clipping,
         "seconds": seconds,
         "tokens": tokens,
         "learning_rate": [group["lr"] for group in step.hyper.groups] if step.hyper else [],

@@ -7,7 +7,8 @@ What remains is the gradient of the hidden states, and one fp32 sum as large as 
 The order of the sums, all in fp32: the losses of the chunks are added in the order of the tokens, then divided by the
 number of tokens that count. The gradients of weight and bias are added in the same order, each chunk's as its matrix
 product rounds it, and rounded to the dtype of the parameter once, at the end. Tokens that fit into one chunk take the
-ordinary path, ``F.linear`` and ``F.cross_entropy``, with its bits. Used by ``models.decoder`` and by scripts.
+ordinary path, ``F.linear`` and ``F.cross_entropy``, with its bits. Used by ``models.decoder``, by the engine for
+models of transformers, and by scripts.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def exceeds_chunk(head: nn.Module, hidden: Tensor) -> bool:
 def is_plain_linear(head: Any) -> TypeGuard[nn.Linear]:
     """Return whether calling ``head`` is ``F.linear`` with its weight and bias, and nothing else."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+    if "weight" not in head._parameters:  # a parametrization computes it
         return False
     changed = "forward" in vars(head) or getattr(head, "_compiled_call_impl", None) is not None
     hooks = (

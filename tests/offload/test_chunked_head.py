@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,6 +250,118 @@ def test_slices_of_the_vocabulary_are_not_noted():
     with pytest.warns(UserWarning, match="__getitem__"), ChunkedHead(model).applied():
         found = model(batch["input_ids"]).logits[..., :20]
     assert same_bits(found, expected)
+
+
+def as_without(loss_of):
+    """The loss and the gradients under the patch are those without it."""
+    model, batch = llama(), micro_batch()
+    labels = batch["labels"] % VOCABULARY
+    expected = loss_of(model(batch["input_ids"]).logits, labels)
+    with warnings.catch_warnings(), ChunkedHead(model).applied():
+        warnings.simplefilter("ignore", UserWarning)
+        found = loss_of(model(batch["input_ids"]).logits, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    wanted = gradients(model, expected)
+    for key, grad in gradients(model, found).items():
+        torch.testing.assert_close(grad, wanted[key], rtol=1e-5, atol=1e-8)
+
+
+def cut_vocabulary(logits, labels):
+    return F.cross_entropy(logits[:, :, :20, ...].flatten(0, 1), labels.flatten() % 20)
+
+
+def under_no_grad(logits, labels):
+    with torch.no_grad():
+        halved = logits / 2
+    return F.cross_entropy(halved.flatten(0, 1), labels.flatten()) + logits.mean()
+
+
+def read_in_inference(logits, labels):
+    with torch.inference_mode():
+        (logits.argmax(-1) == labels).float().mean()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("loss_of", [cut_vocabulary, under_no_grad, read_in_inference])
+def test_unusual_losses_are_as_without(loss_of):
+    as_without(loss_of)
+
+
+def test_a_copy_is_no_alias():
+    model, batch = llama(), micro_batch()
+    with warnings.catch_warnings(), ChunkedHead(model).applied():
+        warnings.simplefilter("ignore", UserWarning)
+        logits = model(batch["input_ids"]).logits
+        copied = logits[:, :-1].contiguous()
+        copied[..., 3] = -5.0
+        assert (copied[..., 3] == -5.0).all() and (logits[:, :, 3] != -5.0).all()
+        with pytest.raises(ModelNotSupported, match="changes its logits in place"):
+            chosen = model(batch["input_ids"]).logits[:, :-1]
+            flat = chosen.reshape(-1, VOCABULARY)
+            chosen[..., 3] = 5.0
+            flat.sum()
+
+
+class Fused(torch.autograd.Function):
+    """A cross entropy that computes its gradient by itself, as fused ones do."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        with torch.enable_grad():
+            inner = logits.detach().requires_grad_()
+            loss = F.cross_entropy(inner.flatten(0, 1), labels.flatten())
+            (ctx.grad,) = torch.autograd.grad(loss, inner)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.grad * grad, None
+
+
+def test_a_fused_loss_is_refused_instead_of_training_nothing():
+    model, batch = llama(), micro_batch()
+    with warnings.catch_warnings(), ChunkedHead(model).applied():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(ModelNotSupported, match="chunked_cross_entropy"):
+            Fused.apply(model(batch["input_ids"]).logits, batch["labels"]).backward()
+
+
+def test_hidden_states_that_change_after_the_head_are_refused():
+    head = nn.Linear(8, VOCABULARY)
+    model = nn.Module()
+    model.get_output_embeddings = lambda: head
+    hidden = torch.randn(ROWS, TOKENS, 8)
+    with ChunkedHead(model).applied():
+        logits = head(hidden)
+        hidden.mul_(0)
+        with pytest.raises(ModelNotSupported, match="input of its output head in place"):
+            F.cross_entropy(logits.flatten(0, 1), torch.zeros(ROWS * TOKENS, dtype=torch.int64))
+
+
+def test_a_bias_is_no_change_in_place():
+    head = nn.Linear(8, VOCABULARY)
+    model = nn.Module()
+    model.get_output_embeddings = lambda: head
+    hidden = torch.randn(ROWS, TOKENS, 8)[:, :-1]
+    expected = (head(hidden) * 2.0).logsumexp(-1)
+    with ChunkedHead(model).applied(), pytest.warns(UserWarning, match="logsumexp"):
+        assert same_bits((head(hidden) * 2.0).logsumexp(-1), expected)
+
+
+class OwnForward(transformers.LlamaForCausalLM):
+    """A model with code of its own around its logits."""
+
+
+@pytest.mark.parametrize("own", ["a forward", "a loss_fn"])
+def test_code_of_the_users_own_gets_ordinary_logits(tmp_path, own):
+    torch.manual_seed(0)
+    model = OwnForward(transformers.LlamaConfig(**SIZES)).train() if own == "a forward" else llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_fn = None if own == "a forward" else lambda out, labels: Fused.apply(out.logits, labels)
+    batch = micro_batch() if loss_fn is None else (micro_batch()["input_ids"], micro_batch()["labels"])
+    with holdfast.offload(model, optimizer, tmp_path, **grouped(dtype="fp32")) as engine:
+        first = engine.step([batch], loss_fn)
+        assert engine.step([batch], loss_fn) < first
 
 
 class Scaled(nn.Linear):

@@ -96,7 +96,7 @@ class Decoder(nn.Module):
             x_BTD = block(x_BTD, cos, sin)
         x_BTD = self.norm(x_BTD)
         if targets is not None and exceeds_chunk(self.head, x_BTD):
-            return chunked_cross_entropy(x_BTD, self.head.weight, targets)
+            return chunked_cross_entropy(x_BTD, self.head.weight, targets.view(x_BTD.shape[:-1]))
         logits_BTV = self.head(x_BTD).float()
         if targets is None:
             return logits_BTV

@@ -32,7 +32,7 @@ from .executor import Executor
 from .exit_hook import closed, deferred, finish_at_exit
 from .held_model import HeldModel
 from .loss_scaling import first_label_counts, mean_of, questions
-from .model.chunked_head import ChunkedHead
+from .model.chunked_head import ChunkedHead, has_ordinary_loss
 from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .ops import handlers
 from .ops.commit_ops import publish
@@ -97,7 +97,7 @@ class Engine:
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._user, self._events = user, events
         self.held = HeldModel(run, captured, user.optimizer, caches)
-        self._head = ChunkedHead(run.model)
+        self._head = ChunkedHead(run.model) if has_ordinary_loss(run.model) else None
         self.preflight = preflight
         self._told: Traffic = {}
         """Bytes moved up to the last step in the event log, evaluations included."""
@@ -151,7 +151,7 @@ class Engine:
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
-            with self._running(step, True), torch.set_grad_enabled(self._run.zeroth is None):
+            with self._running(step, loss_fn is None), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
                 self._corrections.begins(step)
@@ -406,7 +406,9 @@ class Engine:
         """Return the loss of each micro-batch, in evaluation mode and without gradients."""
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
-        return self._forward([lambda call=call: float(extract_loss(call())) for call in calls], True)
+        return self._forward(
+            [lambda call=call: float(extract_loss(call())) for call in calls], loss_fn is None
+        )
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
@@ -439,7 +441,7 @@ class Engine:
             self.held.in_use = True
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
-                chunked = self._head.applied() if takes_loss else nullcontext()
+                chunked = self._head.applied() if takes_loss and self._head is not None else nullcontext()
                 with self._run.patch.applied(), chunked, all_cancelled(coroutines):
                     yield
             finally:

@@ -199,16 +199,17 @@ class ModelProfile:
 
     @property
     def workspace_bytes(self) -> int:
-        """An estimate of the activation bytes of one micro-batch in one block, or in the head and the loss.
+        """An estimate of the activation bytes of one micro-batch in the last block, and in the head and the loss.
 
-        The loss is computed in chunks of tokens, so its part does not grow with the tokens beyond one chunk.
+        The block's graph lives while the loss is computed. That is done in chunks of tokens, so its part does not grow
+        with the tokens beyond one chunk.
         """
         block = ACTIVATION_BYTES * self.tokens * self.width
         rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
         head = LOGIT_BYTES * min(self.tokens, rows) * self.vocabulary
         if self.tokens > rows:
             head = HEAD_SUM_BYTES * parameters + max(head, HEAD_CHUNK_BYTES * parameters)
-        return max(block, head)
+        return block + head
 
     @property
     def head_flop(self) -> float:

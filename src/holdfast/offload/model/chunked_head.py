@@ -7,7 +7,8 @@ shift of labels, ``ignore_index`` and ``num_items_in_batch`` stay those of the m
 the logits gets them whole, with the bits of the model without the patch, and a warning names it once.
 
 The first loss is compared with the ordinary one on as many tokens as one chunk has. Used by the engine, in steps and
-evaluations, and by the measurement of a model's memory.
+evaluations, and by the measurement of a model's memory; only for models and losses that are transformers' own, because
+code that is not known might do with logits what cannot be noted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from inspect import signature
 from typing import Any
 
@@ -38,6 +39,20 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-8}
 Relative to the loss, or to 1 nat a token where the loss is less. On a processor up to 2e-7 was measured in all three,
 so 16 bits have room for kernels that round products of other shapes otherwise, by one step of bf16.
 """
+
+
+def has_ordinary_loss(model: Any) -> bool:
+    """Return whether ``model`` is a causal language model as transformers has it, with that library's own loss.
+
+    A model with code of its own might use its logits in ways that are not known.
+    """
+    base = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # PEFT's
+    loss = getattr(base, "loss_function", None)
+    names = type(base).__module__, f"{getattr(loss, '__module__', '')}.{getattr(loss, '__name__', '')}"
+    return (
+        names[0].startswith("transformers.models.")
+        and names[1] == "transformers.loss.loss_utils.ForCausalLMLoss"
+    )
 
 
 class ChunkedHead:
@@ -107,7 +122,7 @@ class ChunkedHead:
         with torch.no_grad():
             hidden, targets = logits.hidden[chosen], targets[chosen]
             small = (len(chosen) + 1) // 2
-            whole = float(logits.loss(hidden, targets, ignore_index, "sum", rows))
+            whole = float(logits.plain_loss(hidden, targets, ignore_index))
             cut = float(logits.loss(hidden, targets, ignore_index, "sum", max(1, small)))
         if not len(chosen) or not math.isfinite(whole):
             return
@@ -132,26 +147,35 @@ class PendingLogits(Tensor):
     autocast: Autocast
     """The autocast state around the head."""
     product_dtype: torch.dtype
-    whole: Callable[[], Tensor]
-    """Function that computes the logits as the model itself would."""
+    is_recorded: bool
+    """Whether gradients were recorded when the head and each function were called."""
+    version: int
+    """The version of ``hidden`` when it was given."""
+    own: Callable[[Tensor], Tensor]
+    """The head's own forward."""
+    whole: _Computed
+    """The logits as the model itself would compute them."""
     computed: list[bool]
     """A list that is empty until logits of this call of the head are computed whole."""
 
     @classmethod
     def of(cls, owner: ChunkedHead, head: Any, own: Callable[..., Any], hidden: Tensor) -> PendingLogits:
         """Return the logits of ``head`` for ``hidden``, pending."""
-        autocast, grad, weight = autocast_state(), torch.is_grad_enabled(), head.weight
+        autocast, weight, modes = autocast_state(), head.weight, _modes()
         dtype = {kind: cast for kind, enabled, cast in autocast if enabled}.get(
             hidden.device.type, hidden.dtype
         )
 
         def whole() -> Tensor:
-            with autocast_as(autocast), torch.set_grad_enabled(grad):
+            made.refuse_changed_input()
+            with modes(), autocast_as(autocast):
                 return own(hidden)
 
         made = cls._made((*hidden.shape[:-1], len(weight)), dtype, hidden, weight)
         made.owner, made.hidden, made.head, made.steps = owner, hidden, (weight, head.bias), ()
-        made.autocast, made.product_dtype, made.whole, made.computed = autocast, dtype, _once(whole), []
+        made.autocast, made.product_dtype, made.own = autocast, dtype, own
+        made.is_recorded, made.version = torch.is_grad_enabled(), _version(hidden)
+        made.whole, made.computed = _Computed(whole), []
         return made
 
     @classmethod
@@ -160,9 +184,13 @@ class PendingLogits(Tensor):
     ) -> PendingLogits:
         is_traced = isinstance(hidden, FakeTensor)  # torch's FlopCounterMode would add hooks
         needs = torch.is_grad_enabled() and not is_traced and (hidden.requires_grad or weight.requires_grad)
-        return Tensor._make_wrapper_subclass(
+        made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=needs
-        )  # type: ignore[return-value]
+        )
+        if needs:  # a function that torch does not ask about would end its gradient here
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made  # type: ignore[return-value]
 
     def then(
         self,
@@ -171,36 +199,57 @@ class PendingLogits(Tensor):
         dtype: torch.dtype | None = None,
     ) -> PendingLogits:
         """Return the logits after ``func``: an operation on each element, or one that chose or arranged ``hidden``."""
+        self.refuse_changed_input()
         by_element, hidden = hidden is None, self.hidden if hidden is None else hidden
+        before, modes = self.whole, _modes()
         shape = (*hidden.shape[:-1], self.shape[-1])
         made = self._made(shape, dtype or self.dtype, hidden, self.head[0])
         made.__dict__.update(self.__dict__)
 
         def whole() -> Tensor:
-            source = self.whole()
-            if by_element and not source.is_inference() and source._version:
+            source = before.get()
+            with modes():
+                after = func(source)
+            if before.is_changed and (by_element or not _share_memory(after, source)):
                 raise ModelNotSupported(
                     f"{self.owner.name} changes its logits in place after it has computed others of them: write"
                     " logits = logits * 2 instead of logits *= 2."
                 )
-            return func(source)
+            return after
 
-        made.hidden, made.whole = hidden, _once(whole)
+        made.hidden, made.version, made.whole = hidden, _version(hidden), _Computed(whole)
         made.steps = (*self.steps, func) if by_element else self.steps
+        made.is_recorded = self.is_recorded and torch.is_grad_enabled()
         return made
+
+    def refuse_changed_input(self) -> None:
+        """Raise ``ModelNotSupported`` if the hidden states were changed after the head was called."""
+        if _version(self.hidden) != self.version:
+            raise ModelNotSupported(
+                f"{self.owner.name} changes the input of its output head in place after the head was called: write"
+                " x = x * 2 instead of x *= 2."
+            )
+
+    def plain_loss(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        """Return the summed cross entropy for the tokens of ``hidden`` as the model itself would compute it."""
+        with autocast_as(self.autocast):
+            return F.cross_entropy(
+                self._logits(self.own(hidden)), targets, ignore_index=ignore_index, reduction="sum"
+            )
+
+    def _logits(self, out: Tensor) -> Tensor:
+        """Return the logits, given the output of the head."""
+        for step in self.steps:
+            out = step(out)
+        return out
 
     def loss(
         self, hidden: Tensor, targets: Tensor, ignore_index: int, reduction: str, rows: int | None = None
     ) -> Tensor:
         """Return the cross entropy of these logits for the tokens of ``hidden``, in chunks of ``rows`` tokens."""
-
-        def logits(out: Tensor) -> Tensor:
-            for step in self.steps:
-                out = step(out)
-            return out
-
-        with autocast_as(self.autocast):
-            return cross_entropy_of(hidden, *self.head, targets, logits, ignore_index, reduction, rows)
+        self.refuse_changed_input()
+        with autocast_as(self.autocast), torch.set_grad_enabled(torch.is_grad_enabled() and self.is_recorded):
+            return cross_entropy_of(hidden, *self.head, targets, self._logits, ignore_index, reduction, rows)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -219,11 +268,14 @@ class PendingLogits(Tensor):
         """Return the logits themselves, because ``func`` needs them."""
         self.computed.append(True)
         self.owner.say(self.shape, f"{resolve_name(func) or func} needs them")
-        return self.whole()
+        return self.whole.get()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AssertionError(f"{func} has reached logits without values")
+        raise ModelNotSupported(
+            f"{func} has reached logits that no one has computed. Compute this loss with holdfast.chunked_cross_entropy"
+            " in a loss_fn, with which logits stay as they are."
+        )
 
 
 def _noting(func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -238,16 +290,51 @@ def _noting(func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]
     return lambda: known(*bound.args, **bound.kwargs)
 
 
-def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function that calls ``compute`` at its first call, and returns the same tensor ever after."""
-    made: list[Tensor] = []
+class _Computed:
+    """A tensor that is computed at its first use."""
 
-    def get() -> Tensor:
-        if not made:
-            made.append(compute())
-        return made[0]
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._made: Tensor | None = None
+        self._version = 0
 
-    return get
+    def get(self) -> Tensor:
+        if self._made is None:
+            self._made = self._compute()
+            self._version = _version(self._made)
+        return self._made
+
+    @property
+    def is_changed(self) -> bool:
+        """True once the tensor, or a view of it, was changed in place."""
+        return self._made is not None and _version(self._made) != self._version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _modes() -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that returns a context with the grad and inference mode of this moment."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            yield
+
+    return modes
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise ModelNotSupported(
+        "a loss was computed from logits by a function that torch does not show, such as a fused cross entropy, and its"
+        " gradient would be lost. Pass a loss_fn with holdfast.chunked_cross_entropy, or that function in a loss_fn."
+    )
 
 
 # -- operations that are noted. Each returns NotImplemented for arguments that it does not know. ------
@@ -294,7 +381,7 @@ def _flattened(logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _contiguous(logits: Any) -> Any:
-    return logits
+    return logits.then(lambda out: out.contiguous(), logits.hidden)
 
 
 def _chosen(logits: Any, index: Any) -> Any:
@@ -303,6 +390,8 @@ def _chosen(logits: Any, index: Any) -> Any:
     if not entries or not all(each is ... or isinstance(each, slice) for each in entries):
         return NotImplemented
     every = slice(None)
+    if entries[-1] is ... and len(entries) > logits.dim():  # it stands for no dim
+        return NotImplemented
     if entries[-1] is not ... and entries[-1] != every and (... in entries or len(entries) >= logits.dim()):
         return NotImplemented
     return logits.then(lambda out: out[index], logits.hidden[index])

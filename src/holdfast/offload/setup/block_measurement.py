@@ -17,7 +17,7 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ModelNotSupported
 from ..model.blocks import Blocks, Patch
-from ..model.chunked_head import ChunkedHead
+from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
 
 
@@ -226,8 +226,9 @@ def _trace(
     probe = _Probe(blocks, bytes_, flop, backward)
     here = partial(_fake_here, fake)
     fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
-    head = ChunkedHead(model, quiet=True)
-    with fake, restored(model), fakes, probe.patch.applied(), head.applied():
+    is_chunked = loss_fn is None and has_ordinary_loss(model)
+    head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
+    with fake, restored(model), fakes, probe.patch.applied(), head:
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():

@@ -148,7 +148,7 @@ class PendingLogits(Tensor):
     """The autocast state around the head."""
     product_dtype: torch.dtype
     is_recorded: bool
-    """Whether gradients were recorded when the head and each function were called."""
+    """True if gradients were recorded when the head and each function were called."""
     version: int
     """The version of ``hidden`` when it was given."""
     own: Callable[[Tensor], Tensor]

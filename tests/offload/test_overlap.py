@@ -163,7 +163,7 @@ def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(tmp_pa
     _, _, states = plain_loop(2, None)
     twin = decoder()
     prompt = batches(9, 1)[0]["tokens"][:1]
-    with delayed_engine(tmp_path, delayed_fraction, **SLOW) as engine:
+    with delayed_engine(tmp_path, delayed_fraction, write_limit=SLOW["write_limit"] // 4) as engine:
         for step in range(4):
             engine.step(batches(step, 2))
             assert engine.durable_step <= step, "the disk is too fast for this test"

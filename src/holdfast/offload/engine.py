@@ -254,10 +254,11 @@ class Engine:
     ) -> Texts:
         """Return ``tokens`` continued by ``max_new_tokens`` sampled tokens for each text.
 
-        For each token of all texts the blocks are read once, or once for each eight of several lengths. Text number i
-        is continued as it would be alone with the seed ``seed + i``; where several texts of one length share a forward
-        pass (up to eight, if there are more than eight texts), their logits may round otherwise. Collective: each rank
-        passes its own texts, as many as the others. Raises ``BadInput``.
+        A token of each text takes one pass over the blocks for up to 64 texts of one length, or up to 8 of several
+        lengths; on several ranks for 8 texts, and for fewer under a small budget. Text number i is continued as it
+        would be alone with the seed ``seed + i``. Texts of one length that share a forward pass, as more than 8 do, may
+        have logits that round otherwise. Collective: each rank passes its own texts, as many as the others. Raises
+        ``BadInput``.
 
         Args:
             tokens: int64[texts, T]; or a list of int64[T], also of several lengths, for which a list is returned.

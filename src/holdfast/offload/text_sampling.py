@@ -1,4 +1,4 @@
-"""The sampling of tokens that continue texts, one forward pass of all texts for each token.
+"""The sampling of tokens that continue texts, a token of each text at a time.
 
 Each choice depends only on the logits and the seed. Called by ``Engine.generate``.
 """

@@ -45,8 +45,8 @@ LEAD_BYTES = 64 * MiB
 def device_input_slots(input_bytes: float) -> int:
     """Return the buffers on a separate device for block inputs, and for their gradients: in use, and next.
 
-    Small ones have two more, so that the host, which learns late that a computation is over, has a lead. Where the size
-    is not known, it is 0.
+    Small ones have two more, so that the host, which learns late that a computation is over, has a lead. An unknown
+    size is given as 0.
     """
     return DEVICE_SLOTS + (2 if 0 < input_bytes <= LEAD_BYTES else 0)
 

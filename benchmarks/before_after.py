@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from common import finish, options_of, paired_ratio, table
+from common import Stack, finish, options_of, paired_ratio, table
 from torch import nn
 
 HERE = Path(__file__).parents[1]
@@ -42,22 +42,14 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Net(nn.Module):
-    """Eight blocks, 4.2 million parameters; the loss is the mean of squares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def net() -> Stack:
+    """Return a model of eight blocks, 4.2 million parameters."""
+    return Stack(Block(WIDTH) for _ in range(8))
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -144,7 +136,7 @@ def write_zero(folder: Path) -> None:
     sys.path.append(str(HERE / "tests"))
     from formats import deepspeed_files
 
-    shapes = {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in net().named_parameters()}
     deepspeed_files.write(folder, deepspeed_files.random_state([shapes]), 3, 4)
 
 

@@ -9,12 +9,26 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class Stack(nn.Module):
+    """Blocks one after another, in ``layers``; the loss is the mean of squares."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def options_of(doc: str) -> argparse.ArgumentParser:

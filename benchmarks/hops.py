@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from common import finish, options_of, table
+from common import Stack, finish, options_of, table
 from torch import nn
 
 import holdfast
@@ -71,22 +71,14 @@ class Block(nn.Module):
         return x + self.linear(x)
 
 
-class Net(nn.Module):
-    """Four blocks; the loss is the mean of squares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def net() -> Stack:
+    """Return a model of four blocks."""
+    return Stack(Block() for _ in range(4))
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -121,7 +113,7 @@ def from_zero(folder: Path, hops: Hops, found: dict[str, dict[str, int]]) -> Non
     """A checkpoint of ZeRO-3 of four ranks, as a source."""
     from formats import deepspeed_files
 
-    shapes = {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in net().named_parameters()}
     deepspeed_files.write(folder / "zero", deepspeed_files.random_state([shapes]), 3, 4)
     for turn in range(2):
         model, optimizer = trained()

@@ -7,6 +7,7 @@ the wrong kind of bytes or the wrong count gives another number.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -16,10 +17,11 @@ from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import CLIPPING, BlockPlacement, BlockWork, StepShape, Work
+from holdfast.schedule.work import CLIPPING, BlockPlacement, BlockWork, StateTile, StepShape, Work
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
-LISTS = {**SCHEDULES, "zeroth": zeroth}
+LISTS = {**SCHEDULES, "zeroth": lambda *step: zeroth(*whole(step))}
+Step = tuple[Work, BlockPlacement, StepShape]
 
 
 def uneven(count: int, unified: bool = True) -> Work:
@@ -48,6 +50,33 @@ def uneven(count: int, unified: bool = True) -> Work:
         head_flop=7.0e6,
         unified=unified,
     )
+
+
+def tiled(work: Work) -> Work:
+    """``work`` with the state of block i in 1, 2 or 3 tiles, and two outside of the blocks."""
+    blocks = (replace(b, tiles=_tiles(1 + i % 3, b.elements, b.state_bytes, b.trained_param_bytes, b.grad_bytes))
+              for i, b in enumerate(work.blocks))  # fmt: skip
+    return replace(
+        work,
+        blocks=tuple(blocks),
+        resident_tiles=_tiles(
+            2, work.resident_elements, work.resident_state_bytes, 0, work.resident_grad_bytes
+        ),
+    )
+
+
+def _tiles(count: int, *sizes: int) -> tuple[StateTile, ...]:
+    """The first is larger than the others by what cannot be divided."""
+    parts = [[size // count + (size % count if i == 0 else 0) for size in sizes] for i in range(count)]
+    names = ("elements", "state_bytes", "trained_param_bytes", "grad_bytes")
+    return tuple(StateTile(**dict(zip(names, part))) for part in parts)
+
+
+def whole(step: Step) -> Step:
+    """The same step as MeZO has it: without tiles, and with the state outside of the blocks in host memory."""
+    work, placement, shape = step
+    blocks = tuple(replace(block, tiles=()) for block in work.blocks)
+    return replace(work, blocks=blocks, resident_tiles=()), replace(placement, resident_state=True), shape
 
 
 def equal_blocks(
@@ -113,7 +142,11 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         return tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
 
     placement = BlockPlacement(
-        params=any_blocks(), optimizer=any_blocks(), activations=any_blocks(), gradients=any_blocks()
+        params=any_blocks(),
+        optimizer=any_blocks(),
+        activations=any_blocks(),
+        gradients=any_blocks(),
+        resident_state=draw(st.booleans()),
     )
     clipping = draw(st.sampled_from(CLIPPING))
     shape = StepShape(
@@ -124,7 +157,8 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         delayed_fraction=draw(st.sampled_from((0.0, 0.0, 0.25, 0.5, 0.8, 1.0))),
         recomputed_fraction=draw(st.sampled_from((1.0, 1.0, 0.7, 0.3, 0.0))),
     )
-    return uneven(count, draw(st.booleans())), placement, shape
+    work = uneven(count, draw(st.booleans()))
+    return tiled(work) if draw(st.booleans()) else work, placement, shape
 
 
 @st.composite

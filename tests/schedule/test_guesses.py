@@ -30,10 +30,10 @@ def test_a_guess_waits_for_no_other_blocks_gradients_and_what_redoes_it_for_all(
     made = vertical(*guessing(step))
     order = Order(made)
     for guess in guessed_keys(made, "update"):
-        again = Key("update", guess.block)
+        again = Key("update", guess.block, tile=guess.tile)
         assert not order.before((0, END), (0, guess))
         assert not any(order.before((0, Key("backward", b, 0)), (0, guess)) for b in range(guess.block))
-        assert order.before((0, END), (0, Key("load_state", guess.block)))
+        assert order.before((0, END), (0, Key("load_state", guess.block, tile=guess.tile)))
         assert order.before((0, END), (0, again)) and order.before((0, guess), (0, again))
 
 
@@ -46,7 +46,7 @@ def test_what_is_written_again_is_written_after_what_was_guessed_and_read_after_
     evaluation = forward_only(work, placement, shape)
     following, evaluated = Order(made, made), Order(made, evaluation)
     for guess in guessed_keys(made, "store_params", "store_state"):
-        again = Key(guess.kind, guess.block)
+        again = Key(guess.kind, guess.block, tile=guess.tile)
         assert following.before((0, guess), (0, again))
     for again in {guess.block for guess in guessed_keys(made, "update")}:
         for phase in ("forward", "backward"):

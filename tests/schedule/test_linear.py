@@ -117,7 +117,7 @@ def test_clipping_costs_what_it_must():
 @pytest.mark.parametrize(
     "setting, text",
     [
-        (case(20).setting(8), "of host memory are needed, and there are 18.6 GiB. It takes more of it"),
+        (case(8).setting(8), "of host memory are needed, and there are 7.5 GiB. It takes more of it"),
         (
             Setting(
                 machine=replace(load_machine("a100-80g"), ssd_capacity_bytes=10**12),

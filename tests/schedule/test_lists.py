@@ -94,7 +94,7 @@ def test_where_whole_blocks_take_more_than_fractions_only_as_much_leaves_memory(
 
 
 def test_of_few_blocks_what_fits_stays_where_less_by_all_that_is_too_much_has_no_plan():
-    few = case("gpt-46m", "rtx-4090", host=0.92412532)
+    few = case("gpt-46m", "rtx-4090", host=0.9125)
     few = replace(few, model=replace(few.model, blocks=4, micro_batch=1, sequence=2048))
     solution, placement = fit(few, 2, 0.5)
     assert host_bytes(solution.setting, placement) <= few.machine.host_memory_bytes
@@ -117,7 +117,7 @@ def test_memory_that_gradients_wait_in_where_inputs_were_is_not_left_empty():
     allowed = chosen.machine.host_memory_bytes
     assert 0.97 * allowed < host_bytes(solution.setting, placement) <= allowed
     s = solution.setting
-    assert s.tokens / play(s, placement, steps=2).seconds_per_step > 300  # 279 with memory of their own
+    assert s.tokens / play(s, placement, steps=2).seconds_per_step > 291  # 287 with memory of their own
 
 
 def test_the_fractions_are_of_whole_blocks_and_inputs_of_those_before_the_last():
@@ -135,9 +135,9 @@ def test_a_plan_with_everything_on_the_ssd_is_one_like_others(monkeypatch):
 
 def test_buffers_that_do_not_fit_are_refused_with_numbers():
     with pytest.raises(
-        DoesNotFit, match=r"take \d+\.\d GiB of host memory with everything on the SSD, and there are 46"
+        DoesNotFit, match=r"take \d+\.\d GiB of host memory with everything on the SSD, and there are 9.3"
     ):
-        fit(case("gpt-65b", "a100-80g", host=50), 4)
+        fit(case("gpt-65b", "a100-80g", host=10), 4)
 
 
 def test_the_simulated_ssd_has_the_rate_of_the_plans_mixture():

@@ -18,7 +18,7 @@ from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
 from holdfast.schedule.work import BlockPlacement, StepShape
-from plan_steps import LISTS, equal_blocks, machines, steps, uneven
+from plan_steps import LISTS, equal_blocks, machines, steps, tiled, uneven, whole
 
 
 def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
@@ -135,6 +135,8 @@ def test_the_bound_is_reached(clipping, unified):
 def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule, machine, at_once):
     """It begins while the step before it still updates and writes."""
     work, placement, shape = replace(step[0], input_bytes=60_013), *step[1:]
+    if schedule == "zeroth":
+        work, placement, shape = whole((work, placement, shape))
     made = LISTS[schedule](work, placement, shape)
     evaluation = forward_only(work, placement, StepShape(micro_batches=at_once))
     found = simulate([made, evaluation, evaluation, made], machine)
@@ -220,6 +222,16 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
         "workspace": work.workspace_bytes,
     }
     assert found.host_bytes == sum(found.at("host").values())
+
+
+def test_state_in_tiles_takes_the_memory_of_three_tiles_however_large_the_blocks_are():
+    work = tiled(uneven(8))
+    placement = BlockPlacement.fractions(8, activations=0.0)
+    found = predict(work, replace(placement, resident_state=False), StepShape(micro_batches=3)).at("host")
+    tiles = [tile for block in work.blocks for tile in block.parts]
+    assert found["state"] == sum(sorted(tile.state_bytes for tile in [*tiles, *work.resident_tiles])[-3:])
+    assert found["updated_params"] == sum(sorted(tile.trained_param_bytes for tile in tiles)[-2:])
+    assert "resident_state" not in found
 
 
 @pytest.mark.parametrize("unified", [True, False])

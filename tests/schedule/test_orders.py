@@ -66,8 +66,10 @@ def expected_traffic(
     moved |= between_blocks(order, n, m, s, shape.order == "snake")
     if n > 1:
         moved["upload_input"] -= sum(is_kept(shape, i, n) for i in range(n)) * m * s
-    if shape.commit:
+    if shape.commit or not placement.resident_state:
         moved["store_resident"] = work.resident_state_bytes
+    if not placement.resident_state:
+        moved["load_resident"] = work.resident_state_bytes
     if not work.unified:
         moved["download_resident_grads"] = work.resident_grad_bytes
         moved["upload_resident"] = work.resident_param_bytes
@@ -150,7 +152,7 @@ def test_an_update_has_the_gradients_of_all_micro_batches(order, step):
         for m in range(step[2].micro_batches):
             assert before((0, Key("backward", block, m)), (0, Key("update", block)))
     for moved in keys(made, "load_grads", "store_grads", "download_grads", "load_state"):
-        assert before((0, moved), (0, Key("update", moved.block)))
+        assert before((0, moved), (0, Key("update", moved.block, tile=moved.tile)))
 
 
 @every_order
@@ -161,7 +163,8 @@ def test_the_commit_is_last_and_after_every_store(order, step):
     made = SCHEDULES[order](work, placement, committing(shape))
     stores = keys(made, "store_state", "store_resident")
     assert made[-1].key == Key("commit")
-    assert len([key for key in stores if key.phase != GUESS]) == len(work.blocks) + 1
+    parts = [*(block.parts for block in work.blocks), work.resident_parts]
+    assert len([key for key in stores if key.phase != GUESS]) == sum(map(len, parts))
     before = Order(made).before
     for store in stores:
         assert before((0, store), (0, Key("commit")))
@@ -174,11 +177,11 @@ def test_the_next_step_computes_with_updated_parameters(order, step):
     made = SCHEDULES[order](*step)
     before = Order(made, made).before
     for following in keys(made, "forward", "backward"):
-        assert before((0, Key("update_resident")), (1, following))
-        assert before((0, Key("update", following.block)), (1, following))
+        for updated in keys(made, "update_resident", "update"):
+            assert updated.block not in (-1, following.block) or before((0, updated), (1, following))
     for load in keys(made, "load_params"):
-        if not step[1].params[load.block]:
-            assert before((0, Key("store_params", load.block)), (1, load))
+        for store in keys(made, "store_params"):
+            assert store.block != load.block or before((0, store), (1, load))
 
 
 @every_order
@@ -200,11 +203,26 @@ def test_state_is_read_and_changed_only_after_it_was_written(order, step):
     made = SCHEDULES[order](*step)
     before = Order(made, made).before
     for store in keys(made, "store_state"):
-        assert before((0, store), (1, Key("update", store.block)))
+        assert before((0, store), (1, Key("update", store.block, tile=store.tile)))
         if not step[1].optimizer[store.block]:
-            assert before((0, store), (1, Key("load_state", store.block)))
-    if step[2].commit:
-        assert before((0, Key("store_resident")), (1, Key("update_resident")))
+            assert before((0, store), (1, Key("load_state", store.block, tile=store.tile)))
+    for store in keys(made, "store_resident"):
+        assert before((0, store), (1, Key("update_resident", tile=store.tile)))
+        if not step[1].resident_state:
+            assert before((0, store), (1, Key("load_resident", tile=store.tile)))
+
+
+@every_order
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_gradients_stay_until_every_tile_is_updated(order, step):
+    made = SCHEDULES[order](*step)
+    before = Order(made).before
+    givers = [op for op in made if op.key.kind == "update" and op.key.phase != GUESS and op.gives]
+    assert len(givers) == len({op.key.block for op in givers})
+    for op in givers:
+        for other in keys(made, "update"):
+            assert other.block != op.key.block or other == op.key or before((0, other), (0, op.key))
 
 
 @pytest.mark.slow

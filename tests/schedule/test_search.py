@@ -76,7 +76,7 @@ def test_a_micro_batch_too_large_for_the_device_is_refused_with_numbers():
 
 def test_nothing_that_fits_is_said_at_the_first_count():
     with pytest.raises(DoesNotFit, match="of host memory"):
-        search(case(20))
+        search(case(8))
 
 
 def test_what_binds_is_what_the_passes_wait_for():

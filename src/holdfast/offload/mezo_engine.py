@@ -81,8 +81,5 @@ def _state(
     unit: BlockState, name: str, image: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a parameter, its seed and its count of steps."""
-    return (
-        unit.state_view(image, name, "param"),
-        unit.state_view(image, name, SEED),
-        unit.state_view(image, name, STEP),
-    )
+    (tile,) = unit.tiles  # a direction is drawn for a whole parameter
+    return tile.view(image, name), tile.view(image, name, SEED), tile.view(image, name, STEP)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..io.buffers import Buffer
 from ..optim.host_optimizer import HostOptimizer, HyperParameters
 from ..optim.mezo import Delta
 from ..schedule.operations import Op
@@ -68,8 +67,6 @@ class Runtime:
     grad_scratch: Scratch | None
     grad_offsets: list[int]
     input_scratch: InputScratch
-    resident_buffer: Buffer
-    """The resident state image, in host memory."""
     resident_copy: torch.Tensor
     """The resident compute copy, in host memory; on a unified device the leaves are views of it."""
     parameter_order: list[str]
@@ -91,6 +88,12 @@ class Runtime:
     def units(self) -> list[BlockState]:
         """Every unit; the resident one is the last."""
         return [*self.blocks, self.resident]
+
+    def state_stays(self, unit: int) -> bool:
+        """Return whether the state of the unit with this number stays in host memory."""
+        if unit == len(self.blocks):
+            return self.placement.resident_state
+        return self.placement.optimizer[unit]
 
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's persistent buffers by name, as they are now on the first rank; all ranks take them.
@@ -183,6 +186,8 @@ class Step:
     loss_scale: LossScale | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
+    downloaded: dict[int, Gradients] = field(default_factory=dict)
+    """Parts of the resident gradients that were brought from a separate device, by tile."""
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     """Losses of the micro-batches of all ranks, each with its factor; None is a plain mean."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -201,8 +206,8 @@ class Step:
     unsettled: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Functions that decide on the clipping of a unit once its norm has arrived from the device, by unit name."""
     _settling: threading.Lock = field(default_factory=threading.Lock)
-    before: dict[int, StoredBlock] = field(default_factory=dict)
-    """The state before a guess, by block."""
+    before: dict[tuple[int, int], StoredBlock] = field(default_factory=dict)
+    """The state before a guess, by block and tile."""
     redone: bool = False
     """True if the norm is not as guessed, so that updates made before it was known are made again."""
     touched: dict[int, set[str]] = field(default_factory=dict)

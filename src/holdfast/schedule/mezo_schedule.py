@@ -42,7 +42,7 @@ def zeroth(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op]:
     previous = (Key("store_resident"), *update_parts.committed(s))
     s.compute(MEASURED, needs_previous=previous, gives=(_resident_copies(s)[-1].name,))
     if shape.commit:
-        update_parts.store_resident(s, MEASURED)
+        update_parts.store_resident(s, 0, MEASURED)
     update_parts.commit(s)
     return s.finish()
 
@@ -60,10 +60,10 @@ def catch_up(work: Work, placement: BlockPlacement, commit: bool) -> list[Op]:
             operations.UPDATE,
             work=b.elements,
             needs=needs,
-            takes=(Hold(("updated_params", block), b.trained_param_bytes, slots=UPDATED_SLOTS),) if to_ssd else (),
+            takes=(Hold(("updated_params", block, 0), b.trained_param_bytes, slots=UPDATED_SLOTS),) if to_ssd else (),
         )  # fmt: skip
         if to_ssd:
-            update_parts.store_params(s, block, moved)
+            update_parts.store_params(s, block, 0, moved)
         _store_state(s, block, moved)
     copy = ("resident_params",)
     moved = s.add(
@@ -76,7 +76,7 @@ def catch_up(work: Work, placement: BlockPlacement, commit: bool) -> list[Op]:
         size = work.resident_param_bytes
         s.add(Key("upload_resident"), operations.UPLOAD, nbytes=size, needs=(moved,), gives=(copy,))
     if commit:
-        update_parts.store_resident(s, moved)
+        update_parts.store_resident(s, 0, moved)
     update_parts.commit(s)
     return s.finish()
 
@@ -152,7 +152,7 @@ def _load_state(s: StepBuilder, block: int, priority: int = operations.SOON) -> 
         operations.SSD_READ,
         nbytes=size,
         needs_previous=(Key("store_state", block),),
-        takes=(Hold(("state", block), size, slots=STATE_SLOTS),),
+        takes=(Hold(("state", block, 0), size, slots=STATE_SLOTS),),
         priority=priority,
     )
     return (load,)
@@ -161,9 +161,9 @@ def _load_state(s: StepBuilder, block: int, priority: int = operations.SOON) -> 
 def _store_state(s: StepBuilder, block: int, moved: Key) -> None:
     """Write a block's state, unless it stays in host memory and nothing is committed."""
     if not s.placement.optimizer[block]:
-        update_parts.store_state(s, block, moved, gives=(("state", block),))
+        update_parts.store_state(s, block, 0, moved, gives=(("state", block, 0),))
     elif s.shape.commit:
-        update_parts.store_state(s, block, moved)
+        update_parts.store_state(s, block, 0, moved)
 
 
 def _forward(s: StepBuilder, block: int, *there: Key) -> None:

@@ -36,12 +36,14 @@ GUESS = "guess"
 
 
 class Key(NamedTuple):
-    """The name of one operation of a step. ``micro_batch`` is -1 for what happens once per block."""
+    """The name of one operation of a step. ``micro_batch`` is -1 for what happens once per block, or tile of it."""
 
     kind: str
     block: int = -1
     micro_batch: int = -1
     phase: str = ""
+    tile: int = 0
+    """The part of a unit's state that the operation is about."""
 
 
 class Hold(NamedTuple):

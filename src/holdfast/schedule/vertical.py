@@ -68,9 +68,10 @@ def commit_only(work: Work, placement: BlockPlacement) -> list[Op]:
     """Return the operations that commit the present state: what stays in host memory is written."""
     s = StepBuilder(work=work, placement=placement, shape=StepShape(micro_batches=1))
     for block in range(s.count):
-        if placement.optimizer[block]:
-            update_parts.store_state(s, block)
-    update_parts.store_resident(s)
+        for tile in s.tiles(block) if placement.optimizer[block] else ():
+            update_parts.store_state(s, block, tile)
+    for tile in range(len(work.resident_parts) if placement.resident_state else 0):
+        update_parts.store_resident(s, tile)
     update_parts.commit(s)
     return s.finish()
 

@@ -10,12 +10,25 @@ whole blocks, whose updates are left to the next forward pass. Measured by the e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
+
+from ..quantities import MiB
+
+TILE_BYTES = 128 * MiB
+"""The size of a tile: the state of a block that is larger is read, updated and written in several."""
+
+
+def tile_count(state_bytes: int) -> int:
+    """Return the number of tiles in which a state of ``state_bytes`` is updated."""
+    return max(1, -(-state_bytes // TILE_BYTES))
+
 
 ClippingMode = Literal["none", "defer", "speculate", "per_block"]
 """The way in which an update gets the factor that clips its gradients (``docs/schedule.md``)."""
 CLIPPING = ("none", "defer", "speculate", "per_block")
+KINDS = ("params", "optimizer", "activations", "gradients")
+"""The kinds of data of which a fraction of the blocks may stay in host memory."""
 NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
 """Names, in messages, of the kinds of data that a placement may keep in host memory."""
 
@@ -28,7 +41,7 @@ class Work:
     input_bytes: int
     """Bytes that flow between two blocks for one micro-batch."""
     resident_state_bytes: int
-    """Bytes of the resident master parameters and optimizer state, in host memory: the whole file."""
+    """Bytes of the resident master parameters and optimizer state: all files."""
     resident_param_bytes: int
     """Bytes of the resident compute copy, on the device."""
     resident_elements: int
@@ -41,6 +54,8 @@ class Work:
     """
     head_flop: float = 0.0
     """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
+    resident_tiles: tuple[StateTile, ...] = ()
+    """The tiles of the resident state; empty if it is one."""
     resident_grad_bytes: int = 0
     """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
     resident_grad_share_bytes: int = 0
@@ -59,6 +74,28 @@ class Work:
     It holds the activations between the block's input and its output. In device memory. Measured.
     """
 
+    @property
+    def resident_parts(self) -> tuple[StateTile, ...]:
+        """The tiles of the resident state, one at least."""
+        whole = StateTile(
+            elements=self.resident_elements,
+            state_bytes=self.resident_state_bytes,
+            grad_bytes=self.resident_grad_bytes,
+        )
+        return self.resident_tiles or (whole,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTile:
+    """A part of a unit's state that is read, updated and written by itself. Bytes."""
+
+    elements: int
+    state_bytes: int
+    trained_param_bytes: int = 0
+    """Bytes of the compute copy that its update rewrites."""
+    grad_bytes: int = 0
+    """Bytes of the gradients that its update needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWork:
@@ -71,7 +108,7 @@ class BlockWork:
     trained_param_bytes: int
     """Bytes of the compute copy that an update by this process rewrites."""
     state_bytes: int
-    """Bytes of master parameters and optimizer state: the whole file, and the buffer that holds it."""
+    """Bytes of master parameters and optimizer state: all files."""
     grad_bytes: int
     """Bytes of the accumulated fp32 gradients of the whole block."""
     param_share_bytes: int | None = None
@@ -91,6 +128,16 @@ class BlockWork:
 
     They do not include the block's input and parameters. In device memory. Measured.
     """
+    tiles: tuple[StateTile, ...] = ()
+    """The tiles of the state; empty if it is one."""
+
+    @property
+    def parts(self) -> tuple[StateTile, ...]:
+        """The tiles of the state, one at least."""
+        whole = StateTile(
+            elements=self.elements, state_bytes=self.state_bytes, trained_param_bytes=self.trained_param_bytes
+        )
+        return self.tiles or (whole,)
 
     @property
     def kept_param_bytes(self) -> int:
@@ -150,11 +197,13 @@ class BlockPlacement:
     activations: tuple[bool, ...]
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
+    resident_state: bool = True
+    """True if the optimizer state of what lies outside the blocks stays in host memory."""
 
     @property
     def shares(self) -> dict[str, float]:
         """Fraction of the blocks that stays in host memory, by kind; for inputs, of all blocks but the last."""
-        stays = {each.name: getattr(self, each.name) for each in fields(self)}
+        stays = {kind: getattr(self, kind) for kind in KINDS}
         if len(stays["activations"]) > 1:
             stays["activations"] = stays["activations"][:-1]
         return {kind: sum(which) / len(which) for kind, which in stays.items()}

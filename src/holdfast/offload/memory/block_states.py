@@ -1,9 +1,13 @@
 """The units of a model: the bytes of one block (or of the resident rest) in each of their forms.
 
-A unit has a *state image* (fp32 master, optimizer state and counters of its trained parameters, exactly the bytes of
-its generation file), a *frozen image* (parameters that never change), a *compute copy* (every parameter in the compute
+A unit has *state images* (fp32 master, optimizer state and counters of its trained parameters, exactly the bytes of a
+generation file), a *frozen image* (parameters that never change), a *compute copy* (every parameter in the compute
 dtype, which the device reads) and *gradients* (fp32). All four are flat, with fixed offsets; tensors are views. A
 change of micro-batches, fractions or schedule changes none of them.
+
+The state of a large unit is cut into *tiles* of about ``TILE_BYTES``, each with a file and an image of its own, so that
+an update needs a few tiles in memory and never a whole block. A tile is cut where ranks are: between rows, where an
+update of a part equals that part of the update. Optimizers that need a whole tensor have it in one tile.
 
 With several ranks each has its ``pieces`` of a unit. Its images hold only these, while a compute copy that computes and
 gradients that are being summed are those of the whole unit on every rank.
@@ -12,10 +16,12 @@ gradients that are being summed are those of the whole unit on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -24,14 +30,15 @@ from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
 from ...optim.host_optimizer import HostOptimizer, ParameterState
-from ...quantities import round_up
+from ...quantities import PAGE, round_up
+from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import Layout
 from ..model.blocks import Owned
-from .parameter_shards import ParameterShard, copy_parts, divided, range_of
+from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
 ALIGN = 256
 """Bytes. Tensors in compute copies, gradients and packed inputs start at multiples of it.
@@ -44,6 +51,18 @@ at least this alignment.
 def as_tensor(buffer: Buffer) -> torch.Tensor:
     """Return the bytes of a buffer as a uint8 tensor that shares them."""
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
+
+
+TILE = ".tile"
+
+
+def unit_of(file_name: str) -> str:
+    """Return the name of a file without the number of its tile.
+
+    >>> unit_of("layers.0.tile3of8"), unit_of("layers.0")
+    ('layers.0', 'layers.0')
+    """
+    return re.sub(rf"{re.escape(TILE)}\d+of\d+$", "", file_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +120,56 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return (*(dim for dim, size in enumerate(tensor.shape) if size == 1), *order)
 
 
+class UnitFile:
+    """A file of a unit: fragments of parameters, and the place of every tensor entry in it."""
+
+    def __init__(self, pieces: Sequence[ParameterShard], entries: Sequence[PlacedEntry]) -> None:
+        self.pieces = list(pieces)
+        self.entries = [placed.entry for placed in entries]
+        self.places = {placed.entry.key: (placed.shape, placed.box) for placed in entries}
+        """Shape of the whole tensor entry, and the region stored here, by the entry's key."""
+        self.layout = Layout.build([(entry.key, entry.dtype, entry.shape) for entry in self.entries])
+        self.name = ""
+        """Name of the file, as commits use it."""
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.elements for piece in self.pieces)
+
+    def view(self, image: torch.Tensor, name: str, slot: str = "param") -> torch.Tensor:
+        """Return a tensor entry inside an image of the file, in its own shape."""
+        entry = self.layout[f"{name}/{slot}"]
+        here = image[entry.offset : entry.offset + entry.nbytes]
+        return here.view(FROM_NAME[entry.dtype]).view(entry.shape)
+
+    def digest(self) -> str:
+        """Return what identifies the regions that the file holds."""
+        boxes = [self.places[entry.key][1].to_json() for entry in self.layout.entries]
+        return xxhash.xxh3_64_hexdigest(self.layout.header + json.dumps(boxes).encode())[:8]
+
+
+class StateTile(UnitFile):
+    """A part of a unit's state."""
+
+    def __init__(
+        self, pieces: Sequence[ParameterShard], entries: Sequence[PlacedEntry], itemsize: int, index: int
+    ) -> None:
+        super().__init__(pieces, entries)
+        self.index = index
+        self.copy_start = min((piece.copy_at for piece in pieces), default=0) // PAGE * PAGE
+        """Offset of the tile in this rank's shard of the compute copy."""
+        end = max((piece.copy_at + piece.elements * itemsize for piece in pieces), default=0)
+        self.copy_bytes = round_up(end - self.copy_start)
+
+
+class PlacedEntry(NamedTuple):
+    """A tensor entry of a file: the shape of the whole entry, and the region of it that the file holds."""
+
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    box: Region
+
+
 class BlockState:
     """The forms of one unit's bytes."""
 
@@ -120,6 +189,7 @@ class BlockState:
         """Lay the unit out. ``prefix`` begins the names of this rank's files."""
         self.name, self.dtype, self._optimizer = name, dtype, optimizer
         self.buffers, self._absent = buffers or {}, absent or {}
+        count = self._tile_count(owned, world_size)
         self.members: list[ParameterEntry] = []
         copy_end = grad_end = 0
         for trained in (True, False):
@@ -128,7 +198,8 @@ class BlockState:
                     continue
                 elements = one.captured.parameter.numel()
                 self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1))
-                copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN)
+                # tiles are written by themselves, so no page of the copy belongs to two of them
+                copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN if count == 1 else PAGE)
                 grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
             copy_end = round_up(copy_end)
             if trained:
@@ -137,24 +208,58 @@ class BlockState:
         self.grad_bytes = round_up(grad_end) if optimizer.takes_gradients else 0
         self.trained = [m for m in self.members if m.trained]
         self.frozen = [m for m in self.members if not m.trained]
-        self._divide(rank, world_size)
-        self.places: dict[str, tuple[tuple[int, ...], Region]] = {}
-        """Shape of the whole tensor entry, and the region stored here, by key of each entry that is stored here."""
-        self.state_atoms = self._state_atoms()
-        self.frozen_atoms = [
-            self._placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
-            for p in self.frozen_pieces
+        tiles = self._divide(rank, world_size, count)
+        self.tiles = [
+            StateTile(
+                pieces, self._state_entries(pieces, self.buffers if index == 0 else {}), dtype.itemsize, index
+            )
+            for index, pieces in enumerate(tiles)
         ]
-        self.layout = _layout(self.state_atoms)
-        self.frozen_layout = _layout(self.frozen_atoms)
-        self.file_name = self._file_name(prefix, name, self.layout)
-        """Name of the file of the unit's state, as commits use it."""
-        self.frozen_name = self._file_name(prefix, f"{name}.frozen", self.frozen_layout)
-        """Name of the file that holds the parameters which never change."""
+        """The parts of the state, each in a file of its own."""
+        self.copy_parts = self._parts_by_tile()
+        """This rank's shard of the compute copy, as it is written: the part of each tile, and the frozen part."""
+        starts = [min((piece.grad_at for piece in tile.pieces), default=None) for tile in self.tiles]
+        self.tile_grads = _ranges(starts, self.share_grad_bytes)
+        """Range of bytes of each tile in this rank's shard of the gradients."""
+        self.frozen_file = UnitFile(
+            self.frozen_pieces,
+            [
+                _placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
+                for p in self.frozen_pieces
+            ],
+        )
+        """The parameters that never change."""
+        self._name_files(prefix)
 
-    def _divide(self, rank: int, world_size: int) -> None:
-        """Divide the unit over the ranks."""
-        trained = divided([(m.shape, self._optimizer.cuts(m.group)) for m in self.trained], world_size)
+    def _tile_count(self, owned: Sequence[Owned], world_size: int) -> int:
+        """Return the number of tiles that hold a rank's share of the state of ``owned``."""
+        if not self._optimizer.takes_gradients:
+            return 1
+        nbytes = 0
+        for captured in (one.captured for one in owned if one.captured.trained):
+            assert captured.group is not None
+            kept = self._optimizer.slots(captured.group, captured.shape).tensors.values()
+            nbytes += 4 * captured.parameter.numel()
+            nbytes += sum(math.prod(form.shape) * form.dtype.itemsize for form in kept)
+        return tile_count(nbytes // world_size)
+
+    def _name_files(self, prefix: str) -> None:
+        """Name the files.
+
+        A file never changes its size, and the number of ranks and of tiles decides what each has. So with several ranks
+        the name identifies the content, and with several tiles it tells their number.
+        """
+        count = len(self.tiles)
+        for tile in self.tiles:
+            part = "" if count == 1 else f"{TILE}{tile.index}of{count}"
+            tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix else "")
+        frozen = self.frozen_file
+        frozen.name = f"{prefix}{self.name}.frozen" + (f"-{frozen.digest()}" if prefix else "")
+
+    def _divide(self, rank: int, world_size: int, count: int) -> list[list[ParameterShard]]:
+        """Divide the unit over the ranks, and return the fragments in each of the ``count`` tiles of this rank."""
+        cut = divided([(m.shape, self._cuts(m)) for m in self.trained], world_size * count)
+        trained = [joined(cut[first : first + count]) for first in range(0, len(cut), count)]
         frozen = divided([(m.shape, True) for m in self.frozen], world_size)
         self.owners: dict[str, list[tuple[int, int]]] = {m.name: [(0, 0)] * world_size for m in self.members}
         """Range of elements that each rank has of each parameter, by parameter name."""
@@ -171,23 +276,31 @@ class BlockState:
         ]
         """Byte ranges of the compute copy of each rank: of trained and of frozen parameters."""
         self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
-        self.copy_parts = copy_parts(self.copy_ranges[rank])
-        """This rank's shard of the compute copy: its trained and its frozen part."""
+        self._trained_part, self._frozen_part = copy_parts(self.copy_ranges[rank])
         first = self.grad_ranges[rank][0]
-        shifts = [part.start - part.at for part in self.copy_parts]
+        shifts = [part.start - part.at for part in (self._trained_part, self._frozen_part)]
         size = self.dtype.itemsize
-        self.pieces = [
-            ParameterShard(
-                m, start, stop, m.copy_offset + start * size - shifts[0], m.grad_offset + start * 4 - first
-            )
-            for m, start, stop in ((self.trained[i], start, stop) for i, start, stop in trained[rank])
-        ]
+
+        def shards(ranges: Sequence[RowRange]) -> list[ParameterShard]:
+            found = ((self.trained[i], start, stop) for i, start, stop in ranges)
+            return [
+                ParameterShard(
+                    m,
+                    start,
+                    stop,
+                    m.copy_offset + start * size - shifts[0],
+                    m.grad_offset + start * 4 - first,
+                )
+                for m, start, stop in found
+            ]
+
+        self.pieces = shards(trained[rank])
         self.frozen_pieces = [
             ParameterShard(m, start, stop, m.copy_offset + start * size - shifts[1], -1)
             for m, start, stop in ((self.frozen[i], start, stop) for i, start, stop in frozen[rank])
         ]
-        self.share_copy_bytes = self.copy_parts[-1].end
-        self.share_trained_copy_bytes = self.copy_parts[0].end
+        self.share_copy_bytes = self._frozen_part.end
+        self.share_trained_copy_bytes = self._trained_part.end
         start, stop = self.grad_ranges[rank]
         self.share_grad_bytes = round_up(stop - start)
         self.gathered_bytes = sum(b - a for ranges in self.copy_ranges for a, b in ranges)
@@ -195,6 +308,27 @@ class BlockState:
         """Bytes of a compute copy that other ranks send."""
         self.reduced_bytes = (stop - start) * (world_size - 1)
         """Bytes of gradients that other ranks send."""
+        return [shards(ranges) for ranges in cut[rank * count : (rank + 1) * count]]
+
+    def _parts_by_tile(self) -> list[CopyPart]:
+        shift = self._trained_part.start - self._trained_part.at
+        ends = ((tile.copy_start, tile.copy_start + tile.copy_bytes) for tile in self.tiles)
+        trained = [CopyPart(at, at + shift, end + shift) for at, end in ends if at < end]
+        return [*trained, self._frozen_part]
+
+    def _cuts(self, member: ParameterEntry) -> bool:
+        """Return whether ``member`` may be divided: by its optimizer, and by its place in memory."""
+        return self._optimizer.cuts(member.group) and member.order is None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all files of the state."""
+        return sum(tile.layout.file_bytes for tile in self.tiles)
+
+    @property
+    def files(self) -> list[UnitFile]:
+        """All files of the unit."""
+        return [*self.tiles, *([self.frozen_file] if self.frozen else [])]
 
     @property
     def elements(self) -> int:
@@ -210,58 +344,31 @@ class BlockState:
         slots = self.kept(member)
         return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
 
-    def _state_atoms(self) -> list[TensorEntry]:
-        """Return the tensor entries of the state: parameters, then state name by state name, then counters and
-        buffers."""
-        placed = self._placed
-        atoms = [
-            placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in self.pieces
-        ]
-        slots = [(p, self.member_slots(p), self.member_slots(p.member)) for p in self.pieces]
+    def _state_entries(
+        self, pieces: Sequence[ParameterShard], buffers: Mapping[str, BufferPlace]
+    ) -> list[PlacedEntry]:
+        """Return the entries of ``pieces``: parameters, then state name by state name, then counters and buffers."""
+        found = [_placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in pieces]
+        slots = [(p, self.member_slots(p), self.member_slots(p.member)) for p in pieces]
         names = dict.fromkeys(name for _, here, _ in slots for name in here.tensors)
         for name in names:
             for p, here, whole in slots:
                 if name in here.tensors:
                     form = whole.tensors[name]
-                    atoms.append(
-                        placed(_atom(p, name, here.tensors[name]), tuple(form.shape), p.box_in(form))
+                    found.append(
+                        _placed(_entry(p, name, here.tensors[name]), tuple(form.shape), p.box_in(form))
                     )
-        atoms += [
-            placed(TensorEntry(p.name, name, (), TO_NAME[dtype]))
+        found += [
+            _placed(TensorEntry(p.name, name, (), TO_NAME[dtype]))
             for p, here, _ in slots
             for name, dtype in here.scalars.items()
         ]
-        for name, place in self.buffers.items():
+        for name, place in buffers.items():
             buffer = buffer_at(place)
-            atoms.append(placed(TensorEntry(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype])))
-        return atoms
-
-    def _placed(
-        self, atom: TensorEntry, shape: tuple[int, ...] | None = None, box: Region | None = None
-    ) -> TensorEntry:
-        """Note the shape of the whole tensor entry and the region of it that ``atom`` is; by default all of it."""
-        self.places[atom.key] = shape or atom.shape, box or Region.whole(atom.shape)
-        return atom
-
-    def _file_name(self, prefix: str, name: str, layout: Layout) -> str:
-        """Return the name of a file in which a rank keeps its part of a unit.
-
-        With several ranks the name identifies the content: a file never changes its size, and the number of ranks
-        decides what each has.
-        """
-        if not prefix:
-            return name
-        boxes = [self.places[entry.key][1].to_json() for entry in layout.entries]
-        return f"{prefix}{name}-{xxhash.xxh3_64_hexdigest(layout.header + json.dumps(boxes).encode())[:8]}"
+            found.append(_placed(TensorEntry(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype])))
+        return found
 
     # Views
-
-    def state_view(self, image: torch.Tensor, name: str, slot: str) -> torch.Tensor:
-        """Return a tensor entry inside a state image, in its own shape."""
-        return _view(self.layout, image, f"{name}/{slot}")
-
-    def frozen_view(self, image: torch.Tensor, name: str) -> torch.Tensor:
-        return _view(self.frozen_layout, image, f"{name}/param")
 
     def copy_view(self, copy: torch.Tensor, member: ParameterEntry) -> torch.Tensor:
         """Return a parameter inside a compute copy."""
@@ -273,86 +380,85 @@ class BlockState:
         end = member.grad_offset + member.elements * 4
         return grads[member.grad_offset : end].view(torch.float32).view(member.shape)
 
-    def piece_of_copy(self, copy: torch.Tensor, piece: ParameterShard, whole: bool = False) -> torch.Tensor:
-        """Return a fragment inside this rank's shard of a compute copy, or inside a ``whole`` copy."""
+    def piece_of_copy(self, copy: torch.Tensor, piece: ParameterShard, start: int | None = 0) -> torch.Tensor:
+        """Return a fragment inside a compute copy.
+
+        ``copy`` is this rank's shard of it from the offset ``start`` on; the whole copy if None.
+        """
         size = self.dtype.itemsize
-        start = piece.member.copy_offset + piece.start * size if whole else piece.copy_at
+        start = piece.member.copy_offset + piece.start * size if start is None else piece.copy_at - start
         flat = copy[start : start + piece.elements * size].view(self.dtype)
         return piece.member.arranged(flat) if piece.is_whole else flat.view(piece.shape)
 
-    def piece_of_grads(self, grads: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        """Return a fragment inside this rank's shard of the gradients."""
-        end = piece.grad_at + piece.elements * 4
-        return grads[piece.grad_at : end].view(torch.float32).view(piece.shape)
+    def piece_of_grads(self, grads: torch.Tensor, piece: ParameterShard, start: int = 0) -> torch.Tensor:
+        """Return a fragment inside this rank's shard of the gradients, given from the offset ``start`` on."""
+        first = piece.grad_at - start
+        return grads[first : first + piece.elements * 4].view(torch.float32).view(piece.shape)
 
     def parameter_state(
         self,
+        tile: StateTile,
         piece: ParameterShard,
         image: torch.Tensor,
-        grads: torch.Tensor,
+        grad: torch.Tensor,
         copy: torch.Tensor | None,
-        whole_copy: bool = False,
     ) -> ParameterState:
-        """Return what the host optimizer needs of one parameter, or of this rank's fragment of it, as views."""
+        """Return what the host optimizer needs of one parameter, or of a fragment of it, as views.
+
+        ``grad`` and ``copy`` are the fragment's gradient and its place in the compute copy.
+        """
         slots = self.member_slots(piece)
 
         def view(slot: str) -> torch.Tensor:
-            return self.state_view(image, piece.name, slot)
+            return tile.view(image, piece.name, slot)
 
         return ParameterState(
             param=view("param"),
-            grad=self.piece_of_grads(grads, piece),
+            grad=grad,
             tensors={slot: view(slot) for slot in slots.tensors},
             scalars={slot: view(slot) for slot in slots.scalars},
-            copy=None if copy is None else self.piece_of_copy(copy, piece, whole_copy),
+            copy=copy,
             group=piece.group,
             order=piece.member.order,
         )
 
-    # Whole-unit conversions, used when a run begins or resumes
+    # Conversions of whole files, used when a run begins or resumes
 
     def write_copy(
-        self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor, whole: bool = False
+        self, file: UnitFile, image: torch.Tensor, copy: torch.Tensor, start: int | None = 0
     ) -> None:
-        """Derive this rank's shard of the compute copy from its images: into a shard, or into a ``whole`` copy."""
-        self.write_trained_copy(state, copy, whole)
-        for piece in self.frozen_pieces:
-            assert frozen is not None
-            self.piece_of_copy(copy, piece, whole).copy_(self.frozen_view(frozen, piece.name))
+        """Derive from the ``image`` of a file its part of the compute copy.
 
-    def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor, whole: bool = False) -> None:
-        """Derive the trained part of the compute copy."""
-        for piece in self.pieces:
-            self.piece_of_copy(copy, piece, whole).copy_(self.state_view(state, piece.name, "param"))
+        ``copy`` is this rank's shard of it from the offset ``start`` on; the whole copy if None.
+        """
+        for piece in file.pieces:
+            self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
 
-    def write_images(
-        self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None
-    ) -> None:
-        """Fill fresh images: parameters from ``values`` by name, everything else zero."""
-        state.zero_()
-        for piece in self.pieces:
-            self.state_view(state, piece.name, "param").copy_(piece.of(values[piece.name]))
-        if frozen is not None:
-            frozen.zero_()
-            for piece in self.frozen_pieces:
-                self.frozen_view(frozen, piece.name).copy_(piece.of(values[piece.name]))
-        self.write_buffers(state, self.buffer_values())
+    def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
+        """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero."""
+        image.zero_()
+        for piece in file.pieces:
+            file.view(image, piece.name).copy_(piece.of(values[piece.name]))
+        if file is self.tiles[0]:
+            self.write_buffers(image, self.buffer_values())
 
     def boxes_of(self, piece: ParameterShard) -> dict[str, Region]:
         """Return the fragment's region of each tensor that the optimizer keeps for its parameter, by state name."""
         return {slot: piece.box_in(form) for slot, form in self.member_slots(piece.member).tensors.items()}
 
-    def write_state(self, piece: ParameterShard, image: torch.Tensor, state: dict[str, Any]) -> None:
+    def write_state(
+        self, tile: StateTile, piece: ParameterShard, image: torch.Tensor, state: dict[str, Any]
+    ) -> None:
         """Write the optimizer state that exists for ``piece``, if there is any."""
         slots = self.member_slots(piece.member)
         for slot in slots.tensors:
             if slot in state:
-                self.state_view(image, piece.name, slot).copy_(state[slot])
+                tile.view(image, piece.name, slot).copy_(state[slot])
         for slot in slots.scalars:
             if slot in state:
-                self.state_view(image, piece.name, slot).copy_(torch.as_tensor(state[slot]))
+                tile.view(image, piece.name, slot).copy_(torch.as_tensor(state[slot]))
         if state and STEP not in state:
-            self.state_view(image, piece.name, STEP).fill_(1)
+            tile.view(image, piece.name, STEP).fill_(1)
 
     def buffer_values(self) -> dict[str, torch.Tensor]:
         """Return the model's persistent buffers as they are now, by name."""
@@ -365,9 +471,9 @@ class BlockState:
         return {name: buffer_at(place).clone() for name, place in self.buffers.items()}
 
     def write_buffers(self, state: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """Copy the result of ``buffer_values`` into the state image."""
+        """Copy the result of ``buffer_values`` into the image of the first tile."""
         for name, buffer in values.items():
-            view = self.state_view(state, name, "buffer")
+            view = self.tiles[0].view(state, name, "buffer")
             if (view.shape, view.dtype) != (buffer.shape, buffer.dtype):
                 raise ModelNotSupported(
                     f"buffer {name} was {view.dtype} {tuple(view.shape)} and is {buffer.dtype} {tuple(buffer.shape)} "
@@ -376,19 +482,30 @@ class BlockState:
             view.copy_(buffer)
 
     def read_buffers(self, state: torch.Tensor) -> None:
-        """Set the model's persistent buffers from the state image."""
+        """Set the model's persistent buffers from the image of the first tile."""
         for name, place in self.buffers.items():
-            buffer_at(place).copy_(self.state_view(state, name, "buffer"))
+            buffer_at(place).copy_(self.tiles[0].view(state, name, "buffer"))
 
 
-def _atom(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:
+def _entry(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:
     return TensorEntry(piece.name, slot, form.shape, TO_NAME[form.dtype])
 
 
-def _layout(atoms: Sequence[TensorEntry]) -> Layout:
-    return Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms])
+def _ranges(starts: Sequence[int | None], stop: int) -> list[tuple[int, int]]:
+    """Return ranges that cover everything up to ``stop``; one without a start is empty.
+
+    >>> _ranges([0, None, 8], 16)
+    [(0, 8), (8, 8), (8, 16)]
+    """
+    found: list[tuple[int, int]] = []
+    for start in reversed(starts):
+        found.append((stop if start is None else start, stop))
+        stop = found[-1][0]
+    return found[::-1]
 
 
-def _view(layout: Layout, image: torch.Tensor, key: str) -> torch.Tensor:
-    entry = layout[key]
-    return image[entry.offset : entry.offset + entry.nbytes].view(FROM_NAME[entry.dtype]).view(entry.shape)
+def _placed(
+    entry: TensorEntry, shape: tuple[int, ...] | None = None, box: Region | None = None
+) -> PlacedEntry:
+    """Return ``entry`` with its place; by default it is whole."""
+    return PlacedEntry(entry, shape or entry.shape, box or Region.whole(entry.shape))

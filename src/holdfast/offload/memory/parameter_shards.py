@@ -109,6 +109,21 @@ class RowRange(NamedTuple):
     stop: int
 
 
+def joined(shares: Sequence[Sequence[RowRange]]) -> list[RowRange]:
+    """Return consecutive parts with those of one tensor together.
+
+    >>> joined([[RowRange(0, 0, 4)], [RowRange(0, 4, 8), RowRange(1, 0, 2)]])
+    [RowRange(index=0, start=0, stop=8), RowRange(index=1, start=0, stop=2)]
+    """
+    found: list[RowRange] = []
+    for part in (part for share in shares for part in share):
+        if found and found[-1].index == part.index:
+            found[-1] = found[-1]._replace(stop=part.stop)
+        else:
+            found.append(part)
+    return found
+
+
 GRAIN = 4096
 """Elements."""
 

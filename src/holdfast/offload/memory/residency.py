@@ -33,6 +33,8 @@ class Gradients:
     buffer: Buffer | None
     """Host memory of the gradients, once there is any; ``flat`` shares it, unless ``flat`` is on a separate device."""
     touched: set[str]
+    start: int = 0
+    """Offset of ``flat`` in this rank's shard of the unit's gradients."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """Members' gradients inside ``flat``, each since it was first asked for."""
 
@@ -66,18 +68,18 @@ class Residency:
         self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
         """Compute copies that stay on the host."""
-        self.images: dict[int, Buffer] = {}
-        """State images that stay on the host; during an update also those that do not."""
+        self.images: dict[tuple[int, int], Buffer] = {}
+        """State images by (unit, tile): those that stay on the host; during an update also those that do not."""
         self.loaded: dict[tuple[str, int, int], Buffer] = {}
         """Compute copies loaded for one pass, by (phase, block, micro-batch)."""
         self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}
         """Compute copies on the device for one pass."""
         self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
         """Parameters that share the memory of these copies, in the order of the unit's members."""
-        self.redone: dict[int, Buffer] = {}
-        """State images that are updated once more, from the step before."""
-        self.outgoing: dict[int, Buffer] = {}
-        """Updated compute copies on their way to the SSD."""
+        self.redone: dict[tuple[int, int], Buffer] = {}
+        """State images by (block, tile) that are updated once more, from the step before."""
+        self.outgoing: dict[tuple[int, int], Buffer] = {}
+        """Updated compute copies on their way to the SSD, by (block, tile)."""
         self.grads: dict[int, Gradients] = {}
         self._resident_sums = torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device)
         self.resident_grads: Gradients | None = None

@@ -19,7 +19,7 @@ from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimizer
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
-from ...schedule.work import BlockWork, Work
+from ...schedule.work import BlockWork, StateTile, Work
 from ...state.capture import Captured, buffer_at, capture
 from ...state.layout.overlaps import Key, overlaps, said_keys
 from ...state.tensor_entries import fragment
@@ -118,7 +118,8 @@ class ModelParts:
                     param_share_bytes=unit.share_copy_bytes,
                     param_gather_bytes=unit.gathered_bytes,
                     trained_param_bytes=unit.share_trained_copy_bytes,
-                    state_bytes=unit.layout.file_bytes,
+                    state_bytes=unit.state_bytes,
+                    tiles=_tiles(unit),
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,
                     grad_reduce_bytes=unit.reduced_bytes,
@@ -128,7 +129,8 @@ class ModelParts:
                 for number, unit in enumerate(self.units)
             ),
             input_bytes=round_up(measured.input_bytes) if measured else 0,
-            resident_state_bytes=self.resident.layout.file_bytes,
+            resident_state_bytes=self.resident.state_bytes,
+            resident_tiles=_tiles(self.resident),
             resident_param_bytes=self.resident.copy_bytes,
             resident_trained_param_bytes=self.resident.trained_copy_bytes,
             resident_elements=sum(piece.elements for piece in self.resident.pieces),
@@ -160,15 +162,29 @@ class ModelParts:
         Each rank has an index of its own.
         """
         atoms: dict[str, Any] = {}
-        for unit in self.all_units:
-            for name, found in ((unit.file_name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
-                for atom in found:
-                    shape, box = unit.places[atom.key]
-                    known = replace(atom, shape=shape).to_json()
-                    atoms[atom.key] = known | {"fragments": [fragment(name, atom.key, box)]}
+        for file in (file for unit in self.all_units for file in unit.files):
+            for entry in file.entries:
+                shape, box = file.places[entry.key]
+                found = atoms.setdefault(entry.key, replace(entry, shape=shape).to_json() | {"fragments": []})
+                if (
+                    shape or not found["fragments"]
+                ):  # each tile has a parameter's counters, which are the same
+                    found["fragments"].append(fragment(file.name, entry.key, box))
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
+
+
+def _tiles(unit: BlockState) -> tuple[StateTile, ...]:
+    return tuple(
+        StateTile(
+            elements=tile.elements,
+            state_bytes=tile.layout.file_bytes,
+            trained_param_bytes=tile.copy_bytes,
+            grad_bytes=stop - start,
+        )
+        for tile, (start, stop) in zip(unit.tiles, unit.tile_grads, strict=True)
+    )
 
 
 def _check_memory(captured: Captured) -> None:

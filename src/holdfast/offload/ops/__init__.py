@@ -41,6 +41,7 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "update_resident": state_ops.update_resident,
     "gather_resident": parameter_ops.gather_resident,
     "upload_resident": state_ops.upload_resident,
+    "load_resident": state_ops.load_resident,
     "store_resident": state_ops.store_resident,
     "load_frozen": mezo_ops.load_frozen,
     "displace": mezo_ops.displace,

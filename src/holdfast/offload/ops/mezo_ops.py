@@ -33,7 +33,7 @@ def load_frozen(run: Runtime, op: Op, step: Step) -> Future:
 def displace(run: Runtime, op: Op, step: Step) -> None:
     """Move a block by the step before, and fill both of its copies."""
     block, residency = op.key.block, run.residency
-    unit, image = run.blocks[block], as_tensor(residency.images[block])
+    unit, image = run.blocks[block], as_tensor(residency.images[block, 0])
     copies = as_tensor(_copies(run, block))
     _moved_and_displaced(run, step, unit, image, copies[: unit.copy_bytes], copies[unit.copy_bytes :])
     if unit.frozen and run.placement.params[block]:
@@ -45,7 +45,7 @@ def displace_resident(run: Runtime, op: Op, step: Step) -> None:
     """Move and displace the prologue and epilogue, like ``displace``."""
     unit, size = run.resident, run.resident.trained_copy_bytes
     buffer = run.residency.pool.take(STREAMS * size, "displaced parameters")
-    image, copies = as_tensor(run.resident_buffer), as_tensor(buffer)
+    image, copies = as_tensor(state_ops.resident_image(run)), as_tensor(buffer)
     _zeroth(run).resident = buffer
     _moved_and_displaced(run, step, unit, image, copies[:size], copies[size:])
     if run.device.unified:
@@ -72,24 +72,24 @@ def measure_slope(run: Runtime, op: Op, step: Step) -> None:
     step.delta = Delta.of(plus, minus, step.hyper.groups)  # before ``skipped``, as writes look at both
     compute.check_losses(run, op, step)
     zeroth.owe(step.delta, run.units)
-    run.resident.write_buffers(as_tensor(run.resident_buffer), run.resident.buffer_values())
+    run.resident.write_buffers(as_tensor(state_ops.resident_image(run)), run.resident.buffer_values())
 
 
 def catch_up(run: Runtime, op: Op, step: Step) -> None:
     """Move a block by the last step, and derive its compute copy."""
     block = op.key.block
-    unit, image = run.blocks[block], as_tensor(run.residency.images[block])
+    unit, image = run.blocks[block], as_tensor(run.residency.images[block, 0])
     _zeroth(run).catch_up(unit, image)
-    copy = state_ops.copy_to_update(run, block)
+    copy = state_ops.UpdatedCopy.of(run, block, unit.tiles[0])
     if copy is not None:
-        unit.write_trained_copy(image, copy)
+        copy.fill(unit, unit.tiles[0], image)
 
 
 def catch_up_resident(run: Runtime, op: Op, step: Step) -> None:
     """Move the prologue and epilogue by the last step. On a unified device their leaves share the copy."""
-    image = as_tensor(run.resident_buffer)
-    _zeroth(run).catch_up(run.resident, image)
-    run.resident.write_trained_copy(image, run.resident_copy)
+    image, unit = as_tensor(state_ops.resident_image(run)), run.resident
+    _zeroth(run).catch_up(unit, image)
+    unit.write_copy(unit.tiles[0], image, run.resident_copy, None)
 
 
 def _zeroth(run: Runtime) -> ZerothOrderState:

@@ -73,12 +73,13 @@ def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
-    """Write an updated compute copy (its trained part) to the SSD."""
+    """Write a tile of an updated compute copy (its trained part) to the SSD."""
     block = op.key.block
-    buffer = run.residency.outgoing.pop(block, None)
+    buffer = run.residency.outgoing.pop((block, op.key.tile), None)
     if buffer is None:  # the step was skipped
         return None
     assert run.param_scratch is not None
-    future = run.param_scratch.write(run.param_offsets[block], buffer.view, **of(op))
+    offset = run.param_offsets[block] + run.blocks[block].tiles[op.key.tile].copy_start
+    future = run.param_scratch.write(offset, buffer.view, **of(op))
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future

@@ -21,10 +21,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
     if not step.redone:
         return None
     failpoints.reach("before_redo")
-    block = op.key.block
-    unit, before = run.blocks[block], step.before[block]
-    buffer = run.residency.redone[block] = run.residency.pool.take(unit.layout.file_bytes, "redone state")
-    return run.stored[unit.file_name].read(before.generation, buffer.view, before.checksums, **of(op))
+    place = op.key.block, op.key.tile
+    tile, before = run.blocks[op.key.block].tiles[op.key.tile], step.before[place]
+    buffer = run.residency.redone[place] = run.residency.pool.take(tile.layout.file_bytes, "redone state")
+    return run.stored[tile.name].read(before.generation, buffer.view, before.checksums, **of(op))
 
 
 def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
@@ -33,21 +33,25 @@ def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
-    """Update a block again with the norm known, and release its gradients, whether the guess was right or not.
+    """Update a tile of a block again with the norm known.
 
-    In a skipped step the block only gets its old compute copy back.
+    In a skipped step the block only gets its old compute copy back. The last tile releases the gradients, whether the
+    guess was right or not.
     """
     block = op.key.block
+    unit = run.blocks[block]
+    tile = unit.tiles[op.key.tile]
     if step.redone:
         failpoints.reach("before_redone_update")
-        unit, copy = run.blocks[block], state_ops.copy_to_update(run, block)
-        image = as_tensor(run.residency.redone[block])
+        copy = state_ops.UpdatedCopy.of(run, block, tile)
+        image = as_tensor(run.residency.redone[block, tile.index])
         if not step.skipped:
-            state_ops.apply(run, step, unit, image, run.residency.grads[block], copy)
+            state_ops.apply(run, step, unit, tile, image, run.residency.grads[block], copy)
         elif copy is not None:
-            unit.write_trained_copy(image, copy)
+            copy.fill(unit, tile, image)
         failpoints.reach("after_redone_update")
-    run.residency.free_grads(block, lent=False)
+    if state_ops.is_last(unit, tile):
+        run.residency.free_grads(block, lent=False)
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
@@ -55,16 +59,17 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if not step.redone:
         return None
     failpoints.reach("before_redone_write")
-    block, pool = op.key.block, run.residency.pool
-    unit, before, image = run.blocks[block], step.before[block], run.residency.redone.pop(block)
-    if run.newest[unit.file_name] is not before:
-        run.stored[unit.file_name].release(run.newest[unit.file_name].generation)
-        run.newest[unit.file_name] = before
-    if run.placement.optimizer[block]:
-        run.residency.images[block].view[:] = image.view
+    place, pool = (op.key.block, op.key.tile), run.residency.pool
+    name = run.blocks[op.key.block].tiles[op.key.tile].name
+    before, image = step.before[place], run.residency.redone.pop(place)
+    if run.newest[name] is not before:
+        run.stored[name].release(run.newest[name].generation)
+        run.newest[name] = before
+    if run.placement.optimizer[op.key.block]:
+        run.residency.images[place].view[:] = image.view
     if step.skipped:
         pool.give(image)
         return None
-    future = state_ops.write_image(run, op, unit.file_name, image.view)
+    future = state_ops.write_image(run, op, name, image.view)
     future.add_done_callback(lambda _: pool.give(image))
     return future

@@ -1,7 +1,7 @@
 """The operations on master parameters and optimizer state: brought to the host, updated, and written to a new file.
 
-The file that a step writes is named by no commit until the step's own is published, so the state before the update
-stays whole. Run by the executor, on the threads of their lanes.
+Each is about one tile of a unit's state. The file that a step writes is named by no commit until the step's own is
+published, so the state before the update stays whole. Run by the executor, on the threads of their lanes.
 """
 
 from __future__ import annotations
@@ -10,68 +10,98 @@ from concurrent.futures import Future
 
 import torch
 
+from ...io.buffers import Buffer
 from ...schedule.operations import GUESS, Op
-from ..memory.block_states import BlockState, as_tensor
+from ..memory.block_states import BlockState, StateTile, as_tensor
 from ..memory.residency import Gradients
 from ..runtime import Runtime, Step, StoredBlock, of
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read a state image from the unit's newest file, and verify every byte."""
-    block = op.key.block
-    unit = run.blocks[block]
-    buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
-    run.residency.images[block] = buffer
-    newest = run.newest[unit.file_name]
-    return run.stored[unit.file_name].read(newest.generation, buffer.view, newest.checksums, **of(op))
+    """Read a state image of a block from its newest file, and verify every byte."""
+    return _load(run, op, op.key.block)
+
+
+def load_resident(run: Runtime, op: Op, step: Step) -> Future:
+    """Read a state image of what lies outside the blocks."""
+    return _load(run, op, len(run.blocks))
+
+
+def _load(run: Runtime, op: Op, unit: int) -> Future:
+    tile = run.units[unit].tiles[op.key.tile]
+    buffer = run.residency.pool.take(tile.layout.file_bytes, "optimizer state")
+    run.residency.images[unit, tile.index] = buffer
+    newest = run.newest[tile.name]
+    return run.stored[tile.name].read(newest.generation, buffer.view, newest.checksums, **of(op))
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to a block: to its state image in place, and to its compute copy.
+    """Apply the optimizer to a tile of a block: to its state image in place, and to its compute copy.
 
     A guess keeps the gradients.
     """
     block, guess = op.key.block, op.key.phase == GUESS
     unit = run.blocks[block]
+    tile = unit.tiles[op.key.tile]
     if guess:
-        step.before[block] = run.newest[unit.file_name]
+        step.before[block, tile.index] = run.newest[tile.name]
     if not step.leaves(unit):
-        image = as_tensor(run.residency.images[block])
-        apply(run, step, unit, image, run.residency.grads[block], copy_to_update(run, block), guess)
-    if not guess:
+        image, copy = as_tensor(run.residency.images[block, tile.index]), UpdatedCopy.of(run, block, tile)
+        apply(run, step, unit, tile, image, run.residency.grads[block], copy, guess)
+    if not guess and is_last(unit, tile):
         run.residency.free_grads(block, lent=any(name[0] == "kept_inputs" for name in op.gives))
 
 
-def copy_to_update(run: Runtime, block: int) -> torch.Tensor | None:
-    """Return the memory for a block's updated compute copy; None if this rank has no trained part of it.
+def is_last(unit: BlockState, tile: StateTile) -> bool:
+    """Return whether the update of ``tile`` is the last of ``unit``, after which its gradients are not needed."""
+    return tile.index == len(unit.tiles) - 1
 
-    It is where the copy stays, or a buffer on its way to the SSD.
+
+class UpdatedCopy:
+    """The memory for a part of a compute copy that an update writes.
+
+    ``start`` is the offset of ``memory`` in this rank's shard; None if ``memory`` is a whole copy.
     """
-    unit = run.blocks[block]
-    if run.placement.params[block]:
-        return as_tensor(run.residency.copies[block])
-    if not unit.share_trained_copy_bytes:
-        return None
-    buffer = run.residency.outgoing[block] = run.residency.pool.take(
-        unit.share_trained_copy_bytes, "updated parameters"
-    )
-    return as_tensor(buffer)
+
+    def __init__(self, memory: torch.Tensor, start: int | None) -> None:
+        self.memory, self.start = memory, start
+
+    @classmethod
+    def of(cls, run: Runtime, block: int, tile: StateTile) -> UpdatedCopy | None:
+        """Return the place of a tile's updated copy; None if this rank has no trained part of it.
+
+        It is where the copy stays, or a buffer on its way to the SSD.
+        """
+        if run.placement.params[block]:
+            return cls(as_tensor(run.residency.copies[block]), 0)
+        if not tile.copy_bytes:
+            return None
+        buffer = run.residency.pool.take(tile.copy_bytes, "updated parameters")
+        run.residency.outgoing[block, tile.index] = buffer
+        return cls(as_tensor(buffer), tile.copy_start)
+
+    def fill(self, unit: BlockState, tile: StateTile, image: torch.Tensor) -> None:
+        """Derive the copy from a state image."""
+        unit.write_copy(tile, image, self.memory, self.start)
 
 
 def apply(
     run: Runtime,
     step: Step,
     unit: BlockState,
+    tile: StateTile,
     image: torch.Tensor,
     grads: Gradients,
-    copy: torch.Tensor | None,
+    copy: UpdatedCopy | None,
     guess: bool = False,
 ) -> None:
     """Do one optimizer step of every parameter that has a gradient. A guess uses the gradients unclipped."""
     assert step.hyper is not None
     scale = None if guess else step.factor(unit)
-    for piece in unit.pieces:
-        state = unit.parameter_state(piece, image, grads.flat, copy, whole_copy=unit is run.resident)
+    for piece in tile.pieces:
+        there = None if copy is None else unit.piece_of_copy(copy.memory, piece, copy.start)
+        grad = unit.piece_of_grads(grads.flat, piece, grads.start)
+        state = unit.parameter_state(tile, piece, image, grad, there)
         if piece.name in grads.touched:
             run.optimizer.update(state, step.hyper, scale, keep_grad=guess)
         elif state.copy is not None:
@@ -80,20 +110,26 @@ def apply(
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:
     """Write an updated state image to a file that no kept commit names, and sync it."""
-    block = op.key.block
-    stays = run.placement.optimizer[block]
-    buffer = run.residency.images[block] if stays else run.residency.images.pop(block)
-    if step.leaves(run.blocks[block]) and not stays:  # one that stays may have changed since its last write
-        run.residency.pool.give(buffer)
+    unit = run.blocks[op.key.block]
+    return _store(run, op, op.key.block, changed=not step.leaves(unit))
+
+
+def _store(run: Runtime, op: Op, unit: int, changed: bool) -> Future | None:
+    """Write the state image of a tile, unless it was read in this step and has not ``changed``."""
+    tile, stays = run.units[unit].tiles[op.key.tile], run.state_stays(unit)
+    place, pool = (unit, tile.index), run.residency.pool
+    buffer = run.residency.images[place] if stays else run.residency.images.pop(place)
+    if not changed and not stays:  # one that stays may have changed since its last write
+        pool.give(buffer)
         return None
-    future = write_image(run, op, run.blocks[block].file_name, buffer.view)
+    future = write_image(run, op, tile.name, buffer.view)
     if not stays:
-        future.add_done_callback(lambda _: run.residency.pool.give(buffer))
+        future.add_done_callback(lambda _: pool.give(buffer))
     return future
 
 
 def write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
-    """Write ``image`` as the newest generation of a unit. The returned future is done when it is synced."""
+    """Write ``image`` as the newest generation of a file. The returned future is done when it is synced."""
     stored = run.stored[name]
     generation = stored.acquire()
     done: Future = Future()
@@ -113,13 +149,23 @@ def write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
     return done
 
 
+def resident_image(run: Runtime, tile: int = 0) -> Buffer:
+    """Return the image of a tile of the resident state, where it is in host memory at present."""
+    return run.residency.images[len(run.blocks), tile]
+
+
 def download_resident_grads(run: Runtime, op: Op, step: Step) -> None:
-    """Bring the gradients of the prologue and epilogue from a separate device."""
-    held = step.resident_grads
+    """Bring the gradients of a tile of prologue and epilogue from a separate device; of several ranks, all of them."""
+    held, alone = step.resident_grads, run.fellows.alone
     assert held is not None
-    (flat,) = run.device.download([held.flat], run.residency.lender("resident gradients"))
-    step.resident_grads = Gradients(flat, None, held.touched)
-    run.moved[op.lane, op.key.kind] += held.flat.nbytes
+    start, stop = run.resident.tile_grads[op.key.tile] if alone else (0, held.flat.nbytes)
+    (flat,) = run.device.download([held.flat[start:stop]], run.residency.lender("resident gradients"))
+    found = Gradients(flat, None, held.touched, start)
+    if alone:
+        step.downloaded[op.key.tile] = found
+    else:
+        step.resident_grads = found
+    run.moved[op.lane, op.key.kind] += stop - start
 
 
 def upload_resident(run: Runtime, op: Op, step: Step) -> None:
@@ -131,15 +177,19 @@ def upload_resident(run: Runtime, op: Op, step: Step) -> None:
 
 
 def update_resident(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to the prologue and epilogue, whose leaves on a unified device share the copy."""
-    assert step.resident_grads is not None
-    if not step.leaves(run.resident):
-        image = as_tensor(run.resident_buffer)
-        apply(run, step, run.resident, image, step.resident_grads, run.resident_copy)
-    run.resident.write_buffers(as_tensor(run.resident_buffer), step.buffers)
-    step.resident_grads = None
+    """Apply the optimizer to a tile of prologue and epilogue, whose leaves on a unified device share the copy."""
+    unit, tile = run.resident, run.resident.tiles[op.key.tile]
+    image = as_tensor(resident_image(run, tile.index))
+    grads = step.downloaded.pop(tile.index, step.resident_grads)
+    assert grads is not None
+    if not step.leaves(unit):
+        apply(run, step, unit, tile, image, grads, UpdatedCopy(run.resident_copy, None))
+    if tile.index == 0:
+        unit.write_buffers(image, step.buffers)
+    if is_last(unit, tile):
+        step.resident_grads = None
 
 
-def store_resident(run: Runtime, op: Op, step: Step) -> Future:
-    """Write the resident state image."""
-    return write_image(run, op, run.resident.file_name, run.resident_buffer.view)
+def store_resident(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Write a resident state image. Its first tile holds buffers, which a step that leaves the unit may change."""
+    return _store(run, op, len(run.blocks), changed=op.key.tile == 0 or not step.leaves(run.resident))

@@ -6,6 +6,7 @@ verified. Called by ``offload``, once its checks have passed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import accumulate, count
 
@@ -21,7 +22,7 @@ from ...store.format.manifest import Manifest
 from ...store.run_store import LocalStore
 from .. import rng
 from ..data_parallel import DataParallelGroup
-from ..memory.block_states import BlockState, as_tensor
+from ..memory.block_states import BlockState, StateTile, UnitFile, as_tensor
 from ..memory.device import Device
 from ..memory.residency import Residency
 from ..memory.transfer_pool import CROSSING
@@ -42,10 +43,10 @@ def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[s
     """Return the generation files of every unit, by the name that commits use. Writes nothing yet."""
     found = {}
     for unit in parts.all_units:
-        folder = drives.folders_of.get(unit.file_name, HOME)
-        found[unit.file_name] = store.unit(unit.file_name, unit.layout, store.retain + store.spare, folder)
-        if unit.frozen:
-            found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1, folder)
+        for file in unit.files:
+            folder = drives.folders_of.get(file.name, HOME)
+            copies = 1 if file is unit.frozen_file else store.retain + store.spare
+            found[file.name] = store.unit(file.name, file.layout, copies, folder)
     return found
 
 
@@ -90,7 +91,6 @@ def build(
             input_scratch=InputScratch(
                 lambda nbytes: store.scratch(f"inputs-{next(extents)}{mine}", nbytes), store.remove_scratch
             ),
-            resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
             resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
             parameter_order=[parameter.name for parameter in parts.captured.parameters],
             zeroth=None if parts.optimizer.takes_gradients else ZerothOrderState(),
@@ -125,22 +125,59 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: StartingState | None
     """
     run.agreed_buffers()
     with rng.own_generators(torch.device("cpu")):
-        for block, unit in enumerate(run.units):
-            values = _values(run, unit, init, beginning)
-            state, frozen = _images(run, block)
-            unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
-            for piece in unit.pieces:
-                made = held_for(run.optimizer, piece.member)
-                if beginning is None:
-                    made = part_of(unit, piece, made)
-                else:
-                    made = beginning.state(piece.name, unit.boxes_of(piece)) or anew(made)
-                unit.write_state(piece, as_tensor(state), made)
-            del values
-            _write(run, unit.file_name, state)
-            if frozen is not None:
-                _write(run, unit.frozen_name, frozen)
-            _derive(run, block, state, frozen)
+        for block in range(len(run.units)):
+            _fill_with_values(run, block, init, beginning)
+
+
+def _fill_with_values(run: Runtime, block: int, init: Init | None, beginning: StartingState | None) -> None:
+    unit = run.units[block]
+    values = _values(run, unit, init, beginning)
+
+    def begin(file: UnitFile, image: Buffer) -> None:
+        unit.write_image(file, values, as_tensor(image))
+        if isinstance(file, StateTile):
+            _write_existing_state(run, unit, file, image, beginning)
+        _write(run, file.name, image)
+
+    _fill_unit(run, block, begin)
+
+
+def _write_existing_state(
+    run: Runtime, unit: BlockState, tile: StateTile, image: Buffer, beginning: StartingState | None
+) -> None:
+    """Write the optimizer state with which a fresh run begins."""
+    for piece in tile.pieces:
+        made = held_for(run.optimizer, piece.member)
+        if beginning is None:
+            made = part_of(unit, piece, made)
+        else:
+            made = beginning.state(piece.name, unit.boxes_of(piece)) or anew(made)
+        unit.write_state(tile, piece, as_tensor(image), made)
+
+
+def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None]) -> None:
+    """Have each file's image of a unit filled by ``fill``, and derive the unit's compute copy.
+
+    The copy goes where the device will read it. A state image is allocated where it will stay, and released where it
+    does not.
+    """
+    unit, pool, is_resident = run.units[block], run.residency.pool, block == len(run.blocks)
+    stays = run.state_stays(block)
+    copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
+    for file in unit.files:
+        kind = "optimizer state" if isinstance(file, StateTile) else "frozen parameters"
+        image = pool.take(file.layout.file_bytes, kind)
+        fill(file, image)
+        target = run.resident_copy if copy is None else as_tensor(copy)
+        unit.write_copy(file, as_tensor(image), target, None if copy is None else 0)
+        if stays and isinstance(file, StateTile):
+            run.residency.images[block, file.index] = image
+        else:
+            pool.give(image)
+    if copy is None:
+        run.fellows.gather_copy(unit, run.resident_copy)
+    else:
+        _place_copy(run, block, unit, copy)
 
 
 def _values(
@@ -176,21 +213,22 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
     State in other files (of another number of ranks, or on another drive) is written to this rank's own files.
     """
     recut = ReshardedCommit(run.store, manifest)
-    for block, unit in enumerate(run.units):
-        state, frozen = _images(run, block)
-        _fill_image(run, recut, unit, unit.file_name, state)
-        if frozen is not None:
-            _fill_image(run, recut, unit, unit.frozen_name, frozen)
-        _derive(run, block, state, frozen)
-    run.resident.read_buffers(as_tensor(run.resident_buffer))
+
+    def read(file: UnitFile, image: Buffer) -> None:
+        _fill_image(run, recut, file, image)
+        if file is run.resident.tiles[0]:
+            run.resident.read_buffers(as_tensor(image))
+
+    for block in range(len(run.units)):
+        _fill_unit(run, block, read)
 
 
-def _fill_image(run: Runtime, recut: ReshardedCommit, unit: BlockState, name: str, image: Buffer) -> None:
-    """Fill one unit's image from the file of the same name, or from other files."""
-    files = run.stored[name]
-    ref = recut.file(name, name == unit.frozen_name, files.is_mine)
+def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buffer) -> None:
+    """Fill one image from the file of the same name, or from other files."""
+    name, files = file.name, run.stored[file.name]
+    ref = recut.file(name, not isinstance(file, StateTile), files.is_mine)
     if ref is None or not files.is_mine(ref.path):
-        recut.fill(image.view, files.layout, unit.places)
+        recut.fill(image.view, files.layout, file.places)
         _write(run, name, image)
         return
     generation = files.generation_of(ref.path)
@@ -200,42 +238,12 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, unit: BlockState, name: st
     run.newest[name] = StoredBlock(generation, ref.checksums)
 
 
-def _images(run: Runtime, block: int) -> tuple[Buffer, Buffer | None]:
-    """Return buffers for a unit's state image and its frozen image.
-
-    The state image is allocated where it will stay.
-    """
-    unit, pool = run.units[block], run.residency.pool
-    frozen = pool.take(unit.frozen_layout.file_bytes, "frozen parameters") if unit.frozen else None
-    if unit is run.resident:
-        return run.resident_buffer, frozen
-    state = run.residency.images[block] = pool.take(unit.layout.file_bytes, "optimizer state")
-    return state, frozen
-
-
 def _write(run: Runtime, name: str, image: Buffer) -> None:
     """Write ``image`` as the first generation of the file ``name``."""
     files = run.stored[name]
     generation = files.acquire()
     checksums = files.write(generation, image.view, kind="state", phase="setup", priority=0).result()
     run.newest[name] = StoredBlock(generation, tuple(checksums))
-
-
-def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> None:
-    """Put a unit's compute copy where the device will read it, and release images that do not stay."""
-    unit, residency = run.units[block], run.residency
-    images = as_tensor(state), None if frozen is None else as_tensor(frozen)
-    if unit is run.resident:
-        unit.write_copy(*images, run.resident_copy, whole=True)
-        run.fellows.gather_copy(unit, run.resident_copy)
-    else:
-        copy = residency.pool.take(unit.share_copy_bytes, "parameters")
-        unit.write_copy(*images, as_tensor(copy))
-        _place_copy(run, block, unit, copy)
-        if not run.placement.optimizer[block]:
-            residency.pool.give(residency.images.pop(block))
-    if frozen is not None:
-        residency.pool.give(frozen)
 
 
 def _place_copy(run: Runtime, block: int, unit: BlockState, copy: Buffer) -> None:

@@ -117,7 +117,7 @@ class Drives:
             return self
         if not ranks.alone:
             see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
-        sizes = [unit.layout.file_bytes for unit in parts.all_units]
+        sizes = [unit.state_bytes for unit in parts.all_units]
         told = ranks.everyone((*moved_bytes(plan), sizes))
         shares = [drive.share for drive in self.all]
         if not self.decided:
@@ -126,7 +126,7 @@ class Drives:
         places = spread([each for _, _, each in told], shares)[ranks.rank]
         folders = {}
         for unit, place in zip(parts.all_units, places, strict=True):
-            folders[unit.file_name] = folders[unit.frozen_name] = self.all[place].folder
+            folders |= dict.fromkeys((file.name for file in unit.files), self.all[place].folder)
         decided = tuple(replace(d, share=share) for d, share in zip(self.all, shares, strict=True))
         return Drives(decided, True, folders)
 
@@ -141,7 +141,7 @@ class Drives:
 SECONDS = 1.0
 """Duration of the measurement of one drive."""
 FILE_BYTES = 256 * MiB
-OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
+OF_STATE = ("load_state", "store_state", "load_resident", "store_resident", "load_frozen")
 """Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
 
 

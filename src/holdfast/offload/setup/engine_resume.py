@@ -24,6 +24,7 @@ from ...store.format.file_names import Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
+from ..memory.block_states import unit_of
 from ..model.model_parts import ModelParts
 
 
@@ -124,10 +125,8 @@ def _sort(atom: dict[str, Any] | None) -> str:
 
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
-    there, here = (
-        ", ".join(sorted(one - other))
-        for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
-    )
+    theirs, ours = {unit_of(name) for name in manifest.files}, {unit_of(name) for name in stored}
+    there, here = (", ".join(sorted(one - other)) for one, other in ((theirs, ours), (ours, theirs)))
     if there or here:
         raise RunMismatch(
             f"{store.root} was made with other blocks= of this model: there are files of {there or 'no others'} in "
@@ -142,8 +141,8 @@ def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: M
     Names, shapes and dtypes are the same then, in another order, as after a change of the model's code.
     """
     for name, unit in stored.items():
-        ref = manifest.files[name]
-        if store.layout(ref).header != unit.layout.header:
+        ref = manifest.files.get(name)  # None if the unit was in tiles of another size
+        if ref is not None and store.layout(ref).header != unit.layout.header:
             raise other_layout(ref.path)
 
 

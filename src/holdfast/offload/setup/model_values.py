@@ -20,8 +20,7 @@ from ...optim.mezo import pending_of
 from ...state.capture import Captured, buffer_at, join, plain_paths
 from ...state.tensor_entries import SEED, STEP
 from ...store.run_store import LocalStore
-from ..memory.block_states import BlockState, ParameterEntry, as_tensor
-from ..memory.parameter_shards import ParameterShard
+from ..memory.block_states import BlockState, ParameterEntry, UnitFile, as_tensor
 from ..model.blocks import Owned, install
 from ..runtime import Runtime
 
@@ -153,36 +152,39 @@ def told(found: Collection[str]) -> str:
 def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     """Return the master parameters of a unit, from memory if the unit's state stays there."""
     unit = run.units[block]
-    kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
-    image = kept or _read(run, unit.file_name)
-    views = {p: unit.state_view(as_tensor(image), p.name, "param") for p in unit.pieces}
-    values = _whole(run, unit, unit.trained, views)
-    if kept is None:
-        run.residency.pool.give(image)
-    return values
+    values = _empty(unit.trained)
+    for tile in unit.tiles:
+        kept = run.residency.images.get((block, tile.index))
+        _copy_values(run, tile, values, kept)
+    return _gathered(run, unit, values)
 
 
 def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     unit = run.units[block]
     if not unit.frozen:
         return {}
-    image = _read(run, unit.frozen_name)
-    views = {p: unit.frozen_view(as_tensor(image), p.name) for p in unit.frozen_pieces}
-    values = _whole(run, unit, unit.frozen, views)
-    run.residency.pool.give(image)
-    return values
+    values = _empty(unit.frozen)
+    _copy_values(run, unit.frozen_file, values)
+    return _gathered(run, unit, values)
 
 
-def _whole(
-    run: Runtime, unit: BlockState, members: list[ParameterEntry], views: dict[ParameterShard, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the whole values of ``members``, of which this rank has the fragments in ``views``.
+def _empty(members: list[ParameterEntry]) -> dict[str, torch.Tensor]:
+    return {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
 
-    Collective: every rank must call this.
-    """
-    values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
-    for piece, view in views.items():
-        piece.of(values[piece.name]).copy_(view)
+
+def _copy_values(
+    run: Runtime, file: UnitFile, values: dict[str, torch.Tensor], kept: Buffer | None = None
+) -> None:
+    """Copy what ``file`` holds into ``values``: from its image where that is ``kept`` in memory."""
+    image = kept or _read(run, file.name)
+    for piece in file.pieces:
+        piece.of(values[piece.name]).copy_(file.view(as_tensor(image), piece.name))
+    if kept is None:
+        run.residency.pool.give(image)
+
+
+def _gathered(run: Runtime, unit: BlockState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole ``values``, of which this rank has its shard. Collective: every rank must call this."""
     for name, value in values.items():
         run.fellows.gather_value(unit, name, value)
     return values

@@ -97,7 +97,7 @@ def preflight_of(
     return Preflight(
         directory=str(store.root),
         parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
-        state_bytes=sum(unit.layout.file_bytes for unit in parts.all_units),
+        state_bytes=sum(unit.state_bytes for unit in parts.all_units),
         needed_bytes=here,
         free_bytes=store.free_bytes(),
         read_bytes_per_step=moved[SSD_READ],

@@ -93,6 +93,14 @@ class StepBuilder:
         b = self.work.blocks[block]
         return b.backward_work - (b.forward_flop if self.kept[block] else 0.0)
 
+    def tiles(self, block: int) -> range:
+        """Return the numbers of the block's tiles."""
+        return range(len(self.work.blocks[block].parts))
+
+    def updated(self, block: int) -> Key:
+        """Return the block's last update, which is over after those of its other tiles."""
+        return Key("update", block, tile=self.tiles(block)[-1])
+
     def waits(self, block: int) -> bool:
         """Return whether the gradients of ``block`` wait for the end of the backward pass."""
         return self.keeps_grads or self.delayed[block]

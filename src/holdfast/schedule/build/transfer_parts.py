@@ -202,7 +202,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
     slots = AS_LISTED if s.kept[block] and phase == "forward" else PARAM_SLOTS
     taken = s.on_device(device_name, b.param_bytes, slots)
     if on_host and s.work.ranks == 1:
-        updated = (Key("update", block),)
+        updated = (s.updated(block),)
         return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
     buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else PARAM_SLOTS)
     ready: tuple[Key, ...] = ()
@@ -211,7 +211,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
             Key("load_params", block, micro_batch, phase),
             operations.SSD_READ,
             nbytes=b.kept_param_bytes,
-            needs_previous=(Key("store_params", block),),
+            needs_previous=tuple(Key("store_params", block, tile=t) for t in s.tiles(block)),
             takes=(buffer,),
         )
         ready = (read,)
@@ -221,7 +221,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
             operations.EXCHANGE,
             nbytes=b.param_gather_bytes,
             needs=ready,
-            needs_previous=(Key("update", block),) if on_host else (),
+            needs_previous=(s.updated(block),) if on_host else (),
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)

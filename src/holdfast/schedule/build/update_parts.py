@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .step_builder import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import GRAD_SLOTS, REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:
@@ -49,82 +49,97 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
     The state of the step before is read once more, updated with what is known now, and written over what the guess has
     written. Operations that need the block wait for these operations.
     """
-    b, to_ssd = s.work.blocks[block], not s.placement.params[block]
-    image, updated_params = ("redone_state", block), ("updated_params", block)
-    guessed = Key("update", block, phase=GUESS)
-    load = s.add(
-        Key("load_state", block),
-        operations.SSD_READ,
-        nbytes=b.state_bytes,
-        needs=(end, guessed),
-        takes=(Hold(image, b.state_bytes, slots=REDO_SLOTS),),
-        priority=operations.SOON,
-        redo=True,
-    )
     ready, used = gradient_parts.consume(s, block, end, redo=True)
-    updated = s.add(
-        Key("update", block),
-        operations.UPDATE,
-        work=b.elements,
-        needs=(load, *ready, *((Key("store_params", block, phase=GUESS),) if to_ssd else ())),
-        takes=(Hold(updated_params, b.trained_param_bytes, slots=UPDATED_SLOTS),) if to_ssd else (),
-        gives=used,
-        redo=True,
-    )
-    if to_ssd:
-        store_params(s, block, updated, redo=True)
-    store_state(s, block, updated, Key("store_state", block, phase=GUESS), gives=(image,), redo=True)
+    to_ssd, updated = not s.placement.params[block], ()
+    for t, tile in enumerate(s.work.blocks[block].parts):
+        image = ("redone_state", block, t)
+        guessed = (Key("store_params", block, phase=GUESS, tile=t),) if to_ssd else ()
+        load = s.add(
+            Key("load_state", block, tile=t),
+            operations.SSD_READ,
+            nbytes=tile.state_bytes,
+            needs=(end, Key("update", block, phase=GUESS, tile=t)),
+            takes=(Hold(image, tile.state_bytes, slots=REDO_SLOTS),),
+            priority=operations.SOON,
+            redo=True,
+        )
+        is_last = t == s.tiles(block)[-1]
+        done = s.add(
+            Key("update", block, tile=t),
+            operations.UPDATE,
+            work=tile.elements,
+            needs=(load, *ready, *guessed, *(updated if is_last else ())),
+            takes=_updated_params(s, block, t),
+            gives=used if is_last else (),
+            redo=True,
+        )
+        updated = (*updated, done)
+        if to_ssd:
+            store_params(s, block, t, done, redo=True)
+        store_state(s, block, t, done, Key("store_state", block, phase=GUESS, tile=t), gives=(image,), redo=True)
 
 
 def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
-    """Bring a block's state to the host, update it after ``after``, and write it and its compute copy.
+    """Bring a block's state to the host, update it after ``after``, and write it and its compute copy, tile by tile.
 
-    A guess leaves the gradients where they are.
+    A guess leaves the gradients where they are. Returns the last update, which is over after all others.
     """
-    b, on_host = s.work.blocks[block], s.placement.optimizer[block]
-    image, needs, previous = ("state", block), after, (Key("store_state", block),)
-    if not on_host:
-        load = s.add(
-            Key("load_state", block, phase=phase),
-            operations.SSD_READ,
-            nbytes=b.state_bytes,
-            needs_previous=previous,
-            takes=(Hold(image, b.state_bytes, slots=STATE_SLOTS),),
-            priority=operations.SOON,
-        )
-        needs, previous = (*needs, load), ()
+    on_host, to_ssd = s.placement.optimizer[block], not s.placement.params[block]
     if phase == GUESS:
         ready, used = (gradient_parts.summed(s, block),), ()
     else:
         ready, used = gradient_parts.consume(s, block)
-    to_ssd = not s.placement.params[block]
-    updated_params = Hold(("updated_params", block), b.trained_param_bytes, slots=UPDATED_SLOTS)
-    updated = s.add(
-        Key("update", block, phase=phase),
-        operations.UPDATE,
-        work=b.elements,
-        needs=(*needs, *ready),
-        needs_previous=previous,
-        takes=(updated_params,) if to_ssd else (),
-        gives=used,
-    )
-    if to_ssd:
-        store_params(s, block, updated, phase)
-    if not on_host:
-        store_state(s, block, updated, gives=(image,), phase=phase)
-    elif s.shape.commit:
-        store_state(s, block, updated, phase=phase)
-    return updated
+    updated: tuple[Key, ...] = ()
+    for t, tile in enumerate(s.work.blocks[block].parts):
+        image, needs, previous = ("state", block, t), after, (Key("store_state", block, tile=t),)
+        if not on_host:
+            load = s.add(
+                Key("load_state", block, phase=phase, tile=t),
+                operations.SSD_READ,
+                nbytes=tile.state_bytes,
+                needs_previous=previous,
+                takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
+                priority=operations.SOON,
+            )
+            needs, previous = (*needs, load), ()
+        is_last = t == s.tiles(block)[-1]
+        done = s.add(
+            Key("update", block, phase=phase, tile=t),
+            operations.UPDATE,
+            work=tile.elements,
+            needs=(*needs, *ready, *(updated if is_last else ())),
+            needs_previous=previous,
+            takes=_updated_params(s, block, t),
+            gives=used if is_last else (),
+        )
+        updated = (*updated, done)
+        if to_ssd:
+            store_params(s, block, t, done, phase)
+        if not on_host:
+            store_state(s, block, t, done, gives=(image,), phase=phase)
+        elif s.shape.commit:
+            store_state(s, block, t, done, phase=phase)
+    return updated[-1]
 
 
-def store_params(s: StepBuilder, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
-    """Write a block's compute copy to the SSD."""
+def _updated_params(s: StepBuilder, block: int, tile: int) -> tuple[Hold, ...]:
+    """Return the buffer of a tile's updated compute copy on its way to the SSD; empty if the copy stays."""
+    if s.placement.params[block]:
+        return ()
+    nbytes = s.work.blocks[block].parts[tile].trained_param_bytes
+    return (Hold(("updated_params", block, tile), nbytes, slots=UPDATED_SLOTS),)
+
+
+def store_params(
+    s: StepBuilder, block: int, tile: int, updated: Key, phase: str = "", redo: bool = False
+) -> None:
+    """Write a tile's part of the block's compute copy to the SSD."""
     s.add(
-        Key("store_params", block, phase=phase),
+        Key("store_params", block, phase=phase, tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.blocks[block].trained_param_bytes,
+        nbytes=s.work.blocks[block].parts[tile].trained_param_bytes,
         needs=(updated,),
-        gives=(("updated_params", block),),
+        gives=(("updated_params", block, tile),),
         redo=redo,
     )
 
@@ -132,21 +147,22 @@ def store_params(s: StepBuilder, block: int, updated: Key, phase: str = "", redo
 def store_state(
     s: StepBuilder,
     block: int,
+    tile: int,
     *after: Key,
     gives: tuple[tuple, ...] = (),
     phase: str = "",
     redo: bool = False,
 ) -> None:
-    """Write a block's state to a file that no kept commit names: the last commit has freed one.
+    """Write a tile of a block's state to a file that no kept commit names: the last commit has freed one.
 
     With no ``after``, the state is that of the last update.
     """
     s.add(
-        Key("store_state", block, phase=phase),
+        Key("store_state", block, phase=phase, tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.blocks[block].state_bytes,
+        nbytes=s.work.blocks[block].parts[tile].state_bytes,
         needs=after,
-        needs_previous=(Key("commit"),) if after else (Key("update", block), Key("commit")),
+        needs_previous=(Key("commit"),) if after else (Key("update", block, tile=tile), Key("commit")),
         gives=gives,
         priority=operations.LATER,
         redo=redo,
@@ -154,30 +170,49 @@ def store_state(
 
 
 def update_resident(s: StepBuilder, *after: Key) -> None:
-    """Update the prologue and epilogue after ``after``.
+    """Update the prologue and epilogue after ``after``, tile by tile.
 
     On a separate device their gradients come from there, and their compute copy goes back.
     """
-    work, copy = s.work, ("resident_params",)
+    work, copy, tiles = s.work, ("resident_params",), s.work.resident_parts
     if work.ranks > 1:
-        after, grads = (*after, Key("reduce_resident")), (("resident_share",),)
-    elif not work.unified:
-        after, grads = (*after, _download_resident_grads(s, *after)), (("resident_grads",),)
-    else:
-        grads = ()
-    updated = s.add(
-        Key("update_resident"),
-        operations.UPDATE,
-        work=work.resident_elements,
-        needs=after,
-        needs_previous=(Key("store_resident"),),
-        takes=() if work.unified else (Hold(copy, work.resident_param_bytes, slots=1),),
-        gives=grads,
-    )
-    ready = updated
+        after = (*after, Key("reduce_resident"))
+    updated: tuple[Key, ...] = ()
+    for t, tile in enumerate(tiles):
+        image, needs, previous = ("state", s.count, t), after, (Key("store_resident", tile=t),)
+        if not s.placement.resident_state:
+            load = s.add(
+                Key("load_resident", tile=t),
+                operations.SSD_READ,
+                nbytes=tile.state_bytes,
+                needs_previous=previous,
+                takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
+            )
+            needs, previous = (*needs, load), ()
+        is_first, is_last, grads = t == 0, t == len(tiles) - 1, ()
+        if work.ranks > 1:
+            grads = (("resident_share",),) if is_last else ()
+        elif not work.unified:
+            needs = (*needs, _download_resident_grads(s, t, tile.grad_bytes, *after))
+            grads = (("resident_grads", t),)
+        done = s.add(
+            Key("update_resident", tile=t),
+            operations.UPDATE,
+            work=tile.elements,
+            needs=(*needs, *(updated if is_last else ())),
+            needs_previous=previous,
+            takes=(Hold(copy, work.resident_param_bytes, slots=1),) if is_first and not work.unified else (),
+            gives=grads,
+        )
+        updated = (*updated, done)
+        if not s.placement.resident_state:
+            store_resident(s, t, done, gives=(image,))
+        elif s.shape.commit:
+            store_resident(s, t, done)
+    ready = updated[-1]
     if work.ranks > 1:
         ready = s.add(
-            Key("gather_resident"), operations.EXCHANGE, nbytes=work.resident_gather_bytes, needs=(updated,)
+            Key("gather_resident"), operations.EXCHANGE, nbytes=work.resident_gather_bytes, needs=(ready,)
         )
     if not work.unified:
         s.add(
@@ -187,28 +222,25 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
             needs=(ready,),
             gives=(copy,),
         )
-    if s.shape.commit:
-        store_resident(s, updated)
 
 
-def _download_resident_grads(s: StepBuilder, *after: Key) -> Key:
-    """Bring the gradients of the prologue and epilogue from a separate device."""
-    size = s.work.resident_grad_bytes
+def _download_resident_grads(s: StepBuilder, tile: int, nbytes: int, *after: Key) -> Key:
+    """Bring the gradients of a part of the prologue and epilogue from a separate device."""
     return s.add(
-        Key("download_resident_grads"),
+        Key("download_resident_grads", tile=tile),
         operations.DOWNLOAD,
-        nbytes=size,
+        nbytes=nbytes,
         needs=after,
-        takes=(Hold(("resident_grads",), size, slots=1),),
+        takes=(Hold(("resident_grads", tile), nbytes, slots=GRAD_SLOTS),),
     )
 
 
 def _reduce_resident(s: StepBuilder) -> Key:
     """Sum the gradients of the prologue and epilogue over the ranks, once the last computation has added to them."""
     assert s.computed is not None
-    work, ready, used = s.work, s.computed, s.off_device(("resident_grads",))
+    work, ready, used = s.work, s.computed, s.off_device(("resident_grads", 0))
     if not work.unified:
-        ready = _download_resident_grads(s, ready)
+        ready = _download_resident_grads(s, 0, work.resident_grad_bytes, ready)
     return s.add(
         Key("reduce_resident"),
         operations.EXCHANGE,
@@ -228,17 +260,20 @@ def resident_updated(s: StepBuilder) -> tuple[Key, ...]:
     """Return what a step's first computation needs."""
     if not s.work.unified:
         return (Key("upload_resident"),)
-    return (Key("gather_resident" if s.work.ranks > 1 else "update_resident"),)
+    last = len(s.work.resident_parts) - 1
+    return (Key("gather_resident") if s.work.ranks > 1 else Key("update_resident", tile=last),)
 
 
-def store_resident(s: StepBuilder, *after: Key) -> None:
-    """Write the state of the prologue and epilogue. With no ``after``, it is that of the last update."""
+def store_resident(s: StepBuilder, tile: int, *after: Key, gives: tuple[tuple, ...] = ()) -> None:
+    """Write a tile of the state of the prologue and epilogue. With no ``after``, it is that of the last update."""
+    updated = Key("update_resident", tile=tile)
     s.add(
-        Key("store_resident"),
+        Key("store_resident", tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.resident_state_bytes,
+        nbytes=s.work.resident_parts[tile].state_bytes,
         needs=after,
-        needs_previous=(Key("commit"),) if after else (Key("update_resident"), Key("commit")),
+        needs_previous=(Key("commit"),) if after else (updated, Key("commit")),
+        gives=gives,
         priority=operations.LATER,
     )
 
@@ -248,7 +283,8 @@ def commit(s: StepBuilder) -> None:
     if not s.shape.commit:
         return
     stored = tuple(op.key for op in s.ops if op.key.kind in ("store_state", "store_resident"))
-    earlier = [Key("store_state", block) for block in range(s.count)]
+    earlier = [Key("store_state", block, tile=t) for block in range(s.count) for t in s.tiles(block)]
+    earlier += [Key("store_resident", tile=t) for t in range(len(s.work.resident_parts))]
     s.add(
         Key("commit"),
         operations.COMMIT,

@@ -22,6 +22,7 @@ from ..build.step_builder import (
     UPDATED_SLOTS,
     device_input_slots,
 )
+from ..work import tile_count
 from .training_setting import Affine, Setting
 
 FRACTIONS = ("params", "optimizer", "activations", "gradients")
@@ -68,7 +69,7 @@ def forward(s: Setting) -> Phase:
         up=Affine(passes * ((m - snake) * size + s.param_bytes)),
         down=Affine(m * size),
         read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
-        written=written + _each_commit(s) * s.resident_elements * s.method.state_bytes / s.blocks,
+        written=written + (_each_commit(s) if s.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
     )
 
 
@@ -106,12 +107,15 @@ def lanes(s: Setting, phase: Phase) -> dict[str, list[Affine]]:
 def other_seconds(s: Setting) -> float:
     """Return the seconds of a step besides its blocks.
 
-    They are those of the head and, between two steps, of the update of what stays on the device.
+    They are those of the head and, between two steps, of the update of what stays on the device. Its state, where that
+    is on the SSD, is read meanwhile, except for what the first tiles hold.
     """
     head = s.micro_batches * s.head_seconds
     elements, bus = s.resident_elements, s.bus
     moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
-    return head + moved + elements / s.machine.update_elements_per_second
+    tiles = tile_count(s.resident_state_bytes)
+    late = 0.0 if s.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
+    return head + moved + max(elements / s.machine.update_elements_per_second, late / s.ssd.one)
 
 
 def waiting(s: Setting) -> float:
@@ -171,7 +175,9 @@ def written_bytes(s: Setting) -> Affine:
 
 def read_bytes(s: Setting) -> Affine:
     """Return the bytes that one step reads from the SSDs."""
-    return s.blocks * (forward(s).read + backward(s).read)
+    return s.blocks * (forward(s).read + backward(s).read) + (
+        0 if s.resident_state else s.resident_state_bytes
+    )
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ def _updated(s: Setting) -> Affine:
 
 
 def _all_state_bytes(s: Setting) -> float:
-    return s.blocks * s.state_bytes + s.resident_elements * s.method.state_bytes
+    return s.blocks * s.state_bytes + s.resident_state_bytes
 
 
 def _host_bytes(s: Setting) -> Affine:
@@ -218,13 +224,14 @@ def _host_bytes(s: Setting) -> Affine:
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
     rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
-    resident = s.resident_elements * (s.method.state_bytes + s.method.grad_bytes + s.method.param_bytes)
+    resident = s.resident_elements * (s.method.grad_bytes + s.method.param_bytes)
     return (
         rows * size
         + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))
-        + s.trained_param_bytes * UPDATED_SLOTS * (1 - params)
-        + s.state_bytes * (s.blocks * state + STATE_SLOTS * (1 - state))
-        + (REDO_SLOTS * s.state_bytes if s.method.clipping == "speculate" else 0.0)
+        + s.trained_param_bytes / s.tiles * UPDATED_SLOTS * (1 - params)
+        + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
+        + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
+        + (s.resident_state_bytes if s.resident_state else 0)
         + GRAD_SLOTS * s.grad_bytes
         + resident
         + (s.model.workspace_bytes if shares else 0)

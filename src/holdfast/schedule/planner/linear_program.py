@@ -7,7 +7,7 @@ held fits. HiGHS solves it, and is imported only when needed; code that only eva
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from types import ModuleType
@@ -101,18 +101,13 @@ def load_highs() -> ModuleType:
 def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Solution | None:
     """Return the best placement, or None if there is none; ``stated`` fractions are fixed.
 
-    Of placements that take the same time, it is the one that wears the SSDs least.
+    Of placements that take the same time, it is the one that wears the SSDs least. The state of what lies outside the
+    blocks stays in host memory unless there is no placement then.
     """
-    rows, given = _rows(setting), dict(stated or {})
-    if setting.method.paper:
-        given |= {"gradients": 1.0, RECYCLED: 1.0}
-    free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, given)
-    if free is None:
-        return None
-    seconds = free[FORWARD] + free[BACKWARD]
-    no_slower = Affine.of(FORWARD) + Affine.of(BACKWARD) - seconds * (1 + CLOSE)
-    settled = _run([*rows, no_slower], _second_cost(setting), given) or free
-    return Solution(setting, {name: min(max(settled[name], 0.0), 1.0) for name in (*FRACTIONS, RECYCLED)})
+    found = _solve(setting, stated)
+    if found is None and setting.resident_state and setting.resident_elements:
+        return _solve(replace(setting, resident_state=False), stated)
+    return found
 
 
 def why_none(setting: Setting) -> DoesNotFit:
@@ -120,7 +115,7 @@ def why_none(setting: Setting) -> DoesNotFit:
 
     It names what is too small even if everything that can be is elsewhere.
     """
-    s, machine = setting, setting.machine
+    s, machine = replace(setting, resident_state=False), setting.machine
     for needed, have, what, help_ in (
         (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
         (formulas.ssd_bytes(s), _capacity(s), "on the SSDs", "more or larger SSDs (--ssds), or --retain 1"),
@@ -145,6 +140,19 @@ def why_none(setting: Setting) -> DoesNotFit:
 
 
 # -- helpers ----------------------------------------------------------------------------------------
+
+
+def _solve(setting: Setting, stated: Mapping[str, float] | None) -> Solution | None:
+    rows, given = _rows(setting), dict(stated or {})
+    if setting.method.paper:
+        given |= {"gradients": 1.0, RECYCLED: 1.0}
+    free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, given)
+    if free is None:
+        return None
+    seconds = free[FORWARD] + free[BACKWARD]
+    no_slower = Affine.of(FORWARD) + Affine.of(BACKWARD) - seconds * (1 + CLOSE)
+    settled = _run([*rows, no_slower], _second_cost(setting), given) or free
+    return Solution(setting, {name: min(max(settled[name], 0.0), 1.0) for name in (*FRACTIONS, RECYCLED)})
 
 
 def _rows(s: Setting) -> list[Affine]:

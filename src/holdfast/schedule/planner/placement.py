@@ -8,11 +8,13 @@ clipping, then block inputs, and last the optimizer's state, which costs most me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
 from ..memory_use import MakesOps, predict
+from ..mezo_schedule import zeroth
 from ..vertical import vertical
 from ..work import BlockPlacement, StepShape, Work
 
@@ -36,7 +38,8 @@ def choose(
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
-    The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
+    The state of what lies outside the blocks stays too, unless nothing fits then and ``schedule`` can do without. The
+    budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
     micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
     ``BadInput`` for a value that is no fraction.
     """
@@ -48,6 +51,8 @@ def choose(
     }
     search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
+    if not search.fits(fractions) and schedule is not zeroth:
+        search.resident_state = False
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in order:
@@ -70,9 +75,11 @@ class _Search:
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
+        self.resident_state = True
 
     def placement(self, fractions: dict[str, float]) -> BlockPlacement:
-        return BlockPlacement.fractions(len(self.work.blocks), **fractions)
+        placement = BlockPlacement.fractions(len(self.work.blocks), **fractions)
+        return replace(placement, resident_state=self.resident_state)
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
         placement = self.placement(fractions)

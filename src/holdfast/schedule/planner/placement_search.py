@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import floor
 
 from ...config import Fraction
@@ -24,6 +25,7 @@ from ...profiles import MachineProfile
 from ...quantities import GiB
 from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
+from ..mezo_schedule import zeroth
 from ..operation_lists import machine_of
 from ..operations import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
 from ..simulate import Simulation, simulate
@@ -254,8 +256,9 @@ class _Search:
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
             for placement, shape in self._neighbours(best):
-                if self.fits(placement, shape):
-                    self.play(placement, shape)
+                fitting = (each for each in self._variants(placement) if self.fits(each, shape))
+                for each in islice(fitting, 1):
+                    self.play(each, shape)
 
     def _neighbours(self, choice: Choice) -> Iterator[tuple[BlockPlacement, StepShape]]:
         counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
@@ -287,11 +290,12 @@ class _Search:
             if solution is None:
                 return None
             counts = {kind: floor(solution.fractions[kind] * self._rows(kind) + 1e-6) for kind in FRACTIONS}
-            placement = self._whole(counts)
-            over = self._memory(placement, shape).host_bytes + q.held_bytes - budget
-            if over <= 0:
-                return placement
-            memory -= over
+            variants = self._variants(self._whole(counts))
+            over = [self._memory(each, shape).host_bytes + q.held_bytes - budget for each in variants]
+            for placement, bytes_over in zip(variants, over, strict=True):
+                if bytes_over <= 0:
+                    return placement
+            memory -= min(over)
             if memory <= 0:
                 return None
         return None
@@ -329,6 +333,11 @@ class _Search:
         return BlockPlacement.fractions(
             self.blocks, **{kind: stated.get(kind, n / self._rows(kind)) for kind, n in counts.items()}
         )
+
+    def _variants(self, placement: BlockPlacement) -> list[BlockPlacement]:
+        """Return ``placement`` with the state of what lies outside the blocks in host memory, and without."""
+        stays = (True,) if self.question.schedule is zeroth else (True, False)
+        return [replace(placement, resident_state=each) for each in stays]
 
     def _rows(self, kind: str) -> int:
         """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""

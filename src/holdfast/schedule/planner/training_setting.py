@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
-from ..work import CLIPPING, ClippingMode
+from ..work import CLIPPING, ClippingMode, tile_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,8 @@ class Setting:
     method: Method = field(default_factory=Method)
     micro_batches: int
     delayed_fraction: float = 0.0
+    resident_state: bool = True
+    """True if the optimizer state of what lies outside the blocks stays in host memory."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -119,6 +121,16 @@ class Setting:
     @property
     def state_bytes(self) -> int:
         return round(self.elements * self.method.state_bytes)
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles in which a block's state is updated."""
+        return tile_count(self.state_bytes)
+
+    @property
+    def resident_state_bytes(self) -> int:
+        """Bytes of the state of what lies outside the blocks."""
+        return round(self.resident_elements * self.method.state_bytes)
 
     @property
     def input_bytes(self) -> int:

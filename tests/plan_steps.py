@@ -17,7 +17,16 @@ from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import CLIPPING, BlockPlacement, BlockWork, StateTile, StepShape, Work
+from holdfast.schedule.work import (
+    CLIPPING,
+    ECONOMIES,
+    BlockPlacement,
+    BlockWork,
+    Economy,
+    StateTile,
+    StepShape,
+    Work,
+)
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 LISTS = {**SCHEDULES, "zeroth": lambda *step: zeroth(*whole(step))}
@@ -76,7 +85,11 @@ def whole(step: Step) -> Step:
     """The same step as MeZO has it: without tiles, and with the state outside of the blocks in host memory."""
     work, placement, shape = step
     blocks = tuple(replace(block, tiles=()) for block in work.blocks)
-    return replace(work, blocks=blocks, resident_tiles=()), replace(placement, resident_state=True), shape
+    return (
+        replace(work, blocks=blocks, resident_tiles=()),
+        replace(placement, economy=Economy(placement.economy.grad_slots)),
+        shape,
+    )
 
 
 def equal_blocks(
@@ -146,7 +159,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         optimizer=any_blocks(),
         activations=any_blocks(),
         gradients=any_blocks(),
-        resident_state=draw(st.booleans()),
+        economy=draw(st.sampled_from(ECONOMIES)),
     )
     clipping = draw(st.sampled_from(CLIPPING))
     shape = StepShape(

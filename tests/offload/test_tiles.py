@@ -20,7 +20,7 @@ from holdfast.schedule import work
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.planner.placement import choose
-from holdfast.schedule.work import StepShape
+from holdfast.schedule.work import LEAST_MEMORY, Economy, StepShape
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from plan_steps import uneven
@@ -145,7 +145,7 @@ def test_the_state_outside_the_blocks_may_be_on_the_ssd(tmp_path, tiles, monkeyp
     monkeypatch.setattr(
         import_module("holdfast.offload.setup.step_planning"),
         "choose",
-        lambda *args, **options: replace(choose(*args, **options), resident_state=False),
+        lambda *args, **options: replace(choose(*args, **options), economy=LEAST_MEMORY),
     )
     losses, states = plain_loop(fused_adamw)
     found, _ = out_of_core(tmp_path, fused_adamw, range(3), **WAYS[way])
@@ -158,8 +158,11 @@ def test_the_state_outside_the_blocks_leaves_memory_only_where_the_budget_lacks_
     large, shape = replace(uneven(3), resident_state_bytes=10**7), StepShape(micro_batches=2)
     ask = partial(choose, large, shape, activations=0.0, optimizer=0.0, params=0.0)
     needed = predict(large, ask(None), shape).host_bytes
-    assert ask(None).resident_state and ask(needed).resident_state
-    assert not ask(needed - 1).resident_state
+    one_buffer = ask(needed - 1)
+    assert (ask(needed).economy, one_buffer.economy) == (Economy(2, True), Economy(1, True))
+    needed = predict(large, one_buffer, shape).host_bytes
+    assert ask(needed) == one_buffer
+    assert ask(needed - 1).economy == Economy(2, False)
     with pytest.raises(DoesNotFit):
         ask(needed - 10**7)
     with pytest.raises(DoesNotFit):  # MeZO has no operation that reads it

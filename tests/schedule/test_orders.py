@@ -66,9 +66,9 @@ def expected_traffic(
     moved |= between_blocks(order, n, m, s, shape.order == "snake")
     if n > 1:
         moved["upload_input"] -= sum(is_kept(shape, i, n) for i in range(n)) * m * s
-    if shape.commit or not placement.resident_state:
+    if shape.commit or not placement.economy.resident_state:
         moved["store_resident"] = work.resident_state_bytes
-    if not placement.resident_state:
+    if not placement.economy.resident_state:
         moved["load_resident"] = work.resident_state_bytes
     if not work.unified:
         moved["download_resident_grads"] = work.resident_grad_bytes
@@ -208,7 +208,7 @@ def test_state_is_read_and_changed_only_after_it_was_written(order, step):
             assert before((0, store), (1, Key("load_state", store.block, tile=store.tile)))
     for store in keys(made, "store_resident"):
         assert before((0, store), (1, Key("update_resident", tile=store.tile)))
-        if not step[1].resident_state:
+        if not step[1].economy.resident_state:
             assert before((0, store), (1, Key("load_resident", tile=store.tile)))
 
 

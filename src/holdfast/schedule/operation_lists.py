@@ -23,7 +23,7 @@ from .planner.plan_search import Case, best_at
 from .planner.training_setting import Setting, bus_of, ssd_of
 from .simulate import Simulation, simulate
 from .vertical import vertical
-from .work import BlockPlacement, BlockWork, StateTile, StepShape, Work, tile_count
+from .work import LEAST_MEMORY, BlockPlacement, BlockWork, StateTile, StepShape, Work, tile_count
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together, if memory allows."""
@@ -187,14 +187,13 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
                 break
             less = (less + above) // 2
             continue
-        stays = solution.setting.resident_state
-        placement = replace(placement_of(solution.fractions, blocks), resident_state=stays)
+        placement = replace(placement_of(solution.fractions, blocks), economy=solution.setting.economy)
         whole = _in_whole_blocks(setting, placement)
         over = host_bytes(setting, placement) - allowed
         if over <= 0:
             return whole, placement
         above, less = less, max(floor(whole.of(formulas.host_bytes)) - over, 1)
-    nothing = replace(placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks), resident_state=False)
+    nothing = replace(placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks), economy=LEAST_MEMORY)
     needed = host_bytes(setting, nothing)
     if needed <= allowed:  # no plan near the best one was found, and this one fits
         return _in_whole_blocks(setting, nothing), nothing
@@ -206,7 +205,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
 
 def _in_whole_blocks(setting: Setting, placement: BlockPlacement) -> Solution:
     """Return ``placement`` as a solution, with as many waiting gradients in dead buffers as possible."""
-    setting = replace(setting, resident_state=placement.resident_state)
+    setting = replace(setting, economy=placement.economy)
     shares, waits = placement.shares, formulas.waiting_bytes(setting)
     part = formulas.dead_bytes(setting)(shares) / waits if waits else 0.0
     return Solution(setting, {**shares, RECYCLED: min(part, shares["gradients"])})

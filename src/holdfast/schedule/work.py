@@ -188,6 +188,24 @@ class StepShape:
         return self.clipping in ("defer", "speculate")
 
 
+@dataclass(frozen=True)
+class Economy:
+    """The time that a step spends for memory."""
+
+    grad_slots: int = 2
+    """Blocks whose gradients are in memory at once, unless they stay: being summed, being consumed.
+
+    With 1 a block's backward pass waits until the gradients before it have been handed over, or used.
+    """
+    resident_state: bool = True
+    """True if the optimizer state of what lies outside the blocks stays in host memory."""
+
+
+FASTEST, LEAST_MEMORY = Economy(), Economy(1, False)
+ECONOMIES = (FASTEST, Economy(1), Economy(2, False), LEAST_MEMORY)
+"""From the fastest to the one that takes least memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockPlacement:
     """The parts of each block that stay in host memory. The rest lives on the SSD."""
@@ -197,8 +215,7 @@ class BlockPlacement:
     activations: tuple[bool, ...]
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
-    resident_state: bool = True
-    """True if the optimizer state of what lies outside the blocks stays in host memory."""
+    economy: Economy = FASTEST
 
     @property
     def shares(self) -> dict[str, float]:

@@ -205,7 +205,7 @@ def make_plan(
         recomputed_fraction=1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction,
     )
     fit = partial(
-        choose, work, usual, host_budget, schedule=lists,
+        choose, work, usual, host_budget, schedule=lists, device_budget_bytes=budget.device_bytes(),
         order=STATE_FIRST if schedule == ZEROTH else ORDER, **wanted.on_host,
     )  # fmt: skip
 

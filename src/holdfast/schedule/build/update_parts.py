@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .step_builder import GRAD_SLOTS, REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:
@@ -180,7 +180,7 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
     updated: tuple[Key, ...] = ()
     for t, tile in enumerate(tiles):
         image, needs, previous = ("state", s.count, t), after, (Key("store_resident", tile=t),)
-        if not s.placement.resident_state:
+        if not s.placement.economy.resident_state:
             load = s.add(
                 Key("load_resident", tile=t),
                 operations.SSD_READ,
@@ -205,7 +205,7 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
             gives=grads,
         )
         updated = (*updated, done)
-        if not s.placement.resident_state:
+        if not s.placement.economy.resident_state:
             store_resident(s, t, done, gives=(image,))
         elif s.shape.commit:
             store_resident(s, t, done)
@@ -231,7 +231,7 @@ def _download_resident_grads(s: StepBuilder, tile: int, nbytes: int, *after: Key
         operations.DOWNLOAD,
         nbytes=nbytes,
         needs=after,
-        takes=(Hold(("resident_grads", tile), nbytes, slots=GRAD_SLOTS),),
+        takes=(Hold(("resident_grads", tile), nbytes, slots=RESIDENT_GRAD_SLOTS),),
     )
 
 

@@ -16,7 +16,7 @@ from ...quantities import ample_budget, format_bytes
 from ..memory_use import MakesOps, predict
 from ..mezo_schedule import zeroth
 from ..vertical import vertical
-from ..work import BlockPlacement, StepShape, Work
+from ..work import ECONOMIES, FASTEST, BlockPlacement, Economy, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
 STATE_FIRST = ("optimizer", "gradients", "activations", "params")
@@ -35,13 +35,13 @@ def choose(
     evaluation_batches: int = 0,
     held_bytes: int = 0,
     order: Sequence[str] = ORDER,
+    device_budget_bytes: int | None = None,
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
-    The state of what lies outside the blocks stays too, unless nothing fits then and ``schedule`` can do without. The
-    budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
-    micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
-    ``BadInput`` for a value that is no fraction.
+    Time is spent for memory (``Economy``) only where nothing fits otherwise. The budget covers ``held_bytes`` that the
+    process holds anyway, and evaluations of ``evaluation_batches`` micro-batches at once. None is no limit. Raises
+    ``DoesNotFit`` if even the smallest of the others does not fit, and ``BadInput`` for a value that is no fraction.
     """
     asked: dict[str, Fraction] = {
         "params": params,
@@ -49,10 +49,11 @@ def choose(
         "activations": activations,
         "optimizer": optimizer,
     }
-    search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
+    search = _Search(
+        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes
+    )
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
-    if not search.fits(fractions) and schedule is not zeroth:
-        search.resident_state = False
+    search.economise(fractions)
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in order:
@@ -72,14 +73,34 @@ class _Search:
         evaluation_batches: int,
         budget: int | None,
         held: int,
+        device_budget: int | None,
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
-        self.resident_state = True
+        self.device_budget, self.economy = device_budget, FASTEST
 
     def placement(self, fractions: dict[str, float]) -> BlockPlacement:
         placement = BlockPlacement.fractions(len(self.work.blocks), **fractions)
-        return replace(placement, resident_state=self.resident_state)
+        return replace(placement, economy=self.economy)
+
+    def economise(self, fractions: dict[str, float]) -> None:
+        """Take the first economy that fits in host memory, and on a separate device if one does."""
+        on_host = []
+        for economy in economies_of(self.schedule):
+            self.economy = economy
+            if self.fits(fractions):
+                on_host.append(economy)
+                if self.fits_device(fractions):
+                    return
+        if on_host:
+            self.economy = on_host[0]
+
+    def fits_device(self, fractions: dict[str, float]) -> bool:
+        if self.work.unified or self.device_budget is None:
+            return True
+        placement = self.placement(fractions)
+        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
+        return memory.device_bytes <= self.device_budget
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
         placement = self.placement(fractions)
@@ -113,6 +134,11 @@ class _Search:
             else:
                 failing = middle
         return fitting / rows
+
+
+def economies_of(schedule: MakesOps) -> list[Economy]:
+    """Return the economies with which ``schedule`` works: MeZO has no operation that reads the resident state."""
+    return [each for each in ECONOMIES if each.resident_state or schedule is not zeroth]
 
 
 def checked(kind: str, value: Fraction) -> float | None:

@@ -25,14 +25,13 @@ from ...profiles import MachineProfile
 from ...quantities import GiB
 from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
-from ..mezo_schedule import zeroth
 from ..operation_lists import machine_of
 from ..operations import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
 from ..simulate import Simulation, simulate
 from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
-from .placement import ORDER, checked, choose
+from .placement import ORDER, checked, choose, economies_of
 from .training_setting import Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
@@ -217,6 +216,7 @@ class _Search:
                 evaluation_batches=q.evaluation_batches,
                 held_bytes=q.held_bytes,
                 order=ORDER,
+                device_budget_bytes=q.device_budget,
                 **q.asked,
             )
         except DoesNotFit as error:
@@ -335,9 +335,12 @@ class _Search:
         )
 
     def _variants(self, placement: BlockPlacement) -> list[BlockPlacement]:
-        """Return ``placement`` with the state of what lies outside the blocks in host memory, and without."""
-        stays = (True,) if self.question.schedule is zeroth else (True, False)
-        return [replace(placement, resident_state=each) for each in stays]
+        """Return ``placement`` with each economy that fits on the device; with all if none does."""
+        q = self.question
+        made = [replace(placement, economy=each) for each in economies_of(q.schedule)]
+        if q.work.unified or q.device_budget is None:
+            return made
+        return [p for p in made if self._memory(p, q.shape).device_bytes <= q.device_budget] or made
 
     def _rows(self, kind: str) -> int:
         """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""

@@ -17,6 +17,7 @@ from ..build.step_builder import (
     OUTPUT_SLOTS,
     PARAM_SLOTS,
     REDO_SLOTS,
+    RESIDENT_GRAD_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
     device_input_slots,
@@ -225,7 +226,8 @@ def _host_bytes(s: Setting) -> Affine:
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
     rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
-    resident = s.resident_elements * (s.method.grad_bytes + s.method.param_bytes)
+    held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
+    resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
     return (
         rows * size
         + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))

@@ -128,6 +128,8 @@ class BlockWork:
 
     They do not include the block's input and parameters. In device memory. Measured.
     """
+    frozen_file_bytes: int = 0
+    """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
     tiles: tuple[StateTile, ...] = ()
     """The tiles of the state; empty if it is one."""
 

@@ -119,6 +119,7 @@ class ModelParts:
                     param_gather_bytes=unit.gathered_bytes,
                     trained_param_bytes=unit.share_trained_copy_bytes,
                     state_bytes=unit.state_bytes,
+                    frozen_file_bytes=unit.share_copy_bytes - unit.scratch_bytes,
                     tiles=_tiles(unit),
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,

@@ -85,7 +85,7 @@ def build(
             stored=stored,
             index=store.put_index(parts.index()),
             param_scratch=store.scratch(f"params{mine}", params) if params else None,
-            param_offsets=_offsets([unit.share_copy_bytes for unit in parts.units]),
+            param_offsets=_offsets([unit.scratch_bytes for unit in parts.units]),
             grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
             grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
             input_scratch=InputScratch(

@@ -57,7 +57,7 @@ def test_a_frozen_parameter_takes_two_bytes_on_the_ssd_and_two_of_a_pass(tmp_pat
     for file, count in zip(files, sizes):
         assert 2 * count <= file.bytes < 2 * count + 8192 + 16 * 1024 * 8  # header, and matrices at 16 KiB
     assert engine._plan.param_scratch_bytes == 3 * 4096  # of the vectors, which are trained
-    assert engine.last["bytes_read"] == engine.preflight.read_bytes_per_step
+    assert engine.last["read_bytes"] == engine.preflight.read_bytes_per_step
 
 
 def test_a_run_with_frozen_parameters_in_fp32_goes_on_in_their_own_dtype_and_back(tmp_path):

@@ -106,6 +106,41 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
+    """A folder in bf16 takes two bytes a parameter, on the first day and after a resume, for the same bits."""
+    made, losses = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        made[dtype] = write_folder(tmp_path / str(dtype), rounded_llama, dtype)
+        losses[dtype], run = [], tmp_path / f"run {dtype}"
+        for step in range(2):
+            model, weights = holdfast.pretrained(made[dtype])
+            torch.manual_seed(0)
+            model = adapted(model)
+            with holdfast.offload(model, adamw(model), run, source=weights) as engine:
+                losses[dtype].append(engine.step(micro_batches(step)))
+                names = [unit.frozen_file.name for unit in engine._run.blocks]
+        sizes = [
+            sum(p.numel() for n, p in block.named_parameters() if "lora" not in n)
+            for block in blocks_of(model)
+        ]
+        each = 2 if dtype is torch.bfloat16 else 4
+        for name, count in zip(names, sizes):
+            (file,) = (run / "data").glob(f"{name}.*.safetensors")
+            assert (
+                each * count <= file.stat().st_size < each * count + 2**17
+            )  # a header, and matrices at 16 KiB
+    assert losses[torch.float32] == losses[torch.bfloat16]
+
+
+def rounded_llama():
+    """One large enough to be told from fillers, with values of bf16."""
+    return tiny_folders.llama(intermediate_size=4096).bfloat16()
+
+
+def blocks_of(model):
+    return model.base_model.model.model.layers
+
+
 def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_exported(tmp_path):
     folder, run = write_folder(tmp_path / "folder", tiny_folders.mixtral), tmp_path / "run"
     for start in (0, 2):

@@ -540,8 +540,8 @@ def _ranges(starts: Sequence[int | None], stop: int) -> list[tuple[int, int]]:
 
 
 def _stored_dtype(owned: Owned) -> str:
-    """Return the dtype in which a frozen parameter is stored: its own, if fp32 holds no more of it."""
-    dtype = owned.captured.parameter.dtype
+    """Return the dtype in which a frozen parameter is stored: that of its values, if it is one of 16 bits."""
+    dtype = owned.captured.stored or owned.captured.parameter.dtype
     return TO_NAME[dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32]
 
 

@@ -7,7 +7,7 @@ taken over. Called by ``offload``, and by whatever needs the sizes of its units.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,10 +51,12 @@ class ModelParts:
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
+        stored: Mapping[int, torch.dtype] | None = None,
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
+        ``stored`` is the dtype in which a source has the values of a parameter, by the parameter's id. Raises
+        ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -62,6 +64,11 @@ class ModelParts:
         _check_modules(model, optimizer)
         _check_names(blocks)
         captured = capture(model, optimizer)
+        known = (
+            replace(p, stored=(stored or {}).get(id(p.parameter)) if p.parameter.is_meta else None)
+            for p in captured.parameters
+        )
+        captured = replace(captured, parameters=tuple(known))
         _check_parameters(captured)
         _check_memory(captured)
         by_block, resident = owned_parameters(model, captured, blocks)

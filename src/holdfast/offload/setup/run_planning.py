@@ -224,7 +224,8 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
 def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
     """Return the parts of the model. Raises ``BadInput`` for a model that cannot be trained out of core."""
     refuse_open(given.model)
-    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks)
+    stored = getattr(given.source, "dtypes", dict)()  # the weights of a folder know theirs
+    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, stored)
     check_compiled(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
         refuse_in_block(name, block)

@@ -202,6 +202,11 @@ class Economy:
     resident_state: bool = True
     """True if the optimizer state of what lies outside the blocks stays in host memory."""
 
+    def said(self) -> list[str]:
+        """Return what is done to save memory, as texts for a person."""
+        one = ["one buffer for gradients"] if self.grad_slots == 1 else []
+        return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
+
 
 FASTEST, LEAST_MEMORY = Economy(), Economy(1, False)
 ECONOMIES = (FASTEST, Economy(1), Economy(2, False), LEAST_MEMORY)
@@ -231,7 +236,7 @@ class BlockPlacement:
         """Return the placement as text for a person."""
         shares = self.shares
         stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
-        return f"{stays} in host memory"
+        return "; ".join([f"{stays} in host memory", *self.economy.said()])
 
     @classmethod
     def fractions(

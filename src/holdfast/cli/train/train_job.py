@@ -152,12 +152,14 @@ class Job:
         self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.stopped_by = ""
+        prediction = engine.preflight.prediction
         self.panel = TrainingPanel(
             console,
             title=config.run.dir,
             steps=config.train.steps,
             host_budget=engine.preflight.host_budget,
             commit_every=config.durability.every,
+            light=prediction.light if prediction else None,
         )
 
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:

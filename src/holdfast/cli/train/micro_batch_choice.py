@@ -86,9 +86,13 @@ def _question(config: Config, recipe: Recipe, say: Callable[[str], object]) -> Q
     def stop(preflight: Preflight) -> None:
         raise _Planned(preflight)
 
+    def say_measuring(text: str) -> None:  # the run's own engine says the rest
+        if text.startswith("measuring "):
+            say(text)
+
     try:
         with warnings.catch_warnings(action="ignore"):  # the run's own engine gives them again
-            make_engine(_with_count(config, 1), recipe, loader, 1, EventLog(None), stop, say=say)
+            make_engine(_with_count(config, 1), recipe, loader, 1, EventLog(None), stop, say=say_measuring)
     except _Planned as planned:
         prediction = planned.preflight.prediction
     else:

@@ -97,7 +97,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
     recipe = shared_recipe(ranks, config, console)
-    config = with_chosen_count(config, recipe, partial(say_measuring, console))
+    config = with_chosen_count(config, recipe, partial(say, console))
     micro_batches = share_of(config, ranks)
     loader = step_loader(
         recipe.corpus,

@@ -80,6 +80,11 @@ class Solution:
     def busiest(self) -> str:
         return max(self.busy_seconds, key=self.busy_seconds.__getitem__)
 
+    @property
+    def speed_of_light(self) -> float:
+        """Fraction of a step's time for which the busiest lane works: 1 if it never waits."""
+        return self.busy_seconds[self.busiest] / self.step_seconds
+
     def of(self, formula: Any) -> float:
         """Evaluate a formula of ``formulas`` at this solution."""
         found = formula(self.setting)

@@ -50,12 +50,12 @@ NO_LIMIT = 1024 * 1024 * GiB
 """Host memory assumed where there is no budget."""
 
 
-def answer(question: Question) -> Answer:
-    """Return the best choice.
+def answer(question: Question, most_played: int = PLAYED) -> Answer:
+    """Return the best choice. The search plays ``most_played`` operations at most.
 
     Raises ``DoesNotFit`` if no choice fits with what was stated, and ``BadInput`` for a value that is no fraction.
     """
-    search, with_program = _Search(question), has_highs()
+    search, with_program = _Search(question, most_played), has_highs()
     for shape in search.shapes():
         for placement in search.proposals(shape, with_program):
             search.play(placement, shape)
@@ -154,13 +154,13 @@ def play(question: Question, placement: BlockPlacement, shape: StepShape) -> Cho
 class _Search:
     """The choices played so far."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, most_played: int) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
         self.played: dict[tuple[BlockPlacement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """The error of the greedy placement (most traffic saved per byte), if that does not fit."""
         once = STEPS * len(question.operations(BlockPlacement.fractions(self.blocks), question.shape))
-        self.most = max(PLAYED // once, 3)
+        self.most = max(most_played // once, 3)
         """Number of choices that may be played."""
 
     def shapes(self) -> list[StepShape]:

@@ -101,6 +101,14 @@ def test_all_ranks_wait_for_the_norm_where_one_does(world, tmp_path):
     assert [each["clipping"] for each in said] == [["defer"]] * 2
 
 
+@pytest.mark.parametrize("little, recomputed", [([], [1.0, 0.0]), ([1], [1.0])])
+def test_ranks_recompute_what_one_has_to(world, tmp_path, little, recomputed):
+    """A run that was given nothing: from the second step on graphs are kept, if they fit on all ranks."""
+    said = world.run(2, root=tmp_path, steps=3, dropout=0.2, little=little)
+    check(said, tmp_path, *plain([(3, 1, 2)], dropout=0.2))
+    assert [each["recomputed"] for each in said] == [recomputed] * 2
+
+
 def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(world, tmp_path):
     """Dropout draws by the number that a micro-batch has among those of all ranks."""
     said = world.run(2, root=tmp_path / "two", steps=STEPS, dropout=0.2)

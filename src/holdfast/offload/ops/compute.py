@@ -109,6 +109,8 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             output, graph = _with_graph(run, step, m, boundary)
             if is_last:
                 _deliver(run, step, m, boundary, output)
+            elif step.gauge is not None:
+                step.gauge.note(m, boundary, graph, run.patch.blocks.modules[block])
             del output
         batch.tracker.running.set()
         with without_autocast():  # autocast is for the forward alone, as in torch

@@ -212,6 +212,8 @@ class Step:
     """Distance by which a zeroth-order step moves the weights, once that is known."""
     kept: tuple[bool, ...] = ()
     """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
+    must_repeat: bool = False
+    """True if all blocks have to be such as can be computed again, because the free memory decides which are."""
     gauge: GraphGauge | None = None
     """Measures the graphs of blocks that are computed again; None in most steps."""
 

@@ -178,7 +178,8 @@ class StepMaker:
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
             kept=kept_blocks(shape, len(self._run.blocks)),
-            gauge=self._recomputation and self._recomputation.gauge(micro_batches, shape),
+            must_repeat=rules.chooses_recomputed,
+            gauge=None if self._recomputation is None else self._recomputation.gauge(micro_batches, shape),
         )
 
     def progress(self) -> dict[str, Any]:

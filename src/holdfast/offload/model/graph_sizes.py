@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .boundaries import Boundary, Graph
+from .microbatches import casts
 
 SAVED = "_raw_saved_"
 """Prefix of the attributes of a node that hold what it has saved, without unpacking it."""
@@ -48,7 +49,7 @@ class GraphGauge:
     def note(self, micro_batch: int, boundary: Boundary, graph: Graph, module: nn.Module) -> None:
         """Measure ``graph``, which ``module`` has just computed from the inputs of ``boundary``."""
         held = self._graphs.get(micro_batch)
-        if held is None:
+        if held is None or casts(boundary.autocast):  # then the graph would not be kept
             return
         inputs = [*pytree.tree_leaves(boundary.kept), *graph.leaves]
         outside = [*module.parameters(), *module.buffers(), *inputs]

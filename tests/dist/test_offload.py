@@ -145,8 +145,9 @@ def test_a_run_over_two_drives_goes_on_with_two_ranks_and_back(world, tmp_path):
 
 def test_a_rank_moves_its_share(world, tmp_path):
     """Of what goes to and from the SSD; and what its list says, of which it exchanges the rest."""
-    alone = world.run(1, root=tmp_path / "one", steps=2, kind="wide", settle=True)[0]
-    said = world.run(2, root=tmp_path / "two", steps=2, kind="wide", settle=True)
+    given: dict = {"steps": 2, "kind": "wide", "settle": True, "options": {"recomputed_fraction": 1.0}}
+    alone = world.run(1, root=tmp_path / "one", **given)[0]
+    said = world.run(2, root=tmp_path / "two", **given)
     for each in said:
         moved = {key: n for key, n in each["moved"][1].items() if n and "input" not in key}
         assert moved == each["listed"]

@@ -53,7 +53,7 @@ class RecomputationChoice:
         self._run, self._plan, self._rules = run, plan, rules
         self._modules = list(run.model.modules())
         self._modes: list[bool] = []
-        """Whether each module was in training mode when the micro-batches were measured."""
+        """Flags per module: True if it was in training mode when the micro-batches were measured."""
         self._sizes: GraphSizes | None = None
         """The largest sizes that were measured."""
         self._measured: list[Form] = []

@@ -28,9 +28,8 @@ from .. import accelerators
 from ..measure.host_memory import free_host_bytes
 from ..quantities import round_up
 from ..schedule.memory_use import predict
-from ..schedule.work import StepShape, Work
+from ..schedule.work import Work
 from .model.graph_sizes import GraphGauge, GraphSizes
-from .model.microbatches import autocast_state, casts
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
@@ -61,35 +60,30 @@ class RecomputationChoice:
         """Forms that are no larger than a measured one."""
         self._fractions: dict[int, float] = {}
         """The choices so far, by the number of micro-batches."""
-        self._gauged: list[Form] = []
-        """Forms that the step under way measures."""
+        self._new: dict[Form, int] = {}
+        """Forms that the next step measures, each with a micro-batch that has it."""
 
     def fraction(self, micro_batches: Sequence[Any]) -> float:
         """Return the fraction of the blocks that a step over ``micro_batches`` should compute again."""
-        if casts(autocast_state()) or self._unmeasured(micro_batches):
+        self._new = self._unmeasured(micro_batches)
+        if self._new:
             return EVERY
         count = len(micro_batches)
         if count not in self._fractions:
             self._fractions[count] = self._chosen(count)
         return self._fractions[count]
 
-    def gauge(self, micro_batches: Sequence[Any], shape: StepShape) -> GraphGauge | None:
-        """Return what is to measure the step of ``shape``; None if nothing is new, or not every block runs again."""
-        new = {} if casts(autocast_state()) else self._unmeasured(micro_batches)
-        self._gauged = list(new)
-        return (
-            GraphGauge(new.values(), len(self._run.blocks))
-            if new and shape.recomputed_fraction == EVERY
-            else None
-        )
+    def gauge(self) -> GraphGauge | None:
+        """Return what measures the step for which ``fraction`` was asked last; None if nothing in it is new."""
+        return GraphGauge(self._new.values(), len(self._run.blocks)) if self._new else None
 
     def over(self, step: Step) -> None:
         """Take up what ``step`` has measured, if it is over."""
         sizes = None if step.gauge is None else step.gauge.sizes()
         if sizes is not None:
             self._sizes = sizes if self._sizes is None else self._sizes | sizes
-            self._measured += self._gauged
-            self._covered.update(self._gauged)
+            self._measured += self._new
+            self._covered.update(self._new)
             self._fractions.clear()
 
     def _unmeasured(self, micro_batches: Sequence[Any]) -> dict[Form, int]:

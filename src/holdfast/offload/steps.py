@@ -179,7 +179,7 @@ class StepMaker:
             loss_scale=self.loss_scale,
             kept=kept_blocks(shape, len(self._run.blocks)),
             must_repeat=rules.chooses_recomputed,
-            gauge=None if self._recomputation is None else self._recomputation.gauge(micro_batches, shape),
+            gauge=None if self._recomputation is None else self._recomputation.gauge(),
         )
 
     def progress(self) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class _Checked(NamedTuple):
     """The names of parameters that were edited."""
     clipping: ClippingMode | None
     """The way of clipping that it would take."""
+    recomputed_fraction: float
+    """The fraction of the blocks that it would compute again."""
 
 
 class Engine:
@@ -147,7 +149,10 @@ class Engine:
         tokens = sum(each.tokens for each in told)
         with self._closing_on_error():
             started = time.perf_counter()
-            step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn, told[0].clipping)
+            again = max(each.recomputed_fraction for each in told)  # as the rank with least memory
+            step = self._steps.training(
+                self.steps_done, micro_batches, weights, loss_fn, told[0].clipping, again
+            )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
@@ -180,7 +185,7 @@ class Engine:
             )
         return _Checked(
             self._steps.counts(micro_batches), count_tokens(micro_batches), digest(self._rates()), self.held.edited(),
-            self._steps.next_clipping,
+            self._steps.next_clipping, self._steps.recomputed_fraction(micro_batches),
         )  # fmt: skip
 
     @on_host_by_default

@@ -33,6 +33,15 @@ def process_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def most_process_bytes() -> int | None:
+    """Return the most bytes of memory that this process has held at once; None if the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 def share_heaps() -> None:
     """Let all threads but the main one share one glibc heap.
 

@@ -122,7 +122,7 @@ class Engine:
         self.skipped_steps = 0
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
-        """The fields of the last step's event."""
+        """The fields of the last step's event, and the fraction of the blocks that it computed again."""
 
     @property
     def durable_step(self) -> int:
@@ -170,8 +170,9 @@ class Engine:
             seconds = time.perf_counter() - started
             before, self._told = self._told, traffic(self._run)
             moved = difference(self._told, before)
-            self.last = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
-            self._events.emit("step", **self.last)
+            event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
+            self._events.emit("step", **event)
+            self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
             return self.last["loss"]
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:

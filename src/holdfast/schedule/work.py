@@ -210,7 +210,7 @@ class Economy:
 
 FASTEST, LEAST_MEMORY = Economy(), Economy(1, False)
 ECONOMIES = (FASTEST, Economy(1), Economy(2, False), LEAST_MEMORY)
-"""From the fastest to the one that takes least memory."""
+"""The fastest first, and last the one that takes least memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

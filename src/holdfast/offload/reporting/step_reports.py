@@ -108,7 +108,6 @@ def step_event(
         "loss_scale": step.loss_scale and step.loss_scale.scale,
         "micro_batches": step.shape.micro_batches,
         "commit": step.shape.commit,
-        "recomputed_fraction": step.shape.recomputed_fraction,
         "moved": by_lane(moved),
         "buffers": dict(run.residency.pool.most_by_kind),
     }

@@ -45,6 +45,15 @@ def in_memory(make):
     return adapted(model, init_lora_weights=False)
 
 
+def rounded_llama():
+    """One large enough to be told from fillers, with values of bf16."""
+    return tiny_folders.llama(intermediate_size=4096).bfloat16()
+
+
+def blocks_of(model):
+    return model.base_model.model.model.layers
+
+
 def adamw(model, **options):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
@@ -105,7 +114,6 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     assert written < frozen / 5
 
 
-@pytest.mark.slow
 def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
     """A folder in bf16 takes two bytes a parameter, on the first day and after a resume, for the same bits."""
     made, losses = {}, {}
@@ -132,15 +140,7 @@ def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
     assert losses[torch.float32] == losses[torch.bfloat16]
 
 
-def rounded_llama():
-    """One large enough to be told from fillers, with values of bf16."""
-    return tiny_folders.llama(intermediate_size=4096).bfloat16()
-
-
-def blocks_of(model):
-    return model.base_model.model.model.layers
-
-
+@pytest.mark.slow
 def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_exported(tmp_path):
     folder, run = write_folder(tmp_path / "folder", tiny_folders.mixtral), tmp_path / "run"
     for start in (0, 2):

@@ -227,8 +227,8 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
 def test_state_in_tiles_takes_the_memory_of_three_tiles_however_large_the_blocks_are():
     work = tiled(uneven(8))
     placement = BlockPlacement.fractions(8, activations=0.0)
-    found = predict(work, replace(placement, economy=LEAST_MEMORY), StepShape(micro_batches=3)).at("host")
-    tiles = [tile for block in work.blocks for tile in block.parts]
+    found = predict(work, replace(placement, saving=LEAST_MEMORY), StepShape(micro_batches=3)).at("host")
+    tiles = [tile for block in work.blocks for tile in block.tiles]
     assert found["state"] == sum(sorted(tile.state_bytes for tile in [*tiles, *work.resident_tiles])[-3:])
     assert found["grads"] == max(block.grad_bytes for block in work.blocks)
     assert found["updated_params"] == sum(sorted(tile.trained_param_bytes for tile in tiles)[-2:])

@@ -25,7 +25,7 @@ def needs(placement: BlockPlacement, shape: StepShape = SHAPE) -> int:
 
 def least_of(placement: BlockPlacement) -> BlockPlacement:
     """With all that is slower and takes less memory."""
-    return replace(placement, economy=LEAST_MEMORY)
+    return replace(placement, saving=LEAST_MEMORY)
 
 
 def on_ssd(**fractions: float) -> BlockPlacement:

@@ -93,7 +93,7 @@ class Runtime:
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""
         if unit == len(self.blocks):
-            return self.placement.economy.resident_state
+            return self.placement.saving.resident_state
         return self.placement.optimizer[unit]
 
     def agreed_buffers(self) -> dict[str, torch.Tensor]:

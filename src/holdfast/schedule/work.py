@@ -54,8 +54,8 @@ class Work:
     """
     head_flop: float = 0.0
     """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
-    resident_tiles: tuple[StateTile, ...] = ()
-    """The tiles of the resident state; empty if it is one."""
+    resident_cut: tuple[TileWork, ...] = ()
+    """The tiles into which the resident state is cut; empty if it is one."""
     resident_grad_bytes: int = 0
     """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
     resident_grad_share_bytes: int = 0
@@ -75,18 +75,18 @@ class Work:
     """
 
     @property
-    def resident_parts(self) -> tuple[StateTile, ...]:
+    def resident_tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the resident state, one at least."""
-        whole = StateTile(
+        whole = TileWork(
             elements=self.resident_elements,
             state_bytes=self.resident_state_bytes,
             grad_bytes=self.resident_grad_bytes,
         )
-        return self.resident_tiles or (whole,)
+        return self.resident_cut or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateTile:
+class TileWork:
     """A part of a unit's state that is read, updated and written by itself. Bytes."""
 
     elements: int
@@ -130,16 +130,16 @@ class BlockWork:
     """
     frozen_file_bytes: int = 0
     """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
-    tiles: tuple[StateTile, ...] = ()
-    """The tiles of the state; empty if it is one."""
+    cut: tuple[TileWork, ...] = ()
+    """The tiles into which the state is cut; empty if it is one."""
 
     @property
-    def parts(self) -> tuple[StateTile, ...]:
+    def tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the state, one at least."""
-        whole = StateTile(
+        whole = TileWork(
             elements=self.elements, state_bytes=self.state_bytes, trained_param_bytes=self.trained_param_bytes
         )
-        return self.tiles or (whole,)
+        return self.cut or (whole,)
 
     @property
     def kept_param_bytes(self) -> int:
@@ -191,8 +191,8 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Economy:
-    """The time that a step spends for memory."""
+class MemorySaving:
+    """How a step saves memory at the cost of time."""
 
     grad_slots: int = 2
     """Blocks whose gradients are in memory at once, unless they stay: being summed, being consumed.
@@ -208,8 +208,8 @@ class Economy:
         return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
 
 
-FASTEST, LEAST_MEMORY = Economy(), Economy(1, False)
-ECONOMIES = (FASTEST, Economy(1), Economy(2, False), LEAST_MEMORY)
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False)
+MEMORY_SAVINGS = (FASTEST, MemorySaving(1), MemorySaving(2, False), LEAST_MEMORY)
 """The fastest first, and last the one that takes least memory."""
 
 
@@ -222,7 +222,7 @@ class BlockPlacement:
     activations: tuple[bool, ...]
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
-    economy: Economy = FASTEST
+    saving: MemorySaving = FASTEST
 
     @property
     def shares(self) -> dict[str, float]:
@@ -236,7 +236,7 @@ class BlockPlacement:
         """Return the placement as text for a person."""
         shares = self.shares
         stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
-        return "; ".join([f"{stays} in host memory", *self.economy.said()])
+        return "; ".join([f"{stays} in host memory", *self.saving.said()])
 
     @classmethod
     def fractions(

@@ -201,8 +201,8 @@ def document_of(solution: Solution) -> dict[str, Any]:
         "sequence": setting.model.sequence,
         "delayed_fraction": setting.delayed_fraction,
         "on_host": on_host(solution),
-        "grad_slots": setting.economy.grad_slots,
-        "resident_state_on_host": setting.economy.resident_state,
+        "grad_slots": setting.saving.grad_slots,
+        "resident_state_on_host": setting.saving.resident_state,
         "step_seconds": solution.step_seconds,
         "tokens_per_second": solution.tokens_per_second,
         "forward_seconds_per_block": solution.forward_seconds,
@@ -292,7 +292,7 @@ def _memory_text(best: Solution) -> str:
         places.append(
             f"about {used['device_bytes']} of {format_bytes(machine.device_memory_bytes)} on the device"
         )
-    saved = best.setting.economy.said()
+    saved = best.setting.saving.said()
     saving = f"; to save memory: {', '.join(saved)}" if saved else ""
     return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"]) + saving
 

@@ -250,7 +250,7 @@ class BlockState:
                 )
                 for p in self.frozen_pieces
             ],
-            ALIGN,
+            _alignment(owned),
         )
         """The parameters that never change."""
         self._name_files(prefix)
@@ -550,15 +550,21 @@ def _frozen_layout(owned: Sequence[Owned]) -> Layout:
     frozen = [one for one in owned if not one.captured.trained]
     return Layout.build(
         [(f"{one.captured.name}/param", _stored_dtype(one), one.captured.shape) for one in frozen],
-        alignment=ALIGN,
+        alignment=_alignment(owned),
     )
 
 
+def _alignment(owned: Sequence[Owned]) -> int:
+    """Return the alignment of small tensors in a frozen file; that of fp32 alone is as in all runs before."""
+    narrow = any(_stored_dtype(one) != "F32" for one in owned if not one.captured.trained)
+    return ALIGN if narrow else SMALL_ALIGNMENT
+
+
 def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
-    """Return whether stored frozen parameters are what the device computes with, in dtype and memory order."""
+    """Return whether frozen parameters are stored as the device computes with them: in 16 bits, in memory order."""
     frozen = [one for one in owned if not one.captured.trained]
     return bool(frozen) and all(
-        _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
+        "F32" != _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
         for one in frozen
     )
 

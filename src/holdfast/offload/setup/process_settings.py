@@ -20,6 +20,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ...errors import BadInput
+
 M_ARENA_MAX = -8
 """Parameter number of glibc's ``mallopt``."""
 
@@ -122,3 +124,24 @@ def callers_default() -> Iterator[None]:
         return
     with device:
         yield
+
+
+SPARE_FILES = 256
+"""Files that a process has open beside those of its run."""
+
+
+def allow_open_files(count: int) -> None:
+    """Let the process have ``count`` files of a run open, each of which stays open.
+
+    Raises ``BadInput`` if the system allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise BadInput(
+            f"the state of this model lies in {count} files, all of which are open while the run is, and the system"
+            f" allows {hard} open files (ulimit -Hn). Raise that limit to {needed} or more."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

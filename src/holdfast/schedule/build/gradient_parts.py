@@ -129,7 +129,7 @@ def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
-    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=s.placement.economy.grad_slots),)
+    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=s.placement.saving.grad_slots),)
 
 
 def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
@@ -139,7 +139,7 @@ def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
     if s.waits(block) and s.placement.gradients[block]:
         return (Hold(("kept_grads", block), size),)
-    return (Hold(("grads", block), size, slots=s.placement.economy.grad_slots),)
+    return (Hold(("grads", block), size, slots=s.placement.saving.grad_slots),)
 
 
 def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
@@ -147,5 +147,5 @@ def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
 
 
 def _device(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    slots = s.placement.economy.grad_slots
+    slots = s.placement.saving.grad_slots
     return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, slots)

@@ -95,7 +95,7 @@ class StepBuilder:
 
     def tiles(self, block: int) -> range:
         """Return the numbers of the block's tiles."""
-        return range(len(self.work.blocks[block].parts))
+        return range(len(self.work.blocks[block].tiles))
 
     def updated(self, block: int) -> Key:
         """Return the block's last update, which is over after those of its other tiles."""

@@ -70,7 +70,7 @@ def forward(s: Setting) -> Phase:
         down=Affine(m * size),
         read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
         written=written
-        + (_each_commit(s) if s.economy.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
+        + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
     )
 
 
@@ -115,7 +115,7 @@ def other_seconds(s: Setting) -> float:
     elements, bus = s.resident_elements, s.bus
     moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
     tiles = tile_count(s.resident_state_bytes)
-    late = 0.0 if s.economy.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
+    late = 0.0 if s.saving.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
     return head + moved + max(elements / s.machine.update_elements_per_second, late / s.ssd.one)
 
 
@@ -157,7 +157,7 @@ def device_bytes(s: Setting) -> float:
     """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
     inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
-    block = DEVICE_SLOTS * s.param_bytes + s.economy.grad_slots * s.grad_bytes
+    block = DEVICE_SLOTS * s.param_bytes + s.saving.grad_slots * s.grad_bytes
     return block + inputs + resident + s.model.workspace_bytes
 
 
@@ -178,7 +178,7 @@ def written_bytes(s: Setting) -> Affine:
 def read_bytes(s: Setting) -> Affine:
     """Return the bytes that one step reads from the SSDs."""
     return s.blocks * (forward(s).read + backward(s).read) + (
-        0 if s.economy.resident_state else s.resident_state_bytes
+        0 if s.saving.resident_state else s.resident_state_bytes
     )
 
 
@@ -234,8 +234,8 @@ def _host_bytes(s: Setting) -> Affine:
         + s.trained_param_bytes / s.tiles * UPDATED_SLOTS * (1 - params)
         + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
         + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
-        + (s.resident_state_bytes if s.economy.resident_state else 0)
-        + s.economy.grad_slots * s.grad_bytes
+        + (s.resident_state_bytes if s.saving.resident_state else 0)
+        + s.saving.grad_slots * s.grad_bytes
         + resident
         + (s.model.workspace_bytes if shares else 0)
         + PROCESS_BYTES

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import BadInput, DoesNotFit
 from ...quantities import format_bytes
-from ..work import ECONOMIES, LEAST_MEMORY, Economy
+from ..work import LEAST_MEMORY, MEMORY_SAVINGS, MemorySaving
 from . import formulas
 from .formulas import FRACTIONS, RECYCLED
 from .training_setting import Affine, Setting
@@ -110,22 +110,20 @@ def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Soluti
     Of placements that take the same time, it is the one that wears the SSDs least. Time is spent for memory only where
     there is no placement otherwise.
     """
-    for economy in economies(setting):
-        found = _solve(replace(setting, economy=economy), stated)
+    for saving in savings(setting):
+        found = _solve(replace(setting, saving=saving), stated)
         if found is not None:
             return found
     return None
 
 
-def economies(setting: Setting) -> list[Economy]:
-    """Return the economies with which the setting fits a separate device; all if it fits with none of them."""
-    every = [each for each in ECONOMIES if each.resident_state or setting.resident_elements]
-    if setting.method.paper:
-        every = every[:1]
+def savings(setting: Setting) -> list[MemorySaving]:
+    """Return the savings with which the setting fits a separate device; all if it fits with none of them."""
+    every = list(MEMORY_SAVINGS[:1] if setting.method.paper else MEMORY_SAVINGS)
     machine = setting.machine
     if machine.device_shares_host:
         return every
-    needs = [formulas.device_bytes(replace(setting, economy=each)) for each in every]
+    needs = [formulas.device_bytes(replace(setting, saving=each)) for each in every]
     return [e for e, needed in zip(every, needs) if needed <= machine.device_memory_bytes] or every
 
 
@@ -134,7 +132,7 @@ def why_none(setting: Setting) -> DoesNotFit:
 
     It names what is too small even if everything that can be is elsewhere.
     """
-    s, machine = replace(setting, economy=LEAST_MEMORY), setting.machine
+    s, machine = replace(setting, saving=LEAST_MEMORY), setting.machine
     for needed, have, what, help_ in (
         (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
         (formulas.ssd_bytes(s), _capacity(s), "on the SSDs", "more or larger SSDs (--ssds), or --retain 1"),

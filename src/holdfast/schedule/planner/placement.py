@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
-from ..memory_use import MakesOps, predict
+from ..memory_use import MakesOps, Memory, predict
 from ..mezo_schedule import zeroth
 from ..vertical import vertical
-from ..work import ECONOMIES, FASTEST, BlockPlacement, Economy, StepShape, Work
+from ..work import FASTEST, MEMORY_SAVINGS, BlockPlacement, MemorySaving, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
 STATE_FIRST = ("optimizer", "gradients", "activations", "params")
@@ -39,8 +40,8 @@ def choose(
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
-    Time is spent for memory (``Economy``) only where nothing fits otherwise. The budget covers ``held_bytes`` that the
-    process holds anyway, and evaluations of ``evaluation_batches`` micro-batches at once. None is no limit. Raises
+    Time is spent for memory (``MemorySaving``) only where nothing fits otherwise. The budget covers ``held_bytes`` that
+    the process holds anyway, and evaluations of ``evaluation_batches`` micro-batches at once. None is no limit. Raises
     ``DoesNotFit`` if even the smallest of the others does not fit, and ``BadInput`` for a value that is no fraction.
     """
     asked: dict[str, Fraction] = {
@@ -53,7 +54,7 @@ def choose(
         work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes
     )
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
-    search.economise(fractions)
+    search.choose_saving(fractions)
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in order:
@@ -77,35 +78,32 @@ class _Search:
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
-        self.device_budget, self.economy = device_budget, FASTEST
+        no_limit = work.unified or device_budget is None
+        self.device_bytes, self.saving = inf if no_limit else device_budget, FASTEST
 
     def placement(self, fractions: dict[str, float]) -> BlockPlacement:
         placement = BlockPlacement.fractions(len(self.work.blocks), **fractions)
-        return replace(placement, economy=self.economy)
+        return replace(placement, saving=self.saving)
 
-    def economise(self, fractions: dict[str, float]) -> None:
-        """Take the first economy that fits in host memory, and on a separate device if one does."""
-        on_host = []
-        for economy in economies_of(self.schedule):
-            self.economy = economy
+    def choose_saving(self, fractions: dict[str, float]) -> None:
+        """Take the first saving that fits in host memory, and on a separate device if one does; else the last."""
+        fitting = []
+        for saving in savings_of(self.schedule):
+            self.saving = saving
             if self.fits(fractions):
-                on_host.append(economy)
-                if self.fits_device(fractions):
+                fitting.append(saving)
+                if self._memory(fractions).device_bytes <= self.device_bytes:
                     return
-        if on_host:
-            self.economy = on_host[0]
-
-    def fits_device(self, fractions: dict[str, float]) -> bool:
-        if self.work.unified or self.device_budget is None:
-            return True
-        placement = self.placement(fractions)
-        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
-        return memory.device_bytes <= self.device_budget
+        if fitting:
+            self.saving = fitting[0]
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
-        placement = self.placement(fractions)
-        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
-        return self.held + memory.host_bytes
+        return self.held + self._memory(fractions).host_bytes
+
+    def _memory(self, fractions: dict[str, float]) -> Memory:
+        return predict(
+            self.work, self.placement(fractions), self.shape, self.schedule, self.evaluation_batches
+        )
 
     def fits(self, fractions: dict[str, float]) -> bool:
         return self.budget is None or self.host_bytes(fractions) <= self.budget
@@ -136,9 +134,9 @@ class _Search:
         return fitting / rows
 
 
-def economies_of(schedule: MakesOps) -> list[Economy]:
-    """Return the economies with which ``schedule`` works: MeZO has no operation that reads the resident state."""
-    return [each for each in ECONOMIES if each.resident_state or schedule is not zeroth]
+def savings_of(schedule: MakesOps) -> list[MemorySaving]:
+    """Return the savings with which ``schedule`` works: MeZO has no operation that reads the resident state."""
+    return [each for each in MEMORY_SAVINGS if each.resident_state or schedule is not zeroth]
 
 
 def checked(kind: str, value: Fraction) -> float | None:

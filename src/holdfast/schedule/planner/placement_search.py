@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import floor
 
 from ...config import Fraction
@@ -31,7 +30,7 @@ from ..simulate import Simulation, simulate
 from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
-from .placement import ORDER, checked, choose, economies_of
+from .placement import ORDER, checked, choose, savings_of
 from .training_setting import Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
@@ -256,9 +255,9 @@ class _Search:
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
             for placement, shape in self._neighbours(best):
-                fitting = (each for each in self._variants(placement) if self.fits(each, shape))
-                for each in islice(fitting, 1):
-                    self.play(each, shape)
+                fitting = next((each for each in self._variants(placement) if self.fits(each, shape)), None)
+                if fitting is not None:
+                    self.play(fitting, shape)
 
     def _neighbours(self, choice: Choice) -> Iterator[tuple[BlockPlacement, StepShape]]:
         counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
@@ -335,9 +334,9 @@ class _Search:
         )
 
     def _variants(self, placement: BlockPlacement) -> list[BlockPlacement]:
-        """Return ``placement`` with each economy that fits on the device; with all if none does."""
+        """Return ``placement`` with each saving that fits on the device; with all if none does."""
         q = self.question
-        made = [replace(placement, economy=each) for each in economies_of(q.schedule)]
+        made = [replace(placement, saving=each) for each in savings_of(q.schedule)]
         if q.work.unified or q.device_budget is None:
             return made
         return [p for p in made if self._memory(p, q.shape).device_bytes <= q.device_budget] or made

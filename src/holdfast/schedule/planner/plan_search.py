@@ -99,7 +99,7 @@ def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Sol
 def check_device(setting: Setting) -> None:
     """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
     machine, model = setting.machine, setting.model
-    needed = formulas.device_bytes(replace(setting, economy=LEAST_MEMORY))
+    needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
     if machine.device_shares_host or needed <= machine.device_memory_bytes:
         return
     smaller = "--micro-batch-size" if model.micro_batch > 1 else "--sequence"

@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
-from ..work import CLIPPING, FASTEST, ClippingMode, Economy, tile_count
+from ..work import CLIPPING, FASTEST, ClippingMode, MemorySaving, tile_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Setting:
     method: Method = field(default_factory=Method)
     micro_batches: int
     delayed_fraction: float = 0.0
-    economy: Economy = FASTEST
+    saving: MemorySaving = FASTEST
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:

@@ -97,9 +97,8 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(intermediate_size=4096))
     model, weights = holdfast.pretrained(folder)
     model = adapted(model)
-    with holdfast.offload(
-        model, adamw(model), tmp_path / "run", source=weights, durability=holdfast.Durability(commit_every=1)
-    ) as engine:
+    every = holdfast.Placement(recomputed_fraction=1.0)
+    with holdfast.offload(model, adamw(model), tmp_path / "run", source=weights, placement=every) as engine:
         engine.step(micro_batches(0))
         engine.wait()
         before = engine.traffic()

@@ -42,6 +42,12 @@ def free(monkeypatch, nbytes):
     monkeypatch.setattr(recomputation_choice, "most_process_bytes", lambda: 0)
 
 
+@pytest.fixture(autouse=True)
+def ample(monkeypatch):
+    """Much memory, whatever earlier tests of this process have taken."""
+    free(monkeypatch, AMPLE)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_plain_run_keeps_graphs_and_bits(tmp_path, clip_norm):
     """With dropout, against a loop that keeps all of its graph."""
@@ -95,7 +101,6 @@ def test_no_more_is_kept_than_fits(tmp_path, monkeypatch):
 
 def test_memory_that_comes_back_is_not_free(tmp_path, monkeypatch):
     """What the process has held at most, it will hold again."""
-    free(monkeypatch, AMPLE)
     monkeypatch.setattr(recomputation_choice, "most_process_bytes", lambda: AMPLE)
     with engine_of(tmp_path) as engine:
         assert [again(engine) for _ in range(2)] == [1.0, 1.0]

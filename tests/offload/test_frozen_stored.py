@@ -7,6 +7,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
+from holdfast.offload.setup.model_values import newest_values
 from holdfast.store.run_store import LocalStore
 from training import adamw, batches, decoder, differing
 
@@ -101,3 +102,15 @@ def test_frozen_parameters_in_an_order_of_their_own_have_the_same_bits(tmp_path)
     narrow = train(tmp_path / "narrow", turned(torch.bfloat16), range(2))
     assert narrow[0] == wide[0]
     assert differing(narrow[1], wide[1]) == []
+
+
+def test_frozen_values_are_read_from_the_newest_commit(tmp_path):
+    model = rounded()
+    expected = {name: value.float() for name, value in model.state_dict().items()}
+    engine = holdfast.offload(model, adamw(model), tmp_path, precision="bf16")
+    engine.step(batches(0, 1))
+    engine.save()
+    found = newest_values(engine._run, {"blocks.1.mlp.up.weight", "blocks.0.attention_norm.weight"})
+    engine.close()
+    assert found["blocks.1.mlp.up.weight"].dtype == torch.float32
+    assert torch.equal(found["blocks.1.mlp.up.weight"], expected["blocks.1.mlp.up.weight"])

@@ -197,3 +197,18 @@ def test_a_model_with_adapters_is_measured_and_timed_with_inputs_that_need_gradi
     assert found.block_flop == pytest.approx(usual.block_flop, rel=0.4)
     times = time_model(model, blocks, sample, torch.float32, open_device("cpu"), seconds=0.1)
     assert min(times.forward_seconds, times.backward_seconds, times.head_seconds) > 0
+
+
+def test_the_base_keeps_its_dtype_without_the_folder(tmp_path):
+    folder, run, sizes = write_folder(tmp_path / "folder", rounded_llama), tmp_path / "run", []
+    for step in range(3):
+        model, weights = holdfast.pretrained(folder)
+        model = adapted(model)
+        if step == 2:
+            (folder / "model.safetensors").unlink()
+        source = {} if step == 1 else {"source": weights}
+        with holdfast.offload(model, adamw(model), run, **source) as engine:
+            engine.step(micro_batches(step))
+        sizes.append({file.name: file.stat().st_size for file in (run / "data").glob("*.frozen*")})
+    assert len(sizes[0]) == 4
+    assert sizes[0] == sizes[1] == sizes[2]

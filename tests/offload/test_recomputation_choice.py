@@ -140,3 +140,35 @@ def test_another_mode_is_measured_anew(tmp_path):
         assert [again(engine) for _ in range(2)] == [1.0, 0.0]
         engine._run.model.train()
         assert [again(engine) for _ in range(2)] == [1.0, 0.0]
+
+
+class Sparse(torch.nn.Module):
+    """A block that computes with a sparse matrix, whose bytes are in no storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.register_buffer("near", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x):
+        return x + torch.sparse.mm(self.near, self.linear(x))
+
+
+class Graph(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Sparse() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def test_a_block_that_cannot_be_measured_is_computed_again(tmp_path):
+    model = Graph()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.offload(model, optimizer, tmp_path, blocks=model.blocks, precision="fp32") as engine:
+        for _ in range(3):
+            engine.step([{"x": torch.randn(4, 16)}])
+        assert engine.last["recomputed_fraction"] == 1.0

@@ -57,12 +57,12 @@ TILE, FROZEN = ".tile", ".frozen"
 
 
 def unit_of(file_name: str) -> str:
-    """Return the name of a file without the number of its tile, and without a digest of what is frozen.
+    """Return the name of a file without the number of its tile, and without a digest.
 
-    >>> unit_of("layers.0.tile3of8"), unit_of("layers.0.frozen-01234567")
+    >>> unit_of("layers.0.tile3of8-01234567"), unit_of("layers.0.frozen-01234567")
     ('layers.0', 'layers.0.frozen')
     """
-    name = re.sub(rf"{re.escape(TILE)}\d+of\d+$", "", file_name)
+    name = re.sub(rf"{re.escape(TILE)}\d+of\d+-[0-9a-f]{{8}}$", "", file_name)
     return re.sub(rf"({re.escape(FROZEN)})-[0-9a-f]{{8}}$", r"\1", name)
 
 
@@ -270,13 +270,13 @@ class BlockState:
     def _name_files(self, prefix: str) -> None:
         """Name the files.
 
-        A file never changes its size, and the number of ranks and of tiles decides what each has. So with several ranks
-        the name identifies the content, and with several tiles it tells their number.
+        A file never changes its size. The number of ranks and of tiles and the order of dims in memory decide what each
+        has, so with several the name identifies the content.
         """
         count = len(self.tiles)
         for tile in self.tiles:
             part = "" if count == 1 else f"{TILE}{tile.index}of{count}"
-            tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix else "")
+            tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix or part else "")
         frozen = self.frozen_file
         changes = prefix or any(entry.dtype != "F32" for entry in frozen.entries)
         frozen.name = f"{prefix}{self.name}{FROZEN}" + (f"-{frozen.digest()}" if changes else "")
@@ -571,13 +571,16 @@ def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
 
 def copy_exactly(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
     """Copy ``source`` into ``target``, which may be of a narrower dtype. Raises ``BadInput`` if that loses bits."""
+    way_out = "Masters are kept in fp32: make the source float32."
+    if target.dtype != torch.float32:
+        way_out = f"Build the model with this parameter in {source.dtype}."
     target.copy_(source)
     if torch.promote_types(target.dtype, source.dtype) != target.dtype:
         same = target.to(source.dtype) == source
         if not bool((same | source.isnan()).all()):
             raise BadInput(
-                f"frozen parameter {name} is {target.dtype} in the model, which does not hold the values that it has"
-                f" in the source ({source.dtype}). Build the model with this parameter in {source.dtype}."
+                f"parameter {name} is stored in {target.dtype}, which does not hold the values that it has in the"
+                f" source ({source.dtype}). {way_out}"
             )
 
 

@@ -23,6 +23,9 @@ from .microbatches import casts
 SAVED = "_raw_saved_"
 """Prefix of the attributes of a node that hold what it has saved, without unpacking it."""
 
+NOT_MEASURABLE = 1 << 50
+"""Bytes of a graph of which that is not known: more than fits anywhere."""
+
 
 @dataclass(frozen=True)
 class GraphSizes:
@@ -54,7 +57,11 @@ class GraphGauge:
         inputs = [*pytree.tree_leaves(boundary.kept), *graph.leaves]
         outside = [*module.parameters(), *module.buffers(), *inputs]
         nodes = [root.node for root in graph.roots if root is not None]
-        held[boundary.block] = held_bytes(nodes, {_place(t) for t in outside if isinstance(t, torch.Tensor)})
+        try:
+            places = {_place(t) for t in outside if isinstance(t, torch.Tensor)}
+            held[boundary.block] = held_bytes(nodes, places)
+        except RuntimeError:  # of tensors without a storage, such as sparse ones
+            held[boundary.block] = NOT_MEASURABLE
         moving = sum(tensor.nbytes for tensor in graph.leaves)
         self._inputs[micro_batch] = max(self._inputs[micro_batch], moving)
 

@@ -7,7 +7,7 @@ taken over. Called by ``offload``, and by whatever needs the sizes of its units.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimiz
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, TileWork, Work
-from ...state.capture import Captured, buffer_at, capture
+from ...state.capture import Captured, CapturedParameter, buffer_at, capture
 from ...state.layout.overlaps import Key, overlaps, said_keys
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
@@ -51,11 +51,11 @@ class ModelParts:
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
-        stored: Mapping[int, torch.dtype] | None = None,
+        stored: Callable[[CapturedParameter], torch.dtype | None] = lambda _: None,
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        ``stored`` is the dtype in which a source has the values of a parameter, by the parameter's id. Raises
+        ``stored`` returns the dtype in which the values of a parameter on ``meta`` are stored, if that is known. Raises
         ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
@@ -64,10 +64,7 @@ class ModelParts:
         _check_modules(model, optimizer)
         _check_names(blocks)
         captured = capture(model, optimizer)
-        known = (
-            replace(p, stored=(stored or {}).get(id(p.parameter)) if p.parameter.is_meta else None)
-            for p in captured.parameters
-        )
+        known = (replace(p, stored=stored(p) if p.parameter.is_meta else None) for p in captured.parameters)
         captured = replace(captured, parameters=tuple(known))
         _check_parameters(captured)
         _check_memory(captured)

@@ -117,7 +117,7 @@ class Drives:
             return self
         if not ranks.alone:
             see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
-        sizes = [unit.state_bytes for unit in parts.all_units]
+        sizes = [sum(file.layout.file_bytes for file in unit.files) for unit in parts.all_units]
         told = ranks.everyone((*moved_bytes(plan), sizes))
         shares = [drive.share for drive in self.all]
         if not self.decided:
@@ -149,6 +149,8 @@ def moved_bytes(plan: RunPlan) -> tuple[int, int]:
     """Return the bytes of state that a step of this rank moves on the SSD, and all other bytes."""
     moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
     state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
+    frozen = [block.frozen_file_bytes for block in plan.work.blocks]
+    state += sum(frozen[op.key.block] for op in moved if op.key.kind == "load_params")
     return state, sum(op.nbytes for op in moved) - state
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME
 from ...store.commit.generations import Generations
 from ...store.commit.housekeeping import restore_index
+from ...store.disk import AnyDisk
 from ...store.format.file_names import Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
@@ -49,6 +51,16 @@ def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
         warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=7)
     _same_model(parts, store, manifest)
     return manifest
+
+
+def dtypes_in_run(root: str | PurePath, disk: AnyDisk | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter in the newest readable commit of a run, by name; empty if there is none."""
+    with suppress(NoCommit), LocalStore.read(root, disk=disk) as reader:
+        for ref in reader.line():
+            with suppress(Damaged, NoCommit):
+                atoms = reader.atoms(reader.load(ref)).values()
+                return {atom["name"]: FROM_NAME[atom["dtype"]] for atom in atoms if atom["slot"] == "param"}
+    return {}
 
 
 def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
@@ -139,7 +151,12 @@ def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:
     """Return dtype and shape of a tensor entry. A frozen parameter has the dtype in which it was stored."""
     if atom is None:
         return "absent"
-    return f"{'frozen' if frozen and atom['dtype'] in ANY_DTYPE else atom['dtype']} {atom['shape']}"
+    dtype = atom["dtype"]
+    if frozen and dtype in ANY_DTYPE:
+        dtype = "of any dtype"
+    elif atom["slot"] == "param" and dtype in ("BF16", "F16"):  # masters of trained ones are F32
+        dtype = f"frozen, {dtype}"
+    return f"{dtype} {atom['shape']}"
 
 
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:

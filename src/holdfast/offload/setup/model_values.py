@@ -18,6 +18,7 @@ from torch import nn
 from ...io.buffers import Buffer
 from ...optim.mezo import pending_of
 from ...state.capture import Captured, buffer_at, join, plain_paths
+from ...state.plain_tensors import FROM_NAME
 from ...state.tensor_entries import SEED, STEP
 from ...store.run_store import LocalStore
 from ..memory.block_states import BlockState, ParameterEntry, UnitFile, as_tensor
@@ -72,14 +73,15 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
         manifest, _ = reader.newest_whole()
         atoms, (delta, groups) = reader.atoms(manifest), pending_of(manifest.progress)
 
-        def value(name: str, slot: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def value(name: str, slot: str) -> torch.Tensor:
             atom = atoms[f"{name}/{slot}"]
-            return torch.frombuffer(reader.read_atom(manifest, atom), dtype=dtype).view(atom["shape"])
+            raw = reader.read_atom(manifest, atom)
+            return torch.frombuffer(raw, dtype=FROM_NAME[atom["dtype"]]).view(atom["shape"])
 
-        found = {name: value(name, "param") for name in names}
+        found = {name: value(name, "param").float() for name in names}
         for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
             assert delta is not None
-            seed, step = value(name, SEED, torch.int64), value(name, STEP)
+            seed, step = value(name, SEED), value(name, STEP)
             delta.apply(found[name], seed, step, groups[name])
         return found
 

@@ -20,6 +20,7 @@ from ...events import EventLog
 from ...measure.host_memory import free_host_bytes
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
+from ...state.capture import CapturedParameter
 from ...state.prepared_models import refuse_in_block, refuse_prepared
 from ...state.progress import hyper_parameters
 from ...store.disk import AnyDisk
@@ -51,6 +52,7 @@ from .checks import (
     warn_of_slow_bf16,
 )
 from .drive_setup import Drives
+from .engine_resume import dtypes_in_run
 from .equal_on_ranks import agree_on_choices, agree_on_placement
 from .preflight import Preflight
 from .starting_state import Opens
@@ -232,13 +234,25 @@ def _leaves_all_open(given: Arguments) -> bool:
 def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
     """Return the parts of the model. Raises ``BadInput`` for a model that cannot be trained out of core."""
     refuse_open(given.model)
-    stored = getattr(given.source, "dtypes", dict)()  # the weights of a folder know theirs
-    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, stored)
+    parts = ModelParts.of(
+        given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, _stored_dtypes(given)
+    )
     check_compiled(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
         refuse_in_block(name, block)
     refuse_held(parts.captured)
     return parts
+
+
+def _stored_dtypes(given: Arguments) -> Callable[[CapturedParameter], torch.dtype | None]:
+    """Return a function that tells in which dtype a parameter on ``meta`` is stored: in the run, else in the source."""
+    found = dtypes_in_run(given.place, given.disk)
+    if found:
+        return lambda parameter: found.get(parameter.name)
+    known = getattr(
+        given.source, "dtypes", dict
+    )()  # the weights of a folder know theirs; other sources do not say
+    return lambda parameter: known.get(id(parameter.parameter))
 
 
 def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:

@@ -255,7 +255,9 @@ class _Search:
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
             for placement, shape in self._neighbours(best):
-                fitting = next((each for each in self._variants(placement) if self.fits(each, shape)), None)
+                fitting = next(
+                    (each for each in self._variants(placement, shape) if self.fits(each, shape)), None
+                )
                 if fitting is not None:
                     self.play(fitting, shape)
 
@@ -289,7 +291,7 @@ class _Search:
             if solution is None:
                 return None
             counts = {kind: floor(solution.fractions[kind] * self._rows(kind) + 1e-6) for kind in FRACTIONS}
-            variants = self._variants(self._whole(counts))
+            variants = self._variants(self._whole(counts), shape)
             over = [self._memory(each, shape).host_bytes + q.held_bytes - budget for each in variants]
             for placement, bytes_over in zip(variants, over, strict=True):
                 if bytes_over <= 0:
@@ -333,13 +335,13 @@ class _Search:
             self.blocks, **{kind: stated.get(kind, n / self._rows(kind)) for kind, n in counts.items()}
         )
 
-    def _variants(self, placement: BlockPlacement) -> list[BlockPlacement]:
+    def _variants(self, placement: BlockPlacement, shape: StepShape) -> list[BlockPlacement]:
         """Return ``placement`` with each saving that fits on the device; with all if none does."""
         q = self.question
         made = [replace(placement, saving=each) for each in savings_of(q.schedule)]
         if q.work.unified or q.device_budget is None:
             return made
-        return [p for p in made if self._memory(p, q.shape).device_bytes <= q.device_budget] or made
+        return [p for p in made if self._memory(p, shape).device_bytes <= q.device_budget] or made
 
     def _rows(self, kind: str) -> int:
         """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""

@@ -192,7 +192,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """How a step saves memory at the cost of time."""
+    """The savings of memory that cost a step time."""
 
     grad_slots: int = 2
     """Blocks whose gradients are in memory at once, unless they stay: being summed, being consumed.

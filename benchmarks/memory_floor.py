@@ -2,12 +2,17 @@
 
     python benchmarks/memory_floor.py [--before CHECKOUT] [--only CASE] [--folder FOLDER] [--keep] [--small]
 
-Cases: a decoder of which embedding and head are most, one of wide blocks, and one of many tokens and words. Each has two
-micro-batches, AdamW, and one thread. A first process asks ``offload`` for the least budget. A second one trains three
-steps in it and is killed in the middle of the fourth; a third one continues to step five. Both are under a hard limit (a
-memory cgroup, version 1, as root) of that budget less the pages of files that a process has mapped. Without a cgroup,
-or where the limit kills one, they run without. The peak is what the process holds at most, libraries included, while
-the run is set up or steps. With ``--before`` all is done with the library of another checkout too.
+Cases: a decoder of which embedding and head are most ("words"), one of wide blocks ("wide"), and one of many tokens and
+words ("tokens"). Each has two micro-batches, bf16, AdamW and one thread.
+
+1. A process asks ``offload`` for the least budget.
+2. Another one trains three steps in it (one of many tokens), and is killed in the middle of the next.
+3. Another one continues that run for a step.
+
+The last two are under a hard limit: a memory cgroup (version 1, as root) of the budget less the pages of files that a
+process has mapped. Where there can be none, or where it kills one of them, they run without, and the result says so.
+The peak is the most that a process holds, libraries included, from its start to its end. With ``--before`` all is done
+with the library of another checkout too.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from common import finish, options_of, table
 HERE = Path(__file__).parents[1]
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1024**2
-STEPS, MICRO_BATCHES = 3, 2
+MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +48,18 @@ class Case:
     blocks: int = 4
     heads: int = 8
     tokens: int = 128
+    steps: int = 3
 
 
 CASES = {
     "words": Case(vocabulary=131072, width=512),
     "wide": Case(vocabulary=256, width=3072, heads=24),
-    "tokens": Case(vocabulary=131072, width=64, tokens=16384),
+    "tokens": Case(vocabulary=131072, width=64, blocks=2, heads=1, tokens=16384, steps=1),
 }
 SMALL = {
-    "words": Case(vocabulary=16384, width=64, blocks=2),
-    "wide": Case(vocabulary=256, width=256, blocks=2),
-    "tokens": Case(vocabulary=65536, width=32, blocks=2, tokens=1024),
+    "words": Case(vocabulary=16384, width=64, blocks=2, steps=1),
+    "wide": Case(vocabulary=256, width=256, blocks=2, steps=1),
+    "tokens": Case(vocabulary=65536, width=32, blocks=2, tokens=1024, steps=1),
 }
 
 
@@ -72,7 +78,7 @@ def train(case: Case, run: str, budget: str, steps: int, dies: bool) -> None:
         blocks=case.blocks,
         width=case.width,
         heads=case.heads,
-        kv_heads=case.heads // 2,
+        kv_heads=max(case.heads // 2, 1),
         context=case.tokens,
     )
     with holdfast.empty_parameters():
@@ -170,7 +176,7 @@ def run(checkout: Path, group: Path | None, **order: object) -> tuple[int, dict]
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=None if procs is None else lambda: procs.write_text(str(os.getpid())),  # noqa: PLW1509
+        preexec_fn=None if procs is None else lambda: procs.write_text(str(os.getpid())),
     )
     assert done.returncode in (0, -9), f"{order}: exit code {done.returncode}"
     said: dict = {}
@@ -182,23 +188,29 @@ def run(checkout: Path, group: Path | None, **order: object) -> tuple[int, dict]
 def killed_and_resumed(checkout: Path, group: Path | None, run_folder: Path, order: dict) -> dict | None:
     """Train, kill and continue in ``group``; None if its limit ended a process."""
     order, peaks = {**order, "run": str(run_folder)}, []
+    steps = (SMALL if order["small"] else CASES)[order["case"]].steps
     try:
-        code, said = run(checkout, group, **order, steps=STEPS, dies=True)
+        code, said = run(checkout, group, **order, steps=steps, dies=True)
         if "durable" not in said:
             return None
-        assert code == -9 and said["durable"] == STEPS, (code, said)
+        assert code == -9 and said["durable"] == steps, (code, said)
         peaks += [said["set_up"], said["steps"]]
         predicted = [said["predicted"]]
-        code, again = run(checkout, group, **order, steps=STEPS + 2, dies=False)
+        code, again = run(checkout, group, **order, steps=steps + 1, dies=False)
         if code == -9:
             return None
-        assert again["resumed"] >= STEPS and again["durable"] == STEPS + 2, again
+        assert again["resumed"] >= steps and again["durable"] == steps + 1, again
         peaks += [again["set_up"], again["steps"]]
         predicted.append(again["predicted"])
     finally:
         shutil.rmtree(run_folder, ignore_errors=True)
     names = ("set_up", "steps", "resume", "steps_after")
-    return {"state": said["state"], "predicted": max(predicted), **dict(zip(names, peaks)), "peak": max(peaks)}
+    return {
+        "state": said["state"],
+        "predicted": max(predicted),
+        **dict(zip(names, peaks)),
+        "peak": max(peaks),
+    }
 
 
 def figures(checkout: Path, folder: Path, name: str, small: bool) -> dict:
@@ -248,7 +260,9 @@ def measure(case: str, small: bool, run: str, budget: str = "", steps: int = 0, 
 
 def report(found: dict[str, dict[str, dict]]) -> None:
     """Print MiB, by case and checkout."""
-    rows = [["MiB", "state", "predicted", "peak", "/ predicted", "/ before", "set up", "steps", "resume", "held"]]
+    rows = [
+        ["MiB", "state", "predicted", "peak", "/ predicted", "/ before", "set up", "steps", "resume", "held"]
+    ]
     held = {True: "hard", False: "killed", None: "no cgroup"}
     for name, sides in found.items():
         for side, one in sides.items():

@@ -1,9 +1,10 @@
 """Page-aligned memory for direct I/O, from one pool.
 
-A buffer is an anonymous private ``mmap``. It is kept for the next ``take`` of its size, because a training step asks for
-the same few sizes again and again, or of the same kind and nearly its size: tiles of one block differ by a few rows. The
-plan has counted the buffers of each kind beforehand, but not every size of them. So of a kind no more memory is kept
-than was once in use: idle buffers of other sizes are freed. Sizes are bytes, rounded up to whole pages.
+A buffer is an anonymous private ``mmap``. It is kept for the next ``take`` of its size, because a training step asks
+for the same few sizes again and again. It also serves a ``take`` of the same kind and nearly its size, because tiles of
+one block differ by a few rows. The plan has counted the buffers of each kind beforehand, whatever their sizes. So of a
+kind no more memory is kept than was once in use: idle buffers of other sizes are freed. Sizes are bytes, rounded up to
+whole pages.
 """
 
 from __future__ import annotations

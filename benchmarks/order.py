@@ -70,6 +70,7 @@ def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dic
             folders[-1],
             precision="bf16",
             schedule=schedule,
+            placement=holdfast.Placement(recomputed_fraction=1.0),
             io=holdfast.IO(total_limit=options.limit),
         )
     torch.set_num_threads(1)  # the SSD binds; two threads only collide on a busy machine

@@ -17,7 +17,16 @@ from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.operations import Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import CLIPPING, BlockPlacement, BlockWork, StateTile, StepShape, Work
+from holdfast.schedule.work import (
+    CLIPPING,
+    MEMORY_SAVINGS,
+    BlockPlacement,
+    BlockWork,
+    MemorySaving,
+    StepShape,
+    TileWork,
+    Work,
+)
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 LISTS = {**SCHEDULES, "zeroth": lambda *step: zeroth(*whole(step))}
@@ -54,29 +63,33 @@ def uneven(count: int, unified: bool = True) -> Work:
 
 def tiled(work: Work) -> Work:
     """``work`` with the state of block i in 1, 2 or 3 tiles, and two outside of the blocks."""
-    blocks = (replace(b, tiles=_tiles(1 + i % 3, b.elements, b.state_bytes, b.trained_param_bytes, b.grad_bytes))
+    blocks = (replace(b, cut=_tiles(1 + i % 3, b.elements, b.state_bytes, b.trained_param_bytes, b.grad_bytes))
               for i, b in enumerate(work.blocks))  # fmt: skip
     return replace(
         work,
         blocks=tuple(blocks),
-        resident_tiles=_tiles(
+        resident_cut=_tiles(
             2, work.resident_elements, work.resident_state_bytes, 0, work.resident_grad_bytes
         ),
     )
 
 
-def _tiles(count: int, *sizes: int) -> tuple[StateTile, ...]:
+def _tiles(count: int, *sizes: int) -> tuple[TileWork, ...]:
     """The first is larger than the others by what cannot be divided."""
     parts = [[size // count + (size % count if i == 0 else 0) for size in sizes] for i in range(count)]
     names = ("elements", "state_bytes", "trained_param_bytes", "grad_bytes")
-    return tuple(StateTile(**dict(zip(names, part))) for part in parts)
+    return tuple(TileWork(**dict(zip(names, part))) for part in parts)
 
 
 def whole(step: Step) -> Step:
     """The same step as MeZO has it: without tiles, and with the state outside of the blocks in host memory."""
     work, placement, shape = step
-    blocks = tuple(replace(block, tiles=()) for block in work.blocks)
-    return replace(work, blocks=blocks, resident_tiles=()), replace(placement, resident_state=True), shape
+    blocks = tuple(replace(block, cut=()) for block in work.blocks)
+    return (
+        replace(work, blocks=blocks, resident_cut=()),
+        replace(placement, saving=MemorySaving(placement.saving.grad_slots)),
+        shape,
+    )
 
 
 def equal_blocks(
@@ -146,7 +159,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         optimizer=any_blocks(),
         activations=any_blocks(),
         gradients=any_blocks(),
-        resident_state=draw(st.booleans()),
+        saving=draw(st.sampled_from(MEMORY_SAVINGS)),
     )
     clipping = draw(st.sampled_from(CLIPPING))
     shape = StepShape(

@@ -194,6 +194,11 @@ def most_bytes(device: torch.device) -> int:
     return module_of(device).max_memory_allocated(device)
 
 
+def given_back_bytes(device: torch.device) -> int:
+    """Return by how many bytes the tensors of this process on ``device`` are fewer than at most."""
+    return most_bytes(device) - module_of(device).memory_allocated(device)
+
+
 def name_of(device: torch.device) -> str:
     """Return the maker's name of ``device``."""
     return module_of(device).get_device_name(device)

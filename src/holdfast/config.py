@@ -27,6 +27,8 @@ from .quantities import parse_bytes
 
 Fraction = float | Literal["auto"]
 """A share between 0 and 1, or "auto": the planner's choice for this machine within the budget."""
+Count = int | Literal["auto"]
+"""A whole number, or "auto": chosen for this machine when a run begins, and kept by the run."""
 Rate = float | Literal["auto"]
 """A number, or "auto": the usual value for the optimizer."""
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -91,7 +93,11 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = _key(100, "optimizer steps in all; raise it to continue a finished run")
-    micro_batches: int = _key(4, "per step, of all ranks together; their gradients are averaged", stated=True)
+    micro_batches: Count = _key(
+        4,
+        'per step, of all ranks; gradients are averaged; "auto" chooses once',
+        stated=True,
+    )
     micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
     optimizer: Literal[
         "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"
@@ -113,7 +119,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for key in ("steps", "micro_batches", "micro_batch_size", "rank"):
+        count = self.micro_batches
+        _require(count == "auto" or count >= 1, "train.micro_batches", count, 'must be at least 1, or "auto"')
+        for key in ("steps", "micro_batch_size", "rank"):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
         for key in ("warmup_steps", "weight_decay", "clip_norm"):
             _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "must not be negative")
@@ -126,6 +134,12 @@ class TrainConfig:
             ):
                 value = getattr(self, key)
                 _require(value in usual, f"train.{key}", value, "mezo has no gradient to clip; leave it out")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches of a step. Only for a configuration in which "auto" has been replaced by it."""
+        assert self.micro_batches != "auto"
+        return self.micro_batches
 
     @property
     def highest_rate(self) -> float:
@@ -375,6 +389,8 @@ def _convert(key: str, hint: Any, value: object) -> object:
         _require(value in get_args(hint), key, value, "must be " + " or ".join(map(literal, get_args(hint))))
     elif hint == Fraction:
         return value if value == "auto" else _convert(key, float, value)
+    elif hint == Count:
+        _require(type(value) is int or value == "auto", key, value, 'must be a whole number, or "auto"')
     elif hint is float:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
         _require(math.isfinite(number), key, value, "must be a number")

@@ -51,6 +51,17 @@ def logits_of(folder):
 
 
 @pytest.mark.slow
+def test_folder_run_chooses_micro_batches(tmp_path, holdfast, llama, text):
+    """The trial plan leaves the folder's model as it was: the bits are those of the given number."""
+    runs = tmp_path / "auto", tmp_path / "given"
+    auto = ("--model", llama, "--set", "train.micro_batches=auto")
+    assert holdfast("train", *arguments(runs[0], text, 1, *auto)).code == 0
+    given = ("--model", llama, "--set", f"train.micro_batches={events(runs[0], 'step')[0]['micro_batches']}")
+    assert holdfast("train", *arguments(runs[1], text, 1, *given)).code == 0
+    assert not differing(stored(runs[0]), stored(runs[1]))
+
+
+@pytest.mark.slow
 def test_a_folder_is_fine_tuned_and_given_back(tmp_path, holdfast, llama, text):
     run, back = tmp_path / "run", tmp_path / "back"
     result = holdfast("train", "--model", llama, *arguments(run, text, 12))

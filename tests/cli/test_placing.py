@@ -112,6 +112,16 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
     assert "places and delays whole blocks" in text
 
 
+def test_plan_prints_the_speed_of_light(holdfast, plan):
+    options = ["--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--delayed", "0"]
+    found = plan(*options)
+    chosen, simulated = found["chosen"], found["engine_today"]["simulated"]
+    assert chosen["speed_of_light"] == max(chosen["busy_seconds"].values()) / chosen["step_seconds"]
+    assert 0 < simulated["speed_of_light"] <= 1
+    said = f"speed of light    {simulated['speed_of_light']:.0%} of it, simulated: "
+    assert said in holdfast("plan", *options).out
+
+
 @pytest.mark.parametrize(
     "clipping, every, more",
     [
@@ -161,8 +171,11 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     """An evaluation takes eight micro-batches together."""
     tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.582GB")
     tight += ("--clipping", "none")
-    assert "of host memory with everything on the SSD" in plan(*tight)["engine_today"]["error"]
-    assert "It does not fit: the engine's buffers" in " ".join(holdfast("plan", *tight).out.split())
+    found = plan(*tight)
+    assert "of host memory with everything on the SSD" in found["engine_today"]["error"]
+    said = " ".join(holdfast("plan", *tight).out.split())
+    assert "It does not fit: the engine's buffers" in said
+    assert f"speed of light {found['chosen']['speed_of_light']:.0%} of it, by the formulas: " in said
 
 
 @pytest.mark.parametrize(

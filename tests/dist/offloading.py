@@ -19,7 +19,7 @@ import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.offload import api, clipping_choice
+from holdfast.offload import api, clipping_choice, recomputation_choice
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
@@ -115,6 +115,7 @@ def main(
     full: Sequence[str] = (),
     early: bool = False,
     ways: dict[str, str] | None = None,
+    little: Sequence[int] = (),
     options: dict[str, Any] | None = None,
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
@@ -125,7 +126,7 @@ def main(
     ``settle`` nothing is under way between two steps. ``rates`` are what drives take, by their names, as the first
     rank finds; the ranks that are ``blind`` see nothing that it shows them; drives that are ``full`` have no room.
     An ``early`` failpoint is armed before the run is opened. ``ways`` are by rank the way of clipping that it would
-    choose from the second step on."""
+    choose from the second step on. Ranks with ``little`` memory have none free."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -155,6 +156,8 @@ def main(
         )
     if ways is not None:
         clipping_choice.ClippingChoice.over = lambda self, *_: setattr(self, "mode", ways[str(rank)])
+    if rank in little:
+        recomputation_choice.free_host_bytes = lambda: 0
     if early and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
     planned: list[str] = []
@@ -204,6 +207,7 @@ def main(
                 skipped=engine.skipped_steps,
             )
         say(clipping=sorted({shape.clipping for _, shape in engine.operations}))
+        say(recomputed=[shape.recomputed_fraction for _, shape in engine.operations])
         listed = [ops for (name, _), ops in engine.operations.items() if name == "vertical"]
         if listed:
             say(listed={" ".join(key): nbytes for key, nbytes in traffic(listed[0]).items()})

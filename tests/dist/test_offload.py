@@ -101,6 +101,14 @@ def test_all_ranks_wait_for_the_norm_where_one_does(world, tmp_path):
     assert [each["clipping"] for each in said] == [["defer"]] * 2
 
 
+@pytest.mark.parametrize("little, recomputed", [([], [1.0, 0.0]), ([1], [1.0])])
+def test_ranks_recompute_what_one_has_to(world, tmp_path, little, recomputed):
+    """A run that was given nothing: from the second step on graphs are kept, if they fit on all ranks."""
+    said = world.run(2, root=tmp_path, steps=3, dropout=0.2, little=little)
+    check(said, tmp_path, *plain([(3, 1, 2)], dropout=0.2))
+    assert [each["recomputed"] for each in said] == [recomputed] * 2
+
+
 def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(world, tmp_path):
     """Dropout draws by the number that a micro-batch has among those of all ranks."""
     said = world.run(2, root=tmp_path / "two", steps=STEPS, dropout=0.2)
@@ -137,8 +145,9 @@ def test_a_run_over_two_drives_goes_on_with_two_ranks_and_back(world, tmp_path):
 
 def test_a_rank_moves_its_share(world, tmp_path):
     """Of what goes to and from the SSD; and what its list says, of which it exchanges the rest."""
-    alone = world.run(1, root=tmp_path / "one", steps=2, kind="wide", settle=True)[0]
-    said = world.run(2, root=tmp_path / "two", steps=2, kind="wide", settle=True)
+    given: dict = {"steps": 2, "kind": "wide", "settle": True, "options": {"recomputed_fraction": 1.0}}
+    alone = world.run(1, root=tmp_path / "one", **given)[0]
+    said = world.run(2, root=tmp_path / "two", **given)
     for each in said:
         moved = {key: n for key, n in each["moved"][1].items() if n and "input" not in key}
         assert moved == each["listed"]

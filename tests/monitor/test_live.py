@@ -120,3 +120,14 @@ def test_the_planned_time_stands_beside_the_measured():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(panel.picture(logged.BEGAN + 65))
     assert "planned 5 s" in console.export_text()
+
+
+def test_the_speed_of_light_is_shown():
+    plan = {
+        "event": "plan", "step_seconds": 5.0, "micro_batches": 2, "busiest": "compute",
+        "busy_seconds": {"compute": 4.0},
+    }  # fmt: skip
+    first, *others = logged.engine_log()
+    said = " ".join(drawn([first, plan, *others]).split())
+    assert "40% of the speed of light (computing)" in said
+    assert "speed of light" not in drawn(logged.engine_log())

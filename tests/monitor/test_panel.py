@@ -186,3 +186,13 @@ def test_sixty_columns_hold_how_to_leave():
     last = captured.get().splitlines()[-1]
     assert "SIGTERM: committing this step; again to leave at once" in last
     assert len(last) == 60
+
+
+def test_the_panel_shows_the_speed_of_light():
+    panel, out, console = terminal(80, light=("ssd", 0.25))
+    panel.step(STEP | {"seconds": 9.0})
+    console.print(panel.picture())
+    assert "speed of light" not in out.getvalue()  # nothing runs beside the first step
+    panel.step(STEP)
+    console.print(panel.picture())
+    assert "50% of the speed of light (the SSD)" in out.getvalue()

@@ -282,3 +282,35 @@ def test_a_plan_of_an_earlier_sitting_is_not_compared():
     resumed = [logged.engine(6, time=logged.BEGAN + 200), *(logged.step(n) for n in (7, 8, 9))]
     rows = [row["what"] for row in document(look([*planned_log(), *resumed]))["predictions"]]
     assert "time of a step, median of the sitting" not in rows
+
+
+LIGHT = {
+    "event": "plan", "step_seconds": 5.0, "micro_batches": 2, "busiest": "ssd",
+    "busy_seconds": {"compute": 3.6, "ssd_read": 2.5, "ssd_write": 1.25},
+}  # fmt: skip
+"""A plan whose SSD works 3.75 s of a step, for reads and writes in turns."""
+
+
+def test_the_report_says_the_speed_of_light():
+    first, *others = logged.engine_log()
+    seen = look([first, LIGHT, *others])
+    found = document(seen)["speed_of_light"]
+    assert found == {"share": 0.375, "lane": "ssd", "light_seconds": 3.75, "median_seconds": 10.0}
+    page = read(html(seen))
+    assert "Steps ran at 38% of the speed of light (the SSD)" in page.sections["Predicted and measured"]
+    assert document(look(logged.engine_log()))["speed_of_light"] is None  # it was not planned
+
+
+def test_only_planned_steps_have_a_speed():
+    """Neither the first step of a sitting, nor a skipped one, nor one of more micro-batches is compared."""
+    other = [{"seconds": 99.0}, {"seconds": 98.0, "skipped": "nan"}, {"seconds": 97.0, "micro_batches": 4}]
+    steps = [logged.step(number, **kind) for number, kind in enumerate(other, 1)]
+    assert document(look([logged.engine(), LIGHT, *steps]))["speed_of_light"] is None
+    found = document(look([logged.engine(), LIGHT, *steps, logged.step(4)]))["speed_of_light"]
+    assert found["median_seconds"] == 10.0
+
+
+def test_faster_than_light_is_explained():
+    said = read(html(look([logged.engine(), LIGHT, *(logged.step(n, seconds=3.0) for n in (1, 2))]))).sections
+    assert "125% of the speed of light" in said["Predicted and measured"]
+    assert "rates were measured too low" in said["Predicted and measured"]

@@ -557,6 +557,29 @@ def test_an_input_that_changes_between_a_blocks_two_runs_is_refused_by_name(tmp_
         engine.step(batches(0, 2))
 
 
+class ChangesATensorLate(ChangesATensorBetweenBlocks):
+    late = False
+
+    def run(self, x, tokens):
+        if self.late:
+            return super().run(x, tokens)
+        for depth, block in enumerate(self.blocks):
+            x = block(x, notes={"depth": torch.tensor([depth])})
+        return x
+
+
+def test_kept_graph_does_not_hide_a_change(tmp_path):
+    """The free memory decides on what runs twice, and not on what is refused."""
+    model = build(ChangesATensorLate)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
+    for step in range(2):
+        engine.step(batches(step, 2))
+    assert engine.last["recomputed_fraction"] == 0.0
+    model.late = True
+    with pytest.raises(BlockInputChanged, match=r"input notes\['depth'\] of blocks\.2 was changed"):
+        engine.step(batches(2, 2))
+
+
 def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_instead(tmp_path):
     class InPlace(Model):
         def run(self, x, tokens):

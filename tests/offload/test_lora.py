@@ -45,6 +45,15 @@ def in_memory(make):
     return adapted(model, init_lora_weights=False)
 
 
+def rounded_llama():
+    """One large enough to be told from fillers, with values of bf16."""
+    return tiny_folders.llama(intermediate_size=4096).bfloat16()
+
+
+def blocks_of(model):
+    return model.base_model.model.model.layers
+
+
 def adamw(model, **options):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
@@ -103,6 +112,32 @@ def test_nothing_is_written_for_what_is_frozen(tmp_path):
     frozen = 2 * sum(p.numel() for p in block.parameters() if not p.requires_grad)
     assert read > 2 * 3 * frozen * 0.8  # bf16, each of three blocks twice but the last
     assert written < frozen / 5
+
+
+def test_the_base_lies_in_the_run_as_in_its_folder(tmp_path):
+    """A folder in bf16 takes two bytes a parameter, on the first day and after a resume, for the same bits."""
+    made, losses = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        made[dtype] = write_folder(tmp_path / str(dtype), rounded_llama, dtype)
+        losses[dtype], run = [], tmp_path / f"run {dtype}"
+        for step in range(2):
+            model, weights = holdfast.pretrained(made[dtype])
+            torch.manual_seed(0)
+            model = adapted(model)
+            with holdfast.offload(model, adamw(model), run, source=weights) as engine:
+                losses[dtype].append(engine.step(micro_batches(step)))
+                names = [unit.frozen_file.name for unit in engine._run.blocks]
+        sizes = [
+            sum(p.numel() for n, p in block.named_parameters() if "lora" not in n)
+            for block in blocks_of(model)
+        ]
+        each = 2 if dtype is torch.bfloat16 else 4
+        for name, count in zip(names, sizes):
+            (file,) = (run / "data").glob(f"{name}.*.safetensors")
+            assert (
+                each * count <= file.stat().st_size < each * count + 2**17
+            )  # a header, and matrices at 16 KiB
+    assert losses[torch.float32] == losses[torch.bfloat16]
 
 
 @pytest.mark.slow

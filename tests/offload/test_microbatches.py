@@ -422,7 +422,10 @@ def test_an_error_in_the_model_leaves_no_thread_and_no_patch_and_a_run_that_resu
     hook = raising(error)
     hook.wanted_grad = wanted_grad
     handle = module(model).register_forward_pre_hook(hook)
-    engine = holdfast.offload(model, adamw(model), tmp_path, precision="fp32", schedule=schedule)
+    placement = holdfast.Placement(recomputed_fraction=1.0)
+    engine = holdfast.offload(
+        model, adamw(model), tmp_path, precision="fp32", schedule=schedule, placement=placement
+    )
     threads = [t for t in threading.enumerate() if t.name.startswith("holdfast")]
     assert threads
     engine.step(batches(0, 3))

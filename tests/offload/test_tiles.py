@@ -3,6 +3,7 @@ the SSD."""
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -12,15 +13,16 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import DoesNotFit
+from holdfast.errors import BadInput, DoesNotFit
 from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.setup.process_settings import SPARE_FILES, allow_open_files
 from holdfast.optim import AdamW8bit, Joined
 from holdfast.quantities import KiB
 from holdfast.schedule import work
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.mezo_schedule import zeroth
 from holdfast.schedule.planner.placement import choose
-from holdfast.schedule.work import StepShape
+from holdfast.schedule.work import LEAST_MEMORY, MemorySaving, StepShape
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from plan_steps import uneven
@@ -87,6 +89,8 @@ def out_of_core(directory, make, steps, **options):
         model, make(model), directory, **grouped(**{"dtype": "fp32", "clip_norm": 0.5, **options})
     ) as engine:
         losses = [engine.step(batches(step, 2)) for step in steps]
+        reads_resident = ("ssd_read", "load_resident") in engine.traffic()
+        assert reads_resident != engine._run.placement.saving.resident_state
     manifest = LocalStore.read(directory, direct=False).head()
     assert manifest is not None
     return losses, list(manifest.files)
@@ -145,7 +149,7 @@ def test_the_state_outside_the_blocks_may_be_on_the_ssd(tmp_path, tiles, monkeyp
     monkeypatch.setattr(
         import_module("holdfast.offload.setup.step_planning"),
         "choose",
-        lambda *args, **options: replace(choose(*args, **options), resident_state=False),
+        lambda *args, **options: replace(choose(*args, **options), saving=LEAST_MEMORY),
     )
     losses, states = plain_loop(fused_adamw)
     found, _ = out_of_core(tmp_path, fused_adamw, range(3), **WAYS[way])
@@ -158,9 +162,25 @@ def test_the_state_outside_the_blocks_leaves_memory_only_where_the_budget_lacks_
     large, shape = replace(uneven(3), resident_state_bytes=10**7), StepShape(micro_batches=2)
     ask = partial(choose, large, shape, activations=0.0, optimizer=0.0, params=0.0)
     needed = predict(large, ask(None), shape).host_bytes
-    assert ask(None).resident_state and ask(needed).resident_state
-    assert not ask(needed - 1).resident_state
+    one_buffer = ask(needed - 1)
+    assert (ask(needed).saving, one_buffer.saving) == (MemorySaving(2, True), MemorySaving(1, True))
+    needed = predict(large, one_buffer, shape).host_bytes
+    assert ask(needed) == one_buffer
+    assert ask(needed - 1).saving == MemorySaving(2, False)
     with pytest.raises(DoesNotFit):
         ask(needed - 10**7)
     with pytest.raises(DoesNotFit):  # MeZO has no operation that reads it
         ask(predict(large, ask(None), shape, zeroth).host_bytes - 1, schedule=zeroth)
+
+
+def test_the_limit_of_open_files_is_raised_or_said(monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        allow_open_files(500)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (500 + SPARE_FILES, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2000))
+    with pytest.raises(BadInput, match=r"5000 files, .* allows 2000 open files"):
+        allow_open_files(5000)

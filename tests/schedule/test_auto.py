@@ -173,9 +173,8 @@ def test_without_highs_it_is_by_what_saves_most(monkeypatch):
     assert found.best.step_seconds <= 1.05 * with_highs.best.step_seconds
 
 
-def test_a_search_plays_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr(placement_search, "PLAYED", 5000)
-    assert answer(asked(80 * 10**6)).tried <= 4
+def test_a_search_plays_no_more_than_it_may():
+    assert answer(asked(80 * 10**6), most_played=5000).tried <= 4
 
 
 def test_the_linear_program_is_told_frozen_parameters_and_small_states():

@@ -17,7 +17,7 @@ from holdfast.schedule.operations import Hold, Key, Op
 from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
-from holdfast.schedule.work import BlockPlacement, StepShape
+from holdfast.schedule.work import LEAST_MEMORY, BlockPlacement, StepShape
 from plan_steps import LISTS, equal_blocks, machines, steps, tiled, uneven, whole
 
 
@@ -227,9 +227,10 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
 def test_state_in_tiles_takes_the_memory_of_three_tiles_however_large_the_blocks_are():
     work = tiled(uneven(8))
     placement = BlockPlacement.fractions(8, activations=0.0)
-    found = predict(work, replace(placement, resident_state=False), StepShape(micro_batches=3)).at("host")
-    tiles = [tile for block in work.blocks for tile in block.parts]
+    found = predict(work, replace(placement, saving=LEAST_MEMORY), StepShape(micro_batches=3)).at("host")
+    tiles = [tile for block in work.blocks for tile in block.tiles]
     assert found["state"] == sum(sorted(tile.state_bytes for tile in [*tiles, *work.resident_tiles])[-3:])
+    assert found["grads"] == max(block.grad_bytes for block in work.blocks)
     assert found["updated_params"] == sum(sorted(tile.trained_param_bytes for tile in tiles)[-2:])
     assert "resident_state" not in found
 

@@ -47,12 +47,20 @@ def test_lanes_run_side_by_side_and_operations_wait_for_what_they_need():
         "ssd_write": 1,
     }
     assert found.busiest() == ("ssd_read", 5)
-    assert found.over_busiest == 7 / 5
+    assert (found.over_busiest, found.speed_of_light) == (7 / 5, 5 / 7)
     assert found.traffic() == {
         ("ssd_read", "read"): 3,
         ("ssd_read", "read again"): 2,
         ("ssd_write", "write"): 1,
     }
+
+
+def test_no_step_is_beyond_the_speed_of_light():
+    """Writes of 5 s pile up behind steps of 1 s."""
+    write = Op(Key("write"), operations.SSD_WRITE, nbytes=5, needs=(Key("compute"),))
+    found = simulate([[Op(Key("compute"), operations.COMPUTE, work=1.0), write]] * 4, UNIT)
+    assert (found.seconds_per_step, found.busiest()) == (1, ("ssd_write", 5))
+    assert found.speed_of_light == 1
 
 
 def test_of_what_is_ready_the_first_in_the_list_is_served():

@@ -22,6 +22,7 @@ from ..offload.model.blocks import empty_parameters
 from ..quantities import shown
 from ..sources import OpenedSource
 from ..state.capture import Captured
+from ..state.plain_tensors import FROM_NAME
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
 from .naming import Converted, by_model
 
@@ -120,6 +121,19 @@ class Weights:
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path, self._model, self._shapes = path, model, model.state_dict()
         self._named = dict(model.named_parameters(remove_duplicate=False))
+
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
+
+        It is known where all of the folder's floating-point tensors have one dtype of 16 bits.
+        """
+        found = {stored.atom.dtype for stored in SafetensorsFiles(self.path).atoms.values()}
+        narrow = [
+            FROM_NAME[name] for name in found if name in FROM_NAME and FROM_NAME[name].is_floating_point
+        ]
+        if len(narrow) != 1 or narrow[0] not in (torch.bfloat16, torch.float16):
+            return {}
+        return {id(parameter): narrow[0] for parameter in self._named.values()}
 
     def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""

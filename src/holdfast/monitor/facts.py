@@ -18,6 +18,7 @@ from typing import Any
 
 from ..quantities import format_bytes
 from ..schedule.operations import LANES, SSD_READ, SSD_WRITE
+from ..schedule.planner.machine_rates import RESOURCE_NAMES
 from .history import History, Session, StepRecord, expected
 from .lanes import Timeline
 
@@ -240,6 +241,42 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
             took = event.get("load_seconds", 0.0) + event.get("replay_seconds", 0.0)
             add(f"recovery of step {event.get('step')}", "s", event.get("predicted_seconds"), took)
     return rows
+
+
+def speed_of_light(history: History, most: int | None = None) -> dict[str, Any] | None:
+    """Return how near the newest sitting came to the least time of its plan: ``share`` is that over the median step.
+
+    The least time is what the busiest resource works for a step, by the machine's rates. None if the sitting was not
+    planned by rates, or no step after the first had the planned number of micro-batches. ``most`` is the number of
+    newest steps to consider.
+    """
+    sitting = planned(history)
+    least = sitting.plan["light_seconds"] if sitting is not None else None
+    if sitting is None or least is None:
+        return None
+    planned_count = sitting.plan.get("micro_batches")
+    steps = [s for s in sitting.steps[1:] if s.skipped is None and s.micro_batches == planned_count]
+    measured = median(step.seconds for step in steps[-(most or len(steps)) :]) if steps else 0.0
+    if not measured:
+        return None
+    return {
+        "share": least / measured,
+        "lane": sitting.plan["busiest"],
+        "light_seconds": least,
+        "median_seconds": measured,
+    }
+
+
+def light_said(light: dict[str, Any]) -> tuple[str, str]:
+    """Return the percentage of ``speed_of_light``, and words for what it is of.
+
+    >>> light_said({"share": 0.934, "lane": "ssd"})
+    ('93%', 'of the speed of light (the SSD)')
+    """
+    return (
+        f"{light['share']:.0%}",
+        f"of the speed of light ({RESOURCE_NAMES.get(light['lane'], light['lane'])})",
+    )
 
 
 def planned(history: History) -> Session | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..events import read_events
+from ..schedule.planner.machine_rates import SHARED_BY
 from .lanes import Timeline
 
 TOLD = (
@@ -49,6 +50,7 @@ class StepRecord:
     device_bytes: int | None = None
     waiting_bytes: int | None = None
     staged_bytes: int | None = None
+    micro_batches: int | None = None
     skipped: str | None = None
 
     @classmethod
@@ -165,7 +167,8 @@ class History:
         elif name == "schedule":
             self.sitting.schedules[event["micro_batches"], event["commit"]] = event
         elif name == "plan":
-            self.sitting.plan = {"step_seconds": event["step_seconds"] + 0.0, **event}
+            checked = {"step_seconds": event["step_seconds"] + 0.0, "light_seconds": light_seconds(event)}
+            self.sitting.plan = event | checked
         elif name == "timeline":
             self.sitting.timelines.append(Timeline.of(event))
         elif name == "closed":
@@ -216,6 +219,12 @@ class History:
                 shape = max(sitting.schedules, key=lambda shape: sitting.shapes[shape])
                 return sitting, sitting.schedules[shape]
         return None
+
+
+def light_seconds(plan: dict[str, Any]) -> float | None:
+    """Return the seconds that a planned step's busiest resource works; None if the event does not tell."""
+    busy, busiest = plan.get("busy_seconds", {}), plan.get("busiest")
+    return sum(busy[lane] + 0.0 for lane in busy if busiest in (lane, SHARED_BY.get(lane))) or None
 
 
 def traffic_of(by_lane: dict[str, dict[str, int]]) -> Traffic:

@@ -193,6 +193,8 @@ def predictions(history: History, step_seconds: float | None) -> str:
     planned = facts.planned(history)
     if planned is not None:
         body += paragraph(_plan_said(planned.plan), "soft")
+        light = facts.speed_of_light(history)
+        body += paragraph(_light_said(light)) if light else ""
     elif step_seconds is None:
         body += absent(
             "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
@@ -207,6 +209,18 @@ def _plan_said(plan: dict[str, Any]) -> str:
     given = plan.get("stated")
     said += f" Given, not chosen: {', '.join(given)}." if given else ""
     return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
+
+
+def _light_said(light: dict[str, Any]) -> str:
+    """Describe how near the steps came to the least time of their plan."""
+    said = (
+        f"Steps ran at {' '.join(facts.light_said(light))}: the busiest lane works"
+        f" {milliseconds(light['light_seconds'])} a step by the measured rates, and the median step took"
+        f" {milliseconds(light['median_seconds'])}."
+    )
+    if light["share"] > 1:
+        said += " More than 100% means that rates were measured too low, or that samples are shorter than planned."
+    return said
 
 
 def happened(history: History) -> str:

@@ -86,6 +86,7 @@ class LivePanel:
             "loss": newest.get("loss"),
             "seconds_per_step": facts.times(recent).get("mean_seconds"),
             "predicted_seconds": history.sittings[-1].plan.get("step_seconds") if history.sittings else None,
+            "speed_of_light": facts.speed_of_light(history, facts.RECENT),
             "tokens_per_second": facts.rate(recent, "tokens"),
             "read_bytes_per_second": facts.rate(recent, "read_bytes"),
             "written_bytes_per_second": facts.rate(recent, "written_bytes"),
@@ -154,6 +155,8 @@ class LivePanel:
         said = [f"{tokens:,.0f} tokens/s"] if tokens else []
         said += [f"planned {milliseconds(predicted)}"] if predicted else []
         yield "speed", f"{milliseconds(found['seconds_per_step'])} a step", ", ".join(said)
+        if light := found["speed_of_light"]:
+            yield "", *facts.light_said(light)
         if found["stall_share"] is not None:
             yield "keeping", f"{found['stall_share']:.1%} of the time", "copies, and waiting for the disk"
         yield from self._lane_rows(found)

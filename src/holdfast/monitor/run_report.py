@@ -53,6 +53,7 @@ def document(look: Look) -> dict[str, Any]:
         "traffic": facts.traffic(history),
         "memory": facts.memory(history),
         "predictions": facts.predictions(history, look.step_seconds),
+        "speed_of_light": facts.speed_of_light(history),
         "durability": facts.durability(history),
         "commits": list(look.commits),
         "life": facts.life(history, look.drive),
@@ -112,6 +113,8 @@ def _tiles(look: Look) -> list[tuple[str, str]]:
         if times.get("tokens_per_second")
         else []
     )
+    light = facts.speed_of_light(history)
+    tiles += [("speed of light", facts.light_said(light)[0])] if light else []
     tiles += [("written", format_bytes(life["written_bytes"]))] if life["written_bytes"] is not None else []
     return tiles
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from rich.cells import cell_len
@@ -25,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..quantities import counted, format_bytes, format_seconds
+from .facts import light_said
 
 RECENT = 20
 """The number of steps that rates are taken over."""
@@ -44,7 +46,8 @@ class TrainingPanel:
     """A context manager around the training loop; call ``step`` after each step.
 
     ``steps`` is the last step of the run. ``host_budget`` is in bytes (None: no known limit). ``commit_every`` is in
-    steps (0: never).
+    steps (0: never). ``light`` is the busiest resource of the plan and the seconds that it works for a step (None: the
+    run was not planned by rates).
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class TrainingPanel:
         steps: int,
         host_budget: int | None = None,
         commit_every: int = 1,
+        light: tuple[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.title, self.steps, self.host_budget = console, title, steps, host_budget
-        self.commit_every = commit_every
+        self.commit_every, self.light = commit_every, light
         self._clock = clock
         self._stopping = ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -140,11 +144,19 @@ class TrainingPanel:
         return [
             ("loss", number(event["loss"]), sparkline(list(self._losses), bars)),
             ("update", f"learning rate {rate}", f"gradient norm {norm}"),
-            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", ""),
+            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", self._speed_of_light()),
             ("SSD", f"read  {self._gigabytes('read_bytes')}", f"write {self._gigabytes('written_bytes')}"),
             ("memory", self._memory(), memory_bar(event["host_bytes"], self.host_budget, 20)),
             ("durable", f"step {event['durable_step']}", self._durability(event)),
         ]
+
+    def _speed_of_light(self) -> str:
+        """Describe the share of the speed of light; empty where it is not known. The oldest step may be the first."""
+        seconds = [event["seconds"] for event in list(self._recent)[1:] if event["skipped"] is None]
+        if self.light is None or not seconds:
+            return ""
+        lane, least = self.light
+        return " ".join(light_said({"share": least / max(median(seconds), 1e-9), "lane": lane}))
 
     def _durability(self, event: dict[str, Any]) -> str:
         behind = event["step"] - event["durable_step"]

@@ -44,7 +44,7 @@ from .setup.engine_resume import newest_commit, progress_here, same_files
 from .setup.equal_on_ranks import agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
-from .setup.process_settings import on_host_by_default, share_heaps
+from .setup.process_settings import allow_open_files, on_host_by_default, share_heaps
 from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
 from .setup.starting_state import Opens, StartingState, prepare, take_up
 from .setup.step_planning import Budget
@@ -310,6 +310,7 @@ def _preflight(
             if given.source is None and given.init is None:
                 refuse_partly_empty(parts.captured)
         stored = stored_units(parts, store, drives)
+        allow_open_files(sum(files.copies for files in stored.values()))
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
         preflight = preflight_of(parts, planned.plan, planned.budget, store, stored)

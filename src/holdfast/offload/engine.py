@@ -75,6 +75,8 @@ class _Checked(NamedTuple):
     """The names of parameters that were edited."""
     clipping: ClippingMode | None
     """The way of clipping that it would take."""
+    recomputed_fraction: float
+    """The fraction of the blocks that it would compute again."""
 
 
 class Engine:
@@ -120,7 +122,7 @@ class Engine:
         self.skipped_steps = 0
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
-        """The fields of the last step's event."""
+        """The fields of the last step's event, and the fraction of the blocks that it computed again."""
 
     @property
     def durable_step(self) -> int:
@@ -147,7 +149,10 @@ class Engine:
         tokens = sum(each.tokens for each in told)
         with self._closing_on_error():
             started = time.perf_counter()
-            step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn, told[0].clipping)
+            again = max(each.recomputed_fraction for each in told)  # as the rank with least memory
+            step = self._steps.training(
+                self.steps_done, micro_batches, weights, loss_fn, told[0].clipping, again
+            )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
@@ -165,8 +170,9 @@ class Engine:
             seconds = time.perf_counter() - started
             before, self._told = self._told, traffic(self._run)
             moved = difference(self._told, before)
-            self.last = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
-            self._events.emit("step", **self.last)
+            event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
+            self._events.emit("step", **event)
+            self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
             return self.last["loss"]
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:
@@ -180,7 +186,7 @@ class Engine:
             )
         return _Checked(
             self._steps.counts(micro_batches), count_tokens(micro_batches), digest(self._rates()), self.held.edited(),
-            self._steps.next_clipping,
+            self._steps.next_clipping, self._steps.recomputed_fraction(micro_batches),
         )  # fmt: skip
 
     @on_host_by_default

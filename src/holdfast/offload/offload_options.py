@@ -22,7 +22,8 @@ class Placement:
     """Fractions of the state that stay in memory, spread evenly over the blocks. They change the speed and no bit.
 
     None: with a ``budget`` of "auto" the planner chooses it; otherwise it is 0, but 1 for
-    ``activations_on_host`` and ``recomputed_fraction``.
+    ``activations_on_host`` and ``recomputed_fraction``. Where no fraction, budget or sample is given, the engine
+    chooses ``recomputed_fraction`` from the second step on, by the memory that is free.
     "auto": the planner chooses it with any budget, which needs ``sample``.
     """
 

@@ -32,6 +32,7 @@ from .mezo_engine import ZerothOrderState
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
+from .model.graph_sizes import GraphGauge
 from .model.microbatches import Coroutine
 
 
@@ -92,7 +93,7 @@ class Runtime:
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""
         if unit == len(self.blocks):
-            return self.placement.resident_state
+            return self.placement.saving.resident_state
         return self.placement.optimizer[unit]
 
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
@@ -216,6 +217,10 @@ class Step:
     """Distance by which a zeroth-order step moves the weights, once that is known."""
     kept: tuple[bool, ...] = ()
     """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
+    must_repeat: bool = False
+    """True if all blocks have to be such as can be computed again, because the free memory decides which are."""
+    gauge: GraphGauge | None = None
+    """Measures the graphs of blocks that are computed again; None in most steps."""
 
     def mean_losses(self) -> list[float]:
         """Return the loss, as micro-batches are weighted; for a zeroth-order step, that of each of its two streams."""

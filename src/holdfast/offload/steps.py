@@ -19,6 +19,7 @@ from .clipping_choice import DEFER, SPECULATE, ClippingChoice
 from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
 from .model.microbatches import Coroutine, autocast_state, casts, late_call
 from .offload_options import Clipping, Durability, Precision
+from .recomputation_choice import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
 from .setup.step_planning import LISTS, RunPlan
 
@@ -37,6 +38,8 @@ class StepRules:
     """Loss scale of a fresh run; None unless it computes in fp16."""
     commit_every: int
     normalize: str | Callable[[Any], float]
+    chooses_recomputed: bool = False
+    """True if ``recomputed_fraction`` is chosen before each step, by the memory that is free."""
 
     @classmethod
     def of(
@@ -92,6 +95,7 @@ class StepMaker:
         self.loss_scale = rules.loss_scale
         """Loss scale of the next step."""
         self.clipping = ClippingChoice() if rules.chooses else None
+        self._recomputation = RecomputationChoice(run, plan, rules) if rules.chooses_recomputed else None
         self._streams = 1 if run.zeroth is None else STREAMS
         self.shifts: bool | None = None
         """True if the model shifts labels; None until that has been asked."""
@@ -127,6 +131,12 @@ class StepMaker:
         """The way of clipping that this rank would take for the next step; None where all steps are alike."""
         return None if self.clipping is None else self.clipping.mode
 
+    def recomputed_fraction(self, micro_batches: Sequence[Any]) -> float:
+        """Return the fraction of the blocks that this rank would compute again in a step over ``micro_batches``."""
+        if self._recomputation is None:
+            return self._rules.recomputed_fraction
+        return self._recomputation.fraction(micro_batches)
+
     def training(
         self,
         number: int,
@@ -134,6 +144,7 @@ class StepMaker:
         weights: list[float | None],
         loss_fn: Any,
         clipping: ClippingMode | None = None,
+        recomputed_fraction: float = 1.0,
     ) -> Step:
         """Return step ``number`` over ``micro_batches``, with the hyper-parameters as they are now.
 
@@ -143,10 +154,12 @@ class StepMaker:
             weights: The factor for the loss of each.
             loss_fn: As given to the engine.
             clipping: The first rank's ``next_clipping``.
+            recomputed_fraction: The largest ``recomputed_fraction`` of all ranks.
         """
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
         shape = rules.shape(len(micro_batches), commit, clipping)
+        shape = replace(shape, recomputed_fraction=recomputed_fraction)
         if casts(autocast_state()):
             # then every block is computed again, and its inputs must come in time for that
             shape = replace(shape, recomputed_fraction=1.0)
@@ -165,6 +178,8 @@ class StepMaker:
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
             kept=kept_blocks(shape, len(self._run.blocks)),
+            must_repeat=rules.chooses_recomputed,
+            gauge=None if self._recomputation is None else self._recomputation.gauge(),
         )
 
     def progress(self) -> dict[str, Any]:
@@ -177,11 +192,13 @@ class StepMaker:
             self.loss_scale = replace(self.loss_scale, **progress.get("loss_scale", {}))
 
     def over(self, step: Step, seconds: float) -> None:
-        """Update the loss scale and the way of clipping after ``step``, of which all is known now."""
+        """Update the loss scale and the choices for the next step after ``step``, of which all is known now."""
         if step.loss_scale is not None:
             self.loss_scale = step.loss_scale.after(step.skipped)
         if self.clipping is not None:
             self.clipping.over(step.shape.clipping, step.skipped or step.scale is not None, seconds)
+        if self._recomputation is not None:
+            self._recomputation.over(step)
 
     def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
         """Return a step that takes all of ``calls`` through the blocks together, forward only."""

@@ -131,7 +131,7 @@ def resident(work: Work, placement: BlockPlacement) -> Parts:
 
     return {
         ("host", "updates"): work.update_bytes,
-        ("host", "resident_state"): work.resident_state_bytes if placement.resident_state else 0,
+        ("host", "resident_state"): work.resident_state_bytes if placement.saving.resident_state else 0,
         ("host", "params_on_host"): chosen(placement.params, "kept_param_bytes"),
         ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
         (device, "resident_working_copy"): work.resident_param_bytes,

@@ -23,7 +23,7 @@ from .planner.plan_search import Case, best_at
 from .planner.training_setting import Setting, bus_of, ssd_of
 from .simulate import Simulation, simulate
 from .vertical import vertical
-from .work import BlockPlacement, BlockWork, StateTile, StepShape, Work, tile_count
+from .work import LEAST_MEMORY, BlockPlacement, BlockWork, StepShape, TileWork, Work, tile_count
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together, if memory allows."""
@@ -40,13 +40,13 @@ COMMIT_SYNCS = 3
 def work_of(setting: Setting) -> Work:
     """Return one step's work, as the engine would measure it."""
     s, method = setting, setting.method
-    tile = StateTile(
+    tile = TileWork(
         elements=round(s.elements / s.tiles),
         state_bytes=round_up(round(s.state_bytes / s.tiles)),
         trained_param_bytes=round_up(round(s.trained_param_bytes / s.tiles)),
     )
     count = tile_count(s.resident_state_bytes)
-    part = StateTile(
+    part = TileWork(
         elements=round(s.resident_elements / count),
         state_bytes=round_up(round(s.resident_state_bytes / count)),
         grad_bytes=round(s.resident_elements / count) * method.grad_bytes,
@@ -56,7 +56,7 @@ def work_of(setting: Setting) -> Work:
         param_bytes=round_up(s.param_bytes),
         trained_param_bytes=round_up(s.trained_param_bytes),
         state_bytes=s.tiles * tile.state_bytes,
-        tiles=(tile,) * s.tiles,
+        cut=(tile,) * s.tiles,
         grad_bytes=s.grad_bytes,
         forward_flop=s.model.forward_flop,
         backward_flop=s.model.backward_flop,
@@ -65,7 +65,7 @@ def work_of(setting: Setting) -> Work:
         blocks=(block,) * s.blocks,
         input_bytes=round_up(s.input_bytes),
         resident_state_bytes=count * part.state_bytes,
-        resident_tiles=(part,) * count,
+        resident_cut=(part,) * count,
         resident_param_bytes=s.resident_elements * method.param_bytes,
         resident_grad_bytes=count * part.grad_bytes,
         resident_elements=s.resident_elements,
@@ -187,14 +187,13 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
                 break
             less = (less + above) // 2
             continue
-        stays = solution.setting.resident_state
-        placement = replace(placement_of(solution.fractions, blocks), resident_state=stays)
+        placement = replace(placement_of(solution.fractions, blocks), saving=solution.setting.saving)
         whole = _in_whole_blocks(setting, placement)
         over = host_bytes(setting, placement) - allowed
         if over <= 0:
             return whole, placement
         above, less = less, max(floor(whole.of(formulas.host_bytes)) - over, 1)
-    nothing = replace(placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks), resident_state=False)
+    nothing = replace(placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks), saving=LEAST_MEMORY)
     needed = host_bytes(setting, nothing)
     if needed <= allowed:  # no plan near the best one was found, and this one fits
         return _in_whole_blocks(setting, nothing), nothing
@@ -206,7 +205,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
 
 def _in_whole_blocks(setting: Setting, placement: BlockPlacement) -> Solution:
     """Return ``placement`` as a solution, with as many waiting gradients in dead buffers as possible."""
-    setting = replace(setting, resident_state=placement.resident_state)
+    setting = replace(setting, saving=placement.saving)
     shares, waits = placement.shares, formulas.waiting_bytes(setting)
     part = formulas.dead_bytes(setting)(shares) / waits if waits else 0.0
     return Solution(setting, {**shares, RECYCLED: min(part, shares["gradients"])})

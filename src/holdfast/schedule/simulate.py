@@ -83,6 +83,14 @@ class Simulation:
         """Seconds per step over those of the busiest lane: 1 is the roofline."""
         return self.seconds_per_step / self.busiest()[1]
 
+    @property
+    def speed_of_light(self) -> float:
+        """Fraction of a step's time for which the busiest lane works: 1 if it never waits.
+
+        A few steps may take less than their share of that lane's work, part of which is left for later.
+        """
+        return min(self.busiest()[1] / self.seconds_per_step, 1.0)
+
 
 class Span(NamedTuple):
     """One operation in simulated time. An operation that was overtaken lasts longer than it occupied its lane."""

@@ -70,7 +70,7 @@ def commit_only(work: Work, placement: BlockPlacement) -> list[Op]:
     for block in range(s.count):
         for tile in s.tiles(block) if placement.optimizer[block] else ():
             update_parts.store_state(s, block, tile)
-    for tile in range(len(work.resident_parts) if placement.resident_state else 0):
+    for tile in range(len(work.resident_tiles) if placement.saving.resident_state else 0):
         update_parts.store_resident(s, tile)
     update_parts.commit(s)
     return s.finish()

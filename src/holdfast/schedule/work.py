@@ -54,8 +54,8 @@ class Work:
     """
     head_flop: float = 0.0
     """Floating-point operations of prologue, epilogue and loss of one micro-batch, forward and backward."""
-    resident_tiles: tuple[StateTile, ...] = ()
-    """The tiles of the resident state; empty if it is one."""
+    resident_cut: tuple[TileWork, ...] = ()
+    """The tiles into which the resident state is cut; empty if it is one."""
     resident_grad_bytes: int = 0
     """Bytes of the accumulated gradients of the prologue and epilogue, on the device."""
     resident_grad_share_bytes: int = 0
@@ -75,18 +75,18 @@ class Work:
     """
 
     @property
-    def resident_parts(self) -> tuple[StateTile, ...]:
+    def resident_tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the resident state, one at least."""
-        whole = StateTile(
+        whole = TileWork(
             elements=self.resident_elements,
             state_bytes=self.resident_state_bytes,
             grad_bytes=self.resident_grad_bytes,
         )
-        return self.resident_tiles or (whole,)
+        return self.resident_cut or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateTile:
+class TileWork:
     """A part of a unit's state that is read, updated and written by itself. Bytes."""
 
     elements: int
@@ -128,16 +128,18 @@ class BlockWork:
 
     They do not include the block's input and parameters. In device memory. Measured.
     """
-    tiles: tuple[StateTile, ...] = ()
-    """The tiles of the state; empty if it is one."""
+    frozen_file_bytes: int = 0
+    """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
+    cut: tuple[TileWork, ...] = ()
+    """The tiles into which the state is cut; empty if it is one."""
 
     @property
-    def parts(self) -> tuple[StateTile, ...]:
+    def tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the state, one at least."""
-        whole = StateTile(
+        whole = TileWork(
             elements=self.elements, state_bytes=self.state_bytes, trained_param_bytes=self.trained_param_bytes
         )
-        return self.tiles or (whole,)
+        return self.cut or (whole,)
 
     @property
     def kept_param_bytes(self) -> int:
@@ -188,6 +190,29 @@ class StepShape:
         return self.clipping in ("defer", "speculate")
 
 
+@dataclass(frozen=True)
+class MemorySaving:
+    """How a step saves memory at the cost of time."""
+
+    grad_slots: int = 2
+    """Blocks whose gradients are in memory at once, unless they stay: being summed, being consumed.
+
+    With 1 a block's backward pass waits until the gradients before it have been handed over, or used.
+    """
+    resident_state: bool = True
+    """True if the optimizer state of what lies outside the blocks stays in host memory."""
+
+    def said(self) -> list[str]:
+        """Return what is done to save memory, as texts for a person."""
+        one = ["one buffer for gradients"] if self.grad_slots == 1 else []
+        return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
+
+
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False)
+MEMORY_SAVINGS = (FASTEST, MemorySaving(1), MemorySaving(2, False), LEAST_MEMORY)
+"""The fastest first, and last the one that takes least memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockPlacement:
     """The parts of each block that stay in host memory. The rest lives on the SSD."""
@@ -197,8 +222,7 @@ class BlockPlacement:
     activations: tuple[bool, ...]
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
-    resident_state: bool = True
-    """True if the optimizer state of what lies outside the blocks stays in host memory."""
+    saving: MemorySaving = FASTEST
 
     @property
     def shares(self) -> dict[str, float]:
@@ -212,7 +236,7 @@ class BlockPlacement:
         """Return the placement as text for a person."""
         shares = self.shares
         stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
-        return f"{stays} in host memory"
+        return "; ".join([f"{stays} in host memory", *self.saving.said()])
 
     @classmethod
     def fractions(

@@ -36,6 +36,8 @@ class CapturedParameter:
     group: int | None
     requires_grad: bool
     stretch: FlatRange | None = None
+    stored: torch.dtype | None = None
+    """The dtype in which a source has the values of a parameter on ``meta``, if that is known."""
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from ...schedule.operation_lists import fit, play
 from ...schedule.planner import formulas
 from ...schedule.planner.formulas import FRACTIONS
 from ...schedule.planner.linear_program import Solution
+from ...schedule.planner.machine_rates import RESOURCE_NAMES
 from ...schedule.planner.plan_search import (
     Case,
     Found,
@@ -182,7 +183,12 @@ def _engine_document(engine: Engine) -> dict[str, Any]:
         return {"error": str(engine)}
     solution, simulation = engine
     seconds = simulation.seconds_per_step
-    simulated = {"step_seconds": seconds, "tokens_per_second": solution.setting.tokens / seconds}
+    simulated = {
+        "step_seconds": seconds,
+        "tokens_per_second": solution.setting.tokens / seconds,
+        "busiest_lane": simulation.busiest()[0],
+        "speed_of_light": simulation.speed_of_light,
+    }
     return {**document_of(solution), "simulated": simulated}
 
 
@@ -195,12 +201,15 @@ def document_of(solution: Solution) -> dict[str, Any]:
         "sequence": setting.model.sequence,
         "delayed_fraction": setting.delayed_fraction,
         "on_host": on_host(solution),
+        "grad_slots": setting.saving.grad_slots,
+        "resident_state_on_host": setting.saving.resident_state,
         "step_seconds": solution.step_seconds,
         "tokens_per_second": solution.tokens_per_second,
         "forward_seconds_per_block": solution.forward_seconds,
         "backward_seconds_per_block": solution.backward_seconds,
         "busy_seconds": solution.busy_seconds,
         "busiest_lane": solution.busiest,
+        "speed_of_light": solution.speed_of_light,
         "binds": binding(solution),
         "host_bytes": solution.of(formulas.host_bytes),
         "host_memory_full": memory_is_full(solution),
@@ -219,7 +228,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of "
         f"{model.micro_batch} x {model.sequence:,} tokens, {setting.delayed_fraction:.0%} of each update delayed: "
         f"{format_seconds(best.step_seconds)} a step, {rate_text(best.tokens_per_second)} tokens/s. The busiest lane "
-        f"is {best.busiest}, {best.busy_seconds[best.busiest] / best.step_seconds:.0%} of the time.\n"
+        f"is {best.busiest}, {best.speed_of_light:.0%} of the time.\n"
     )
     _print_places(best)
     print()
@@ -233,6 +242,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
             "what would help": "; ".join(map(_change_text, changes)),
             "SSD life": _life_text(lives),
             "micro-batches": _tried_text(found),
+            "speed of light": _light_text(best, engine),
             "the engine": _engine_text(engine),
         },
     )
@@ -282,7 +292,9 @@ def _memory_text(best: Solution) -> str:
         places.append(
             f"about {used['device_bytes']} of {format_bytes(machine.device_memory_bytes)} on the device"
         )
-    return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"])
+    saved = best.setting.saving.said()
+    saving = f"; to save memory: {', '.join(saved)}" if saved else ""
+    return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"]) + saving
 
 
 def _change_text(change: WhatIf) -> str:
@@ -309,6 +321,18 @@ def _tried_text(found: Found) -> str:
     if len(found.tried) == 1:
         return f"{rates} tokens/s, as asked"
     return f"{rates} tokens/s; {chosen} is the least within 1 % of the best up to {len(found.tried)}"
+
+
+def _light_text(best: Solution, engine: Engine) -> str:
+    """Describe how much of a step the busiest lane works: simulated if the engine can run the plan."""
+    if isinstance(engine, DoesNotFit):
+        lane, light, how, seconds = best.busiest, best.speed_of_light, "by the formulas", best.step_seconds
+    else:
+        simulation = engine[1]
+        lane = RESOURCE_NAMES.get(simulation.busiest()[0], simulation.busiest()[0])
+        light, how, seconds = simulation.speed_of_light, "simulated", simulation.seconds_per_step
+    alone, whole = format_seconds(light * seconds), format_seconds(seconds)
+    return f"{light:.0%} of it, {how}: {lane} alone takes {alone} of the {whole} of a step"
 
 
 def _engine_text(engine: Engine) -> str:

@@ -156,14 +156,14 @@ def _print(setting: Setting, played: Mapping[str, SimulatedOrder], trace: Path |
         "order", ">step", ">tokens/s", "busiest lane", ">host memory", "params, state, inputs on host"
     )
     for name, run in played.items():
-        lane, seconds = run.found.busiest()
+        lane, _ = run.found.busiest()
         shares = run.placement.shares
         stays = ", ".join(f"{shares[kind]:.0%}" for kind in ON_HOST)
         table.add_row(
             name,
             format_seconds(run.found.seconds_per_step),
             rate_text(run.tokens_per_second),
-            f"{lane}, {min(seconds / run.found.seconds_per_step, 1):.0%} of the time",
+            f"{lane}, {run.found.speed_of_light:.0%} of the time",
             format_bytes(run.host_bytes),
             stays,
         )

@@ -73,7 +73,14 @@ def _binding_record(directory: Path) -> Config | None:
     if record is None:
         return None
     state = state_directory(directory, record)
-    return record if _has_commits(state) or not (state / NAME).is_file() else None
+    if not _has_commits(state) and (state / NAME).is_file():
+        return None
+    if record.train.micro_batches == "auto":
+        raise RunMismatch(
+            f'{directory / NAME} has train.micro_batches = "auto", and a run keeps the number that it was begun with.'
+            " Write that number there."
+        )
+    return record
 
 
 def kept_dtype(config: Config) -> Dtype | None:
@@ -89,6 +96,24 @@ def kept_dtype(config: Config) -> Dtype | None:
     with suppress(NoCommit, Damaged):
         if (newest := LocalStore.read(state).head()) is not None:
             return newest.progress_of(newest.streams[0]).get("settings", {}).get("dtype")
+    return None
+
+
+def kept_micro_batches(config: Config) -> int | None:
+    """Return the number of micro-batches of the run that ``config`` continues; None if there is no such run.
+
+    Raises ``RunMismatch`` if the run is there and its record is gone: another number would give other numbers.
+    """
+    run = Path(config.run.dir)
+    state = state_directory(run, config)
+    kept = record_of_run(run, state)
+    if kept is not None:
+        return kept.train.num_micro_batches
+    if _has_commits(state):
+        raise RunMismatch(
+            f"{state} holds a run, and {run / NAME}, which has the number that was chosen for train.micro_batches ="
+            ' "auto", is not there. Give the number, with --set train.micro_batches=N.'
+        )
     return None
 
 

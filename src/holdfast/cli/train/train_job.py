@@ -43,7 +43,15 @@ from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .engine_build import make_engine
-from .kept_config import changes_to_run, describe, kept_dtype, state_directory, write_record
+from .kept_config import (
+    changes_to_run,
+    describe,
+    kept_dtype,
+    kept_micro_batches,
+    state_directory,
+    write_record,
+)
+from .micro_batch_choice import refuse_unplanned, with_chosen_count
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .sizing import Wish, may_change, shared_out, sized
@@ -72,8 +80,12 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         say_here = partial(say, console)
         config = ranks.first_does(lambda: sized(config, stated, wish, ranks.world_size, say_here))
     allowed = stated if wish is None else {*stated, *may_change(stated)}
+    config = ranks.first_does(lambda: with_kept_count(config))
     with ranks.agreeing():
-        micro_batches = share_of(config, ranks)
+        if config.train.micro_batches == "auto":
+            refuse_unplanned(config, ranks.world_size)
+        else:
+            share_of(config, ranks)
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done = ranks.first_does(lambda: newest_step(state))
@@ -85,6 +97,8 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
     recipe = shared_recipe(ranks, config, console)
+    config = with_chosen_count(config, recipe, partial(say, console))
+    micro_batches = share_of(config, ranks)
     loader = step_loader(
         recipe.corpus,
         config.train.micro_batch_size,
@@ -123,6 +137,13 @@ def with_dtype(config: Config) -> Config:
     return replace(config, train=replace(config.train, dtype=dtype))
 
 
+def with_kept_count(config: Config) -> Config:
+    """Return ``config`` with the run's number of micro-batches for "auto", which is chosen only once."""
+    if config.train.micro_batches != "auto":
+        return config
+    return replace(config, train=replace(config.train, micro_batches=kept_micro_batches(config) or "auto"))
+
+
 def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
     """Return the recipe. The first rank encodes the text if necessary, and the others find it.
 
@@ -152,12 +173,14 @@ class Job:
         self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.stopped_by = ""
+        prediction = engine.preflight.prediction
         self.panel = TrainingPanel(
             console,
             title=config.run.dir,
             steps=config.train.steps,
             host_budget=engine.preflight.host_budget,
             commit_every=config.durability.every,
+            light=prediction.light if prediction else None,
         )
 
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
@@ -358,7 +381,7 @@ def console_of(ranks: Ranks) -> Console:
 
 def share_of(config: Config, ranks: Ranks) -> int:
     """Return this rank's number of micro-batches in a step. Raises ``ConfigError`` if they do not divide evenly."""
-    whole = config.train.micro_batches
+    whole = config.train.num_micro_batches
     if whole % ranks.world_size:
         number, size = shared_out(whole, config.train.micro_batch_size, ranks.world_size)
         same = (

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from ...errors import ModelNotSupported
+from ...errors import BadInput, ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
 from ...optim.host_optimizer import HostOptimizer, ParameterState
@@ -36,7 +36,7 @@ from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
-from ...store.format.file_names import Layout
+from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
@@ -53,16 +53,17 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
-TILE = ".tile"
+TILE, FROZEN = ".tile", ".frozen"
 
 
 def unit_of(file_name: str) -> str:
-    """Return the name of a file without the number of its tile.
+    """Return the name of a file without the number of its tile, and without a digest of what is frozen.
 
-    >>> unit_of("layers.0.tile3of8"), unit_of("layers.0")
-    ('layers.0', 'layers.0')
+    >>> unit_of("layers.0.tile3of8"), unit_of("layers.0.frozen-01234567")
+    ('layers.0', 'layers.0.frozen')
     """
-    return re.sub(rf"{re.escape(TILE)}\d+of\d+$", "", file_name)
+    name = re.sub(rf"{re.escape(TILE)}\d+of\d+$", "", file_name)
+    return re.sub(rf"({re.escape(FROZEN)})-[0-9a-f]{{8}}$", r"\1", name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +124,19 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 class UnitFile:
     """A file of a unit: fragments of parameters, and the place of every tensor entry in it."""
 
-    def __init__(self, pieces: Sequence[ParameterShard], entries: Sequence[PlacedEntry]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[ParameterShard],
+        entries: Sequence[PlacedEntry],
+        alignment: int = SMALL_ALIGNMENT,
+    ) -> None:
         self.pieces = list(pieces)
         self.entries = [placed.entry for placed in entries]
         self.places = {placed.entry.key: (placed.shape, placed.box) for placed in entries}
         """Shape of the whole tensor entry, and the region stored here, by the entry's key."""
-        self.layout = Layout.build([(entry.key, entry.dtype, entry.shape) for entry in self.entries])
+        self.layout = Layout.build(
+            [(entry.key, entry.dtype, entry.shape) for entry in self.entries], alignment=alignment
+        )
         self.name = ""
         """Name of the file, as commits use it."""
 
@@ -191,12 +199,21 @@ class BlockState:
         self.buffers, self._absent = buffers or {}, absent or {}
         count = self._tile_count(owned, world_size)
         self.members: list[ParameterEntry] = []
+        frozen_layout = _frozen_layout(owned)
+        self.computes_with_frozen_file = (
+            world_size == 1 and optimizer.takes_gradients and _is_copy(owned, dtype)
+        )
+        """True if the bytes of the frozen file are the frozen part of the compute copy."""
         copy_end = grad_end = 0
         for trained in (True, False):
             for one in owned:
                 if one.captured.trained != trained:
                     continue
                 elements = one.captured.parameter.numel()
+                if not trained and self.computes_with_frozen_file:
+                    offset = self.trained_copy_bytes + frozen_layout[f"{one.captured.name}/param"].offset
+                    self.members.append(ParameterEntry(one, offset, -1))
+                    continue
                 self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1))
                 # tiles are written by themselves, so no page of the copy belongs to two of them
                 copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN if count == 1 else PAGE)
@@ -204,6 +221,8 @@ class BlockState:
             copy_end = round_up(copy_end)
             if trained:
                 self.trained_copy_bytes = copy_end
+        if self.computes_with_frozen_file:
+            copy_end += frozen_layout.file_bytes
         self.copy_bytes = copy_end
         self.grad_bytes = round_up(grad_end) if optimizer.takes_gradients else 0
         self.trained = [m for m in self.members if m.trained]
@@ -217,16 +236,21 @@ class BlockState:
         ]
         """The parts of the state, each in a file of its own."""
         self.copy_parts = self._parts_by_tile()
-        """This rank's shard of the compute copy, as it is written: the part of each tile, and the frozen part."""
+        """This rank's shard of the compute copy as the scratch holds it: the part of each tile, and the frozen part."""
         starts = [min((piece.grad_at for piece in tile.pieces), default=None) for tile in self.tiles]
         self.tile_grads = _ranges(starts, self.share_grad_bytes)
         """Range of bytes of each tile in this rank's shard of the gradients."""
         self.frozen_file = UnitFile(
             self.frozen_pieces,
             [
-                _placed(TensorEntry(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
+                _placed(
+                    TensorEntry(p.name, "param", p.shape, _stored_dtype(p.member.owned)),
+                    p.member.shape,
+                    p.box,
+                )
                 for p in self.frozen_pieces
             ],
+            _alignment(owned),
         )
         """The parameters that never change."""
         self._name_files(prefix)
@@ -254,7 +278,8 @@ class BlockState:
             part = "" if count == 1 else f"{TILE}{tile.index}of{count}"
             tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix else "")
         frozen = self.frozen_file
-        frozen.name = f"{prefix}{self.name}.frozen" + (f"-{frozen.digest()}" if prefix else "")
+        changes = prefix or any(entry.dtype != "F32" for entry in frozen.entries)
+        frozen.name = f"{prefix}{self.name}{FROZEN}" + (f"-{frozen.digest()}" if changes else "")
 
     def _divide(self, rank: int, world_size: int, count: int) -> list[list[ParameterShard]]:
         """Divide the unit over the ranks, and return the fragments in each of the ``count`` tiles of this rank."""
@@ -276,6 +301,8 @@ class BlockState:
         ]
         """Byte ranges of the compute copy of each rank: of trained and of frozen parameters."""
         self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
+        if self.computes_with_frozen_file:
+            self.copy_ranges[0][1] = self.trained_copy_bytes, self.copy_bytes  # with header and filler
         self._trained_part, self._frozen_part = copy_parts(self.copy_ranges[rank])
         first = self.grad_ranges[rank][0]
         shifts = [part.start - part.at for part in (self._trained_part, self._frozen_part)]
@@ -314,7 +341,7 @@ class BlockState:
         shift = self._trained_part.start - self._trained_part.at
         ends = ((tile.copy_start, tile.copy_start + tile.copy_bytes) for tile in self.tiles)
         trained = [CopyPart(at, at + shift, end + shift) for at, end in ends if at < end]
-        return [*trained, self._frozen_part]
+        return trained if self.computes_with_frozen_file else [*trained, self._frozen_part]
 
     def _cuts(self, member: ParameterEntry) -> bool:
         """Return whether ``member`` may be divided: by its optimizer, and by its place in memory."""
@@ -324,6 +351,11 @@ class BlockState:
     def state_bytes(self) -> int:
         """Bytes of all files of the state."""
         return sum(tile.layout.file_bytes for tile in self.tiles)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch for this rank's shard of the compute copy."""
+        return self.copy_parts[-1].end if self.copy_parts else 0
 
     @property
     def files(self) -> list[UnitFile]:
@@ -435,10 +467,13 @@ class BlockState:
             self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
-        """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero."""
+        """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.
+
+        Raises ``BadInput`` for a value that the file's dtype does not hold.
+        """
         image.zero_()
         for piece in file.pieces:
-            file.view(image, piece.name).copy_(piece.of(values[piece.name]))
+            copy_exactly(file.view(image, piece.name), piece.of(values[piece.name]), piece.name)
         if file is self.tiles[0]:
             self.write_buffers(image, self.buffer_values())
 
@@ -502,6 +537,48 @@ def _ranges(starts: Sequence[int | None], stop: int) -> list[tuple[int, int]]:
         found.append((stop if start is None else start, stop))
         stop = found[-1][0]
     return found[::-1]
+
+
+def _stored_dtype(owned: Owned) -> str:
+    """Return the dtype in which a frozen parameter is stored: that of its values, if it is one of 16 bits."""
+    dtype = owned.captured.stored or owned.captured.parameter.dtype
+    return TO_NAME[dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32]
+
+
+def _frozen_layout(owned: Sequence[Owned]) -> Layout:
+    """Return the layout of the frozen file of a process that trains by itself."""
+    frozen = [one for one in owned if not one.captured.trained]
+    return Layout.build(
+        [(f"{one.captured.name}/param", _stored_dtype(one), one.captured.shape) for one in frozen],
+        alignment=_alignment(owned),
+    )
+
+
+def _alignment(owned: Sequence[Owned]) -> int:
+    """Return the alignment of small tensors in a frozen file; that of fp32 alone is as in all runs before."""
+    narrow = any(_stored_dtype(one) != "F32" for one in owned if not one.captured.trained)
+    return ALIGN if narrow else SMALL_ALIGNMENT
+
+
+def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
+    """Return whether frozen parameters are stored as the device computes with them: in 16 bits, in memory order."""
+    frozen = [one for one in owned if not one.captured.trained]
+    return bool(frozen) and all(
+        "F32" != _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
+        for one in frozen
+    )
+
+
+def copy_exactly(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Copy ``source`` into ``target``, which may be of a narrower dtype. Raises ``BadInput`` if that loses bits."""
+    target.copy_(source)
+    if torch.promote_types(target.dtype, source.dtype) != target.dtype:
+        same = target.to(source.dtype) == source
+        if not bool((same | source.isnan()).all()):
+            raise BadInput(
+                f"frozen parameter {name} is {target.dtype} in the model, which does not hold the values that it has"
+                f" in the source ({source.dtype}). Build the model with this parameter in {source.dtype}."
+            )
 
 
 def _placed(

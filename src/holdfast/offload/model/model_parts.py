@@ -7,7 +7,7 @@ taken over. Called by ``offload``, and by whatever needs the sizes of its units.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimizer
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
-from ...schedule.work import BlockWork, StateTile, Work
+from ...schedule.work import BlockWork, TileWork, Work
 from ...state.capture import Captured, buffer_at, capture
 from ...state.layout.overlaps import Key, overlaps, said_keys
 from ...state.tensor_entries import fragment
@@ -51,10 +51,12 @@ class ModelParts:
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
+        stored: Mapping[int, torch.dtype] | None = None,
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
+        ``stored`` is the dtype in which a source has the values of a parameter, by the parameter's id. Raises
+        ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -62,6 +64,11 @@ class ModelParts:
         _check_modules(model, optimizer)
         _check_names(blocks)
         captured = capture(model, optimizer)
+        known = (
+            replace(p, stored=(stored or {}).get(id(p.parameter)) if p.parameter.is_meta else None)
+            for p in captured.parameters
+        )
+        captured = replace(captured, parameters=tuple(known))
         _check_parameters(captured)
         _check_memory(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
@@ -119,7 +126,8 @@ class ModelParts:
                     param_gather_bytes=unit.gathered_bytes,
                     trained_param_bytes=unit.share_trained_copy_bytes,
                     state_bytes=unit.state_bytes,
-                    tiles=_tiles(unit),
+                    frozen_file_bytes=unit.share_copy_bytes - unit.scratch_bytes,
+                    cut=_tiles(unit),
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,
                     grad_reduce_bytes=unit.reduced_bytes,
@@ -130,7 +138,7 @@ class ModelParts:
             ),
             input_bytes=round_up(measured.input_bytes) if measured else 0,
             resident_state_bytes=self.resident.state_bytes,
-            resident_tiles=_tiles(self.resident),
+            resident_cut=_tiles(self.resident),
             resident_param_bytes=self.resident.copy_bytes,
             resident_trained_param_bytes=self.resident.trained_copy_bytes,
             resident_elements=sum(piece.elements for piece in self.resident.pieces),
@@ -166,18 +174,17 @@ class ModelParts:
             for entry in file.entries:
                 shape, box = file.places[entry.key]
                 found = atoms.setdefault(entry.key, replace(entry, shape=shape).to_json() | {"fragments": []})
-                if (
-                    shape or not found["fragments"]
-                ):  # each tile has a parameter's counters, which are the same
+                # each tile has a parameter's counters, which are the same: one fragment is enough
+                if shape or not found["fragments"]:
                     found["fragments"].append(fragment(file.name, entry.key, box))
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
 
 
-def _tiles(unit: BlockState) -> tuple[StateTile, ...]:
+def _tiles(unit: BlockState) -> tuple[TileWork, ...]:
     return tuple(
-        StateTile(
+        TileWork(
             elements=tile.elements,
             state_bytes=tile.layout.file_bytes,
             trained_param_bytes=tile.copy_bytes,

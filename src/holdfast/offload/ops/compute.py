@@ -98,9 +98,9 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     with _installed(run, op, step, lambda: grads), torch.enable_grad():
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
         graph, boundary.graph = boundary.graph, None
+        if not is_last and (graph is None or step.must_repeat):
+            boundary.refuse_changes(run.blocks[block].name)
         if graph is None:
-            if not is_last:
-                boundary.refuse_changes(run.blocks[block].name)
             if (
                 boundary.device is None
             ):  # its graph was to be kept, but autocast was on, and a graph would hold copies of parameters
@@ -109,6 +109,8 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             output, graph = _with_graph(run, step, m, boundary)
             if is_last:
                 _deliver(run, step, m, boundary, output)
+            elif step.gauge is not None:
+                step.gauge.note(m, boundary, graph, run.patch.blocks.modules[block])
             del output
         batch.tracker.running.set()
         with without_autocast():  # autocast is for the forward alone, as in torch

@@ -26,6 +26,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
         if start < stop:
             assert run.param_scratch is not None  # None only if this rank has nothing of any block
             reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    if unit.computes_with_frozen_file:
+        name, newest = unit.frozen_file.name, run.newest[unit.frozen_file.name]
+        frozen = buffer.view[unit.trained_copy_bytes : unit.copy_bytes]
+        reads.append(run.stored[name].read(newest.generation, frozen, newest.checksums, **of(op)))
     return together(reads)
 
 

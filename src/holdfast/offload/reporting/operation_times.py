@@ -9,6 +9,7 @@ kept the lanes busy too.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ...events import EventLog
@@ -33,22 +34,24 @@ class Timelines:
     def __init__(self, executor: Executor, events: EventLog) -> None:
         self._executor, self._events = executor, events
         self._num_steps = 0
-        self._told: set[StepShape] = set()
+        self._told: dict[StepShape, float] = {}
+        """The fraction computed again that was written last, by the shape without it."""
         self._spans: list[Span] | None = None
         self._about: dict[str, Any] = {}
         self._began = self._returned = 0.0
 
     def begins(self, step: Step, schedule: str) -> None:
-        """Note that ``step`` begins. For the first step of its shape, write what it will move."""
+        """Note that ``step`` begins. Write what it will move, unless the last step of its shape was the same."""
         self._num_steps += 1
         if self._events.path is None:
             return
-        if step.shape not in self._told:
-            self._told.add(step.shape)
+        again = step.shape.recomputed_fraction
+        if self._told.get(shape := replace(step.shape, recomputed_fraction=1.0)) != again:
+            self._told[shape] = again
             self._events.emit(
                 "schedule", schedule=schedule, micro_batches=step.shape.micro_batches, clipping=step.shape.clipping,
                 order=step.shape.order, delayed_fraction=step.shape.delayed_fraction,
-                recomputed_fraction=step.shape.recomputed_fraction, commit=step.shape.commit,
+                recomputed_fraction=again, commit=step.shape.commit,
                 num_operations=len(step.operations), moves=by_lane(traffic(as_guessed(step.operations))),
             )  # fmt: skip
         due = self._num_steps in SAMPLED or self._num_steps % EVERY == 0

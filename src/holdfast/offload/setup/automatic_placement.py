@@ -22,6 +22,7 @@ from ...measure.cached import CachedProfile, machine_at
 from ...measure.machine_probe import BlockTimes
 from ...profiles import MachineProfile
 from ...quantities import format_seconds
+from ...schedule.planner.machine_rates import RESOURCE_NAMES
 from ...schedule.planner.placement_search import Choice, Question, answer, play
 from ...schedule.work import StepShape, Work
 from ..memory.device import Device
@@ -62,8 +63,12 @@ class Prediction:
     @property
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and the fraction of a step's time during which it is busy."""
-        name, seconds = max(self.busy_seconds.items(), key=lambda item: item[1])
-        return name, min(seconds / self.choice.step_seconds, 1.0)
+        return self.light[0], self.choice.simulation.speed_of_light
+
+    @property
+    def light(self) -> tuple[str, float]:
+        """The busiest resource, and the seconds that it works for a step: no step with these operations takes less."""
+        return self.choice.simulation.busiest()
 
     def line(self) -> str:
         """Return the choice and the predicted step time as one line for a person."""
@@ -74,7 +79,7 @@ class Prediction:
             turned += f", {shape.recomputed_fraction:.0%} of blocks computed again in the backward pass"
         seconds = self.choice.step_seconds
         time = f"{seconds * 1e3:.0f} ms" if seconds < 1 else format_seconds(seconds)
-        busy = f"{NAMES.get(name, name)} busy {part:.0%} of it"
+        busy = f"{RESOURCE_NAMES.get(name, name)} busy {part:.0%} of it"
         return f"{self.choice.placement.said()}{turned}; about {time} a step, {busy}"
 
     def event(self) -> dict[str, Any]:
@@ -97,16 +102,6 @@ class Prediction:
             "measured_now": self.known.measured_now,
             "times": times and [times.forward_seconds, times.backward_seconds, times.head_seconds],
         }
-
-
-NAMES = {
-    "ssd": "the SSD",
-    "bus": "copies",
-    "cores": "cores",
-    "compute": "computing",
-    "update": "the optimizer",
-}
-"""Readable names of the resources that serve lanes."""
 
 
 def to_standard_error(text: str) -> None:

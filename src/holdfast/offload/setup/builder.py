@@ -85,7 +85,7 @@ def build(
             stored=stored,
             index=store.put_index(parts.index()),
             param_scratch=store.scratch(f"params{mine}", params) if params else None,
-            param_offsets=_offsets([unit.share_copy_bytes for unit in parts.units]),
+            param_offsets=_offsets([unit.scratch_bytes for unit in parts.units]),
             grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
             grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
             input_scratch=InputScratch(
@@ -164,12 +164,12 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     unit, pool, is_resident = run.units[block], run.residency.pool, block == len(run.blocks)
     stays = run.state_stays(block)
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
+    target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
     for file in unit.files:
         kind = "optimizer state" if isinstance(file, StateTile) else "frozen parameters"
         image = pool.take(file.layout.file_bytes, kind)
         fill(file, image)
-        target = run.resident_copy if copy is None else as_tensor(copy)
-        unit.write_copy(file, as_tensor(image), target, None if copy is None else 0)
+        unit.write_copy(file, as_tensor(image), target, start)
         if stays and isinstance(file, StateTile):
             run.residency.images[block, file.index] = image
         else:

@@ -15,17 +15,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ...distributed import Ranks
 from ...errors import Damaged, NoCommit, RunMismatch
 from ...state.layout.regions import Region
+from ...state.plain_tensors import FROM_NAME
 from ...store.commit.generations import Generations
 from ...store.commit.housekeeping import restore_index
 from ...store.format.file_names import Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
-from ..memory.block_states import unit_of
+from ..memory.block_states import copy_exactly, unit_of
 from ..model.model_parts import ModelParts
+
+ANY_DTYPE = ("F32", "BF16", "F16")
+"""Dtypes in which a frozen parameter is stored."""
 
 
 def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
@@ -83,10 +89,19 @@ class ReshardedCommit:
         """Fill ``image`` with the commit's values of the regions at ``places``, by key of the tensor entry."""
         image[:] = bytes(len(image))
         for entry in layout.entries:
-            box = places[entry.key][1]
-            image[entry.offset : entry.end] = read_box(
-                self._files, self._manifest, self._atoms[entry.key], box
-            )
+            box, atom = places[entry.key][1], self._atoms[entry.key]
+            found = read_box(self._files, self._manifest, atom, box)
+            if atom["dtype"] != entry.dtype:  # a frozen parameter that was stored in another one
+                found = _converted(found, atom, entry.dtype)
+            image[entry.offset : entry.end] = found
+
+
+def _converted(raw: bytearray, atom: dict[str, Any], dtype: str) -> bytes:
+    """Return the values of a frozen parameter in another dtype. Raises ``BadInput`` if that loses bits."""
+    values = torch.frombuffer(raw, dtype=FROM_NAME[atom["dtype"]]) if raw else torch.empty(0)
+    target = torch.empty(values.shape, dtype=FROM_NAME[dtype])
+    copy_exactly(target, values, atom["name"])
+    return target.view(torch.uint8).numpy().tobytes()
 
 
 def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
@@ -110,8 +125,9 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
     """Raise ``RunMismatch`` naming the first tensor entry in which the run differs from the model."""
     theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]
+    frozen = {f"{member.name}/param" for unit in parts.all_units for member in unit.frozen}
     for key in [*ours, *theirs]:
-        there, here = _sort(theirs.get(key)), _sort(ours.get(key))
+        there, here = (_sort(atoms.get(key), key in frozen) for atoms in (theirs, ours))
         if there != here:
             raise RunMismatch(
                 f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
@@ -119,8 +135,11 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
             )
 
 
-def _sort(atom: dict[str, Any] | None) -> str:
-    return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
+def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:
+    """Return dtype and shape of a tensor entry. A frozen parameter has the dtype in which it was stored."""
+    if atom is None:
+        return "absent"
+    return f"{'frozen' if frozen and atom['dtype'] in ANY_DTYPE else atom['dtype']} {atom['shape']}"
 
 
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:

@@ -20,6 +20,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ...errors import BadInput
+
 M_ARENA_MAX = -8
 """Parameter number of glibc's ``mallopt``."""
 
@@ -31,6 +33,15 @@ def process_bytes() -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def most_process_bytes() -> int | None:
+    """Return the most bytes of memory that this process has held at once; None if the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def share_heaps() -> None:
@@ -113,3 +124,24 @@ def callers_default() -> Iterator[None]:
         return
     with device:
         yield
+
+
+SPARE_FILES = 256
+"""Files that a process has open beside those of its run."""
+
+
+def allow_open_files(count: int) -> None:
+    """Let the process have ``count`` files of a run open, each of which stays open.
+
+    Raises ``BadInput`` if the system allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise BadInput(
+            f"the state of this model lies in {count} files, all of which are open while the run is, and the system"
+            f" allows {hard} open files (ulimit -Hn). Raise that limit to {needed} or more."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -31,6 +31,7 @@ from ..memory.device import Device, open_device
 from ..model.model_parts import ModelParts
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
+from ..recomputation_choice import can_measure
 from ..steps import StepRules
 from .automatic_placement import Planner, to_standard_error
 from .checks import (
@@ -176,8 +177,9 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
             rules = replace(rules, clipping=DEFER)
             plan = planned(rules)
     rules = replace(
-        rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
-    )
+        rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction,
+        chooses_recomputed=_leaves_all_open(given) and len(parts.units) > 1 and can_measure(),
+    )  # fmt: skip
     return PlannedRun(
         parts=parts, rules=rules, user=user, device=device, budget=budget, plan=plan, drives=drives
     )
@@ -221,10 +223,17 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
     return replace(mine, plan=plan, drives=drives)
 
 
+def _leaves_all_open(given: Arguments) -> bool:
+    """Return whether nothing was given that says how much memory a run of training steps may take."""
+    nothing = given.budget is None and given.sample is None and given.placement == Placement()
+    return nothing and given.schedule != ZEROTH
+
+
 def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
     """Return the parts of the model. Raises ``BadInput`` for a model that cannot be trained out of core."""
     refuse_open(given.model)
-    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks)
+    stored = getattr(given.source, "dtypes", dict)()  # the weights of a folder know theirs
+    parts = ModelParts.of(given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, stored)
     check_compiled(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
         refuse_in_block(name, block)

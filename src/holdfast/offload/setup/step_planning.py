@@ -124,7 +124,7 @@ class RunPlan:
     def param_scratch_bytes(self) -> int:
         """Bytes of the SSD scratch for compute copies; 0 if none is read from there."""
         loads = not all(self.placement.params)
-        return sum(block.kept_param_bytes for block in self.work.blocks) if loads else 0
+        return sum(b.kept_param_bytes - b.frozen_file_bytes for b in self.work.blocks) if loads else 0
 
     @property
     def grad_scratch_bytes(self) -> int:
@@ -205,7 +205,7 @@ def make_plan(
         recomputed_fraction=1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction,
     )
     fit = partial(
-        choose, work, usual, host_budget, schedule=lists,
+        choose, work, usual, host_budget, schedule=lists, device_budget_bytes=budget.device_bytes(),
         order=STATE_FIRST if schedule == ZEROTH else ORDER, **wanted.on_host,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import Hold, Key
-from .step_builder import DEVICE_SLOTS, GRAD_SLOTS, StepBuilder
+from .step_builder import StepBuilder
 
 
 def spilled(s: StepBuilder, block: int) -> bool:
@@ -129,7 +129,7 @@ def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
-    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=GRAD_SLOTS),)
+    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=s.placement.saving.grad_slots),)
 
 
 def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
@@ -139,7 +139,7 @@ def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
     if s.waits(block) and s.placement.gradients[block]:
         return (Hold(("kept_grads", block), size),)
-    return (Hold(("grads", block), size, slots=GRAD_SLOTS),)
+    return (Hold(("grads", block), size, slots=s.placement.saving.grad_slots),)
 
 
 def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
@@ -147,4 +147,5 @@ def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
 
 
 def _device(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, DEVICE_SLOTS)
+    slots = s.placement.saving.grad_slots
+    return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, slots)

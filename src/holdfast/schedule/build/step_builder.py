@@ -24,8 +24,8 @@ PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
 STATE_SLOTS = 3
 """Optimizer states in memory at once: being read, updated, written."""
-GRAD_SLOTS = 2
-"""Blocks whose gradients are on the host at once, unless they stay: being summed, being consumed."""
+RESIDENT_GRAD_SLOTS = 2
+"""Tiles whose gradients are brought from a separate device at once: being consumed, and next."""
 UPDATED_SLOTS = 2
 """Updated compute copies on their way to the SSD."""
 REDO_SLOTS = 2
@@ -33,7 +33,7 @@ REDO_SLOTS = 2
 INPUT_SLOTS = 4
 """Block inputs on their way to or from the SSD."""
 DEVICE_SLOTS = 2
-"""Buffers on a separate device for a block's gradients: in use, and next."""
+"""Buffers of a class on a separate device: in use, and next."""
 OUTPUT_SLOTS = 4
 """Tensors on their way from a separate device: two per computation, as many as block 0 makes."""
 AS_LISTED = -1
@@ -95,7 +95,7 @@ class StepBuilder:
 
     def tiles(self, block: int) -> range:
         """Return the numbers of the block's tiles."""
-        return range(len(self.work.blocks[block].parts))
+        return range(len(self.work.blocks[block].tiles))
 
     def updated(self, block: int) -> Key:
         """Return the block's last update, which is over after those of its other tiles."""

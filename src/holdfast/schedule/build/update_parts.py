@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts
-from .step_builder import GRAD_SLOTS, REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:
@@ -51,7 +51,7 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
     """
     ready, used = gradient_parts.consume(s, block, end, redo=True)
     to_ssd, updated = not s.placement.params[block], ()
-    for t, tile in enumerate(s.work.blocks[block].parts):
+    for t, tile in enumerate(s.work.blocks[block].tiles):
         image = ("redone_state", block, t)
         guessed = (Key("store_params", block, phase=GUESS, tile=t),) if to_ssd else ()
         load = s.add(
@@ -90,7 +90,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
     else:
         ready, used = gradient_parts.consume(s, block)
     updated: tuple[Key, ...] = ()
-    for t, tile in enumerate(s.work.blocks[block].parts):
+    for t, tile in enumerate(s.work.blocks[block].tiles):
         image, needs, previous = ("state", block, t), after, (Key("store_state", block, tile=t),)
         if not on_host:
             load = s.add(
@@ -126,7 +126,7 @@ def _updated_params(s: StepBuilder, block: int, tile: int) -> tuple[Hold, ...]:
     """Return the buffer of a tile's updated compute copy on its way to the SSD; empty if the copy stays."""
     if s.placement.params[block]:
         return ()
-    nbytes = s.work.blocks[block].parts[tile].trained_param_bytes
+    nbytes = s.work.blocks[block].tiles[tile].trained_param_bytes
     return (Hold(("updated_params", block, tile), nbytes, slots=UPDATED_SLOTS),)
 
 
@@ -137,7 +137,7 @@ def store_params(
     s.add(
         Key("store_params", block, phase=phase, tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.blocks[block].parts[tile].trained_param_bytes,
+        nbytes=s.work.blocks[block].tiles[tile].trained_param_bytes,
         needs=(updated,),
         gives=(("updated_params", block, tile),),
         redo=redo,
@@ -160,7 +160,7 @@ def store_state(
     s.add(
         Key("store_state", block, phase=phase, tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.blocks[block].parts[tile].state_bytes,
+        nbytes=s.work.blocks[block].tiles[tile].state_bytes,
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update", block, tile=tile), Key("commit")),
         gives=gives,
@@ -174,13 +174,13 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
 
     On a separate device their gradients come from there, and their compute copy goes back.
     """
-    work, copy, tiles = s.work, ("resident_params",), s.work.resident_parts
+    work, copy, tiles = s.work, ("resident_params",), s.work.resident_tiles
     if work.ranks > 1:
         after = (*after, Key("reduce_resident"))
     updated: tuple[Key, ...] = ()
     for t, tile in enumerate(tiles):
         image, needs, previous = ("state", s.count, t), after, (Key("store_resident", tile=t),)
-        if not s.placement.resident_state:
+        if not s.placement.saving.resident_state:
             load = s.add(
                 Key("load_resident", tile=t),
                 operations.SSD_READ,
@@ -205,7 +205,7 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
             gives=grads,
         )
         updated = (*updated, done)
-        if not s.placement.resident_state:
+        if not s.placement.saving.resident_state:
             store_resident(s, t, done, gives=(image,))
         elif s.shape.commit:
             store_resident(s, t, done)
@@ -231,7 +231,7 @@ def _download_resident_grads(s: StepBuilder, tile: int, nbytes: int, *after: Key
         operations.DOWNLOAD,
         nbytes=nbytes,
         needs=after,
-        takes=(Hold(("resident_grads", tile), nbytes, slots=GRAD_SLOTS),),
+        takes=(Hold(("resident_grads", tile), nbytes, slots=RESIDENT_GRAD_SLOTS),),
     )
 
 
@@ -260,7 +260,7 @@ def resident_updated(s: StepBuilder) -> tuple[Key, ...]:
     """Return what a step's first computation needs."""
     if not s.work.unified:
         return (Key("upload_resident"),)
-    last = len(s.work.resident_parts) - 1
+    last = len(s.work.resident_tiles) - 1
     return (Key("gather_resident") if s.work.ranks > 1 else Key("update_resident", tile=last),)
 
 
@@ -270,7 +270,7 @@ def store_resident(s: StepBuilder, tile: int, *after: Key, gives: tuple[tuple, .
     s.add(
         Key("store_resident", tile=tile),
         operations.SSD_WRITE,
-        nbytes=s.work.resident_parts[tile].state_bytes,
+        nbytes=s.work.resident_tiles[tile].state_bytes,
         needs=after,
         needs_previous=(Key("commit"),) if after else (updated, Key("commit")),
         gives=gives,
@@ -284,7 +284,7 @@ def commit(s: StepBuilder) -> None:
         return
     stored = tuple(op.key for op in s.ops if op.key.kind in ("store_state", "store_resident"))
     earlier = [Key("store_state", block, tile=t) for block in range(s.count) for t in s.tiles(block)]
-    earlier += [Key("store_resident", tile=t) for t in range(len(s.work.resident_parts))]
+    earlier += [Key("store_resident", tile=t) for t in range(len(s.work.resident_tiles))]
     s.add(
         Key("commit"),
         operations.COMMIT,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from ...quantities import MiB
 from ..build.step_builder import (
     DEVICE_SLOTS,
-    GRAD_SLOTS,
     INPUT_SLOTS,
     OUTPUT_SLOTS,
     PARAM_SLOTS,
     REDO_SLOTS,
+    RESIDENT_GRAD_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
     device_input_slots,
@@ -69,7 +69,8 @@ def forward(s: Setting) -> Phase:
         up=Affine(passes * ((m - snake) * size + s.param_bytes)),
         down=Affine(m * size),
         read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
-        written=written + (_each_commit(s) if s.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
+        written=written
+        + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
     )
 
 
@@ -114,7 +115,7 @@ def other_seconds(s: Setting) -> float:
     elements, bus = s.resident_elements, s.bus
     moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
     tiles = tile_count(s.resident_state_bytes)
-    late = 0.0 if s.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
+    late = 0.0 if s.saving.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
     return head + moved + max(elements / s.machine.update_elements_per_second, late / s.ssd.one)
 
 
@@ -156,7 +157,8 @@ def device_bytes(s: Setting) -> float:
     """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
     inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
-    return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + s.model.workspace_bytes
+    block = DEVICE_SLOTS * s.param_bytes + s.saving.grad_slots * s.grad_bytes
+    return block + inputs + resident + s.model.workspace_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
@@ -176,7 +178,7 @@ def written_bytes(s: Setting) -> Affine:
 def read_bytes(s: Setting) -> Affine:
     """Return the bytes that one step reads from the SSDs."""
     return s.blocks * (forward(s).read + backward(s).read) + (
-        0 if s.resident_state else s.resident_state_bytes
+        0 if s.saving.resident_state else s.resident_state_bytes
     )
 
 
@@ -224,15 +226,16 @@ def _host_bytes(s: Setting) -> Affine:
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
     rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
-    resident = s.resident_elements * (s.method.grad_bytes + s.method.param_bytes)
+    held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
+    resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
     return (
         rows * size
         + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))
         + s.trained_param_bytes / s.tiles * UPDATED_SLOTS * (1 - params)
         + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
         + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
-        + (s.resident_state_bytes if s.resident_state else 0)
-        + GRAD_SLOTS * s.grad_bytes
+        + (s.resident_state_bytes if s.saving.resident_state else 0)
+        + s.saving.grad_slots * s.grad_bytes
         + resident
         + (s.model.workspace_bytes if shares else 0)
         + PROCESS_BYTES

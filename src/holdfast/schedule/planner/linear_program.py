@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import BadInput, DoesNotFit
 from ...quantities import format_bytes
+from ..work import LEAST_MEMORY, MEMORY_SAVINGS, MemorySaving
 from . import formulas
 from .formulas import FRACTIONS, RECYCLED
 from .training_setting import Affine, Setting
@@ -79,6 +80,11 @@ class Solution:
     def busiest(self) -> str:
         return max(self.busy_seconds, key=self.busy_seconds.__getitem__)
 
+    @property
+    def speed_of_light(self) -> float:
+        """Fraction of a step's time for which the busiest lane works: 1 if it never waits."""
+        return self.busy_seconds[self.busiest] / self.step_seconds
+
     def of(self, formula: Any) -> float:
         """Evaluate a formula of ``formulas`` at this solution."""
         found = formula(self.setting)
@@ -101,13 +107,24 @@ def load_highs() -> ModuleType:
 def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Solution | None:
     """Return the best placement, or None if there is none; ``stated`` fractions are fixed.
 
-    Of placements that take the same time, it is the one that wears the SSDs least. The state of what lies outside the
-    blocks stays in host memory unless there is no placement then.
+    Of placements that take the same time, it is the one that wears the SSDs least. Time is spent for memory only where
+    there is no placement otherwise.
     """
-    found = _solve(setting, stated)
-    if found is None and setting.resident_state and setting.resident_elements:
-        return _solve(replace(setting, resident_state=False), stated)
-    return found
+    for saving in savings(setting):
+        found = _solve(replace(setting, saving=saving), stated)
+        if found is not None:
+            return found
+    return None
+
+
+def savings(setting: Setting) -> list[MemorySaving]:
+    """Return the savings with which the setting fits a separate device; all if it fits with none of them."""
+    every = list(MEMORY_SAVINGS[:1] if setting.method.paper else MEMORY_SAVINGS)
+    machine = setting.machine
+    if machine.device_shares_host:
+        return every
+    needs = [formulas.device_bytes(replace(setting, saving=each)) for each in every]
+    return [e for e, needed in zip(every, needs) if needed <= machine.device_memory_bytes] or every
 
 
 def why_none(setting: Setting) -> DoesNotFit:
@@ -115,7 +132,7 @@ def why_none(setting: Setting) -> DoesNotFit:
 
     It names what is too small even if everything that can be is elsewhere.
     """
-    s, machine = replace(setting, resident_state=False), setting.machine
+    s, machine = replace(setting, saving=LEAST_MEMORY), setting.machine
     for needed, have, what, help_ in (
         (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
         (formulas.ssd_bytes(s), _capacity(s), "on the SSDs", "more or larger SSDs (--ssds), or --retain 1"),

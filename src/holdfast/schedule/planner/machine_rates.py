@@ -14,7 +14,16 @@ from ..operations import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRIT
 
 SSD, BUS, CORES = "ssd", "bus", "cores"
 """Names of the resources that serve two lanes where these compete."""
-_SHARES = {SSD_READ: SSD, SSD_WRITE: SSD, UPLOAD: BUS, DOWNLOAD: BUS, COMPUTE: CORES, UPDATE: CORES}
+SHARED_BY = {SSD_READ: SSD, SSD_WRITE: SSD, UPLOAD: BUS, DOWNLOAD: BUS, COMPUTE: CORES, UPDATE: CORES}
+"""The resource that serves a lane where it is shared."""
+RESOURCE_NAMES = {
+    SSD: "the SSD",
+    BUS: "copies",
+    CORES: "cores",
+    COMPUTE: "computing",
+    UPDATE: "the optimizer",
+}
+"""Readable names of the resources that serve lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,5 +86,5 @@ class Machine:
 
     def server(self, lane: str) -> str:
         """Return the resource that serves ``lane``: the lane itself, or the one that it shares."""
-        shared = _SHARES.get(lane, lane)
+        shared = SHARED_BY.get(lane, lane)
         return shared if getattr(self, f"shared_{shared}", False) else lane

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
-from ..memory_use import MakesOps, predict
+from ..memory_use import MakesOps, Memory, predict
 from ..mezo_schedule import zeroth
 from ..vertical import vertical
-from ..work import BlockPlacement, StepShape, Work
+from ..work import FASTEST, MEMORY_SAVINGS, BlockPlacement, MemorySaving, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
 STATE_FIRST = ("optimizer", "gradients", "activations", "params")
@@ -35,13 +36,13 @@ def choose(
     evaluation_batches: int = 0,
     held_bytes: int = 0,
     order: Sequence[str] = ORDER,
+    device_budget_bytes: int | None = None,
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
-    The state of what lies outside the blocks stays too, unless nothing fits then and ``schedule`` can do without. The
-    budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
-    micro-batches at once. None is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
-    ``BadInput`` for a value that is no fraction.
+    Time is spent for memory (``MemorySaving``) only where nothing fits otherwise. The budget covers ``held_bytes`` that
+    the process holds anyway, and evaluations of ``evaluation_batches`` micro-batches at once. None is no limit. Raises
+    ``DoesNotFit`` if even the smallest of the others does not fit, and ``BadInput`` for a value that is no fraction.
     """
     asked: dict[str, Fraction] = {
         "params": params,
@@ -49,10 +50,11 @@ def choose(
         "activations": activations,
         "optimizer": optimizer,
     }
-    search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
+    search = _Search(
+        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes
+    )
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
-    if not search.fits(fractions) and schedule is not zeroth:
-        search.resident_state = False
+    search.choose_saving(fractions)
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in order:
@@ -72,19 +74,36 @@ class _Search:
         evaluation_batches: int,
         budget: int | None,
         held: int,
+        device_budget: int | None,
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
-        self.resident_state = True
+        no_limit = work.unified or device_budget is None
+        self.device_bytes, self.saving = inf if no_limit else device_budget, FASTEST
 
     def placement(self, fractions: dict[str, float]) -> BlockPlacement:
         placement = BlockPlacement.fractions(len(self.work.blocks), **fractions)
-        return replace(placement, resident_state=self.resident_state)
+        return replace(placement, saving=self.saving)
+
+    def choose_saving(self, fractions: dict[str, float]) -> None:
+        """Take the first saving that fits in host memory, and on a separate device if one does; else the last."""
+        fitting = []
+        for saving in savings_of(self.schedule):
+            self.saving = saving
+            if self.fits(fractions):
+                fitting.append(saving)
+                if self._memory(fractions).device_bytes <= self.device_bytes:
+                    return
+        if fitting:
+            self.saving = fitting[0]
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
-        placement = self.placement(fractions)
-        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
-        return self.held + memory.host_bytes
+        return self.held + self._memory(fractions).host_bytes
+
+    def _memory(self, fractions: dict[str, float]) -> Memory:
+        return predict(
+            self.work, self.placement(fractions), self.shape, self.schedule, self.evaluation_batches
+        )
 
     def fits(self, fractions: dict[str, float]) -> bool:
         return self.budget is None or self.host_bytes(fractions) <= self.budget
@@ -113,6 +132,11 @@ class _Search:
             else:
                 failing = middle
         return fitting / rows
+
+
+def savings_of(schedule: MakesOps) -> list[MemorySaving]:
+    """Return the savings with which ``schedule`` works: MeZO has no operation that reads the resident state."""
+    return [each for each in MEMORY_SAVINGS if each.resident_state or schedule is not zeroth]
 
 
 def checked(kind: str, value: Fraction) -> float | None:

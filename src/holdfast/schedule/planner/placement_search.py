@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import floor
 
 from ...config import Fraction
@@ -25,14 +24,13 @@ from ...profiles import MachineProfile
 from ...quantities import GiB
 from ..horizontal import horizontal
 from ..memory_use import MakesOps, Memory, predict
-from ..mezo_schedule import zeroth
 from ..operation_lists import machine_of
 from ..operations import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
 from ..simulate import Simulation, simulate
 from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
-from .placement import ORDER, checked, choose
+from .placement import ORDER, checked, choose, savings_of
 from .training_setting import Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
@@ -51,12 +49,12 @@ NO_LIMIT = 1024 * 1024 * GiB
 """Host memory assumed where there is no budget."""
 
 
-def answer(question: Question) -> Answer:
-    """Return the best choice.
+def answer(question: Question, most_played: int = PLAYED) -> Answer:
+    """Return the best choice. The search plays ``most_played`` operations at most.
 
     Raises ``DoesNotFit`` if no choice fits with what was stated, and ``BadInput`` for a value that is no fraction.
     """
-    search, with_program = _Search(question), has_highs()
+    search, with_program = _Search(question, most_played), has_highs()
     for shape in search.shapes():
         for placement in search.proposals(shape, with_program):
             search.play(placement, shape)
@@ -155,13 +153,13 @@ def play(question: Question, placement: BlockPlacement, shape: StepShape) -> Cho
 class _Search:
     """The choices played so far."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, most_played: int) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
         self.played: dict[tuple[BlockPlacement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """The error of the greedy placement (most traffic saved per byte), if that does not fit."""
         once = STEPS * len(question.operations(BlockPlacement.fractions(self.blocks), question.shape))
-        self.most = max(PLAYED // once, 3)
+        self.most = max(most_played // once, 3)
         """Number of choices that may be played."""
 
     def shapes(self) -> list[StepShape]:
@@ -217,6 +215,7 @@ class _Search:
                 evaluation_batches=q.evaluation_batches,
                 held_bytes=q.held_bytes,
                 order=ORDER,
+                device_budget_bytes=q.device_budget,
                 **q.asked,
             )
         except DoesNotFit as error:
@@ -256,9 +255,9 @@ class _Search:
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
             for placement, shape in self._neighbours(best):
-                fitting = (each for each in self._variants(placement) if self.fits(each, shape))
-                for each in islice(fitting, 1):
-                    self.play(each, shape)
+                fitting = next((each for each in self._variants(placement) if self.fits(each, shape)), None)
+                if fitting is not None:
+                    self.play(fitting, shape)
 
     def _neighbours(self, choice: Choice) -> Iterator[tuple[BlockPlacement, StepShape]]:
         counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
@@ -335,9 +334,12 @@ class _Search:
         )
 
     def _variants(self, placement: BlockPlacement) -> list[BlockPlacement]:
-        """Return ``placement`` with the state of what lies outside the blocks in host memory, and without."""
-        stays = (True,) if self.question.schedule is zeroth else (True, False)
-        return [replace(placement, resident_state=each) for each in stays]
+        """Return ``placement`` with each saving that fits on the device; with all if none does."""
+        q = self.question
+        made = [replace(placement, saving=each) for each in savings_of(q.schedule)]
+        if q.work.unified or q.device_budget is None:
+            return made
+        return [p for p in made if self._memory(p, q.shape).device_bytes <= q.device_budget] or made
 
     def _rows(self, kind: str) -> int:
         """Return the number of blocks that a fraction refers to: the last block's own inputs never leave."""

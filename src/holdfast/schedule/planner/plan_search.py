@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ...errors import DoesNotFit
 from ...profiles import MachineProfile, ModelProfile
 from ...quantities import GiB, format_bytes
+from ..work import LEAST_MEMORY
 from . import formulas
 from .linear_program import BACKWARD, FORWARD, Solution, solve, why_none
 from .training_setting import CLIPPING, Method, Setting
@@ -98,12 +99,12 @@ def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Sol
 def check_device(setting: Setting) -> None:
     """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
     machine, model = setting.machine, setting.model
-    needed = formulas.device_bytes(setting)
+    needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
     if machine.device_shares_host or needed <= machine.device_memory_bytes:
         return
     smaller = "--micro-batch-size" if model.micro_batch > 1 else "--sequence"
     raise DoesNotFit(
-        f"two blocks' parameters and gradients and one micro-batch of {model.micro_batch} x {model.sequence} tokens "
+        f"two blocks' parameters, one's gradients and one micro-batch of {model.micro_batch} x {model.sequence} tokens "
         f"take about {format_bytes(needed)} of the device's memory, and it has "
         f"{format_bytes(machine.device_memory_bytes)}. Give a smaller {smaller}."
     )

@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, Protocol
 
 from ...profiles import MachineProfile
-from ..work import CLIPPING, ClippingMode, tile_count
+from ..work import CLIPPING, FASTEST, ClippingMode, MemorySaving, tile_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,7 @@ class Setting:
     method: Method = field(default_factory=Method)
     micro_batches: int
     delayed_fraction: float = 0.0
-    resident_state: bool = True
-    """True if the optimizer state of what lies outside the blocks stays in host memory."""
+    saving: MemorySaving = FASTEST
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:

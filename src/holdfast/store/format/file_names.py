@@ -69,11 +69,14 @@ class Layout:
 
     @classmethod
     def build(
-        cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
+        cls,
+        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+        metadata: dict[str, str] | None = None,
+        alignment: int = SMALL_ALIGNMENT,
     ) -> Layout:
         """Return the layout of ``tensors`` (key, dtype, shape) in this order.
 
-        Depends on nothing else.
+        Depends on nothing else. Small tensors start at multiples of ``alignment``.
 
         >>> layout = Layout.build([("w", "F32", (3,))])
         >>> layout["w"].offset, layout.file_bytes
@@ -82,7 +85,7 @@ class Layout:
         _check(tensors)
         header_bytes = PAGE
         while True:  # the offsets are in the header, and the length of the header moves the tensors
-            placed = _place(tensors, header_bytes)
+            placed = _place(tensors, header_bytes, alignment)
             header = _encode(placed, header_bytes, metadata)
             if len(header) == header_bytes:
                 return cls._of(placed, header)
@@ -160,7 +163,9 @@ def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         seen.add(key)
 
 
-def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int) -> list[TensorInFile]:
+def _place(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int, alignment: int
+) -> list[TensorInFile]:
     """Return entries in file order, filler included, that cover all bytes from the header to a whole page."""
     placed: list[TensorInFile] = []
     position = header_bytes
@@ -176,7 +181,7 @@ def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: in
 
     for key, dtype, shape in tensors:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        fill(round_up(position, LARGE_ALIGNMENT if nbytes >= LARGE else SMALL_ALIGNMENT))
+        fill(round_up(position, LARGE_ALIGNMENT if nbytes >= LARGE else alignment))
         placed.append(TensorInFile(key, dtype, tuple(shape), position, nbytes))
         position += nbytes
     fill(round_up(position, PAGE))

@@ -24,6 +24,10 @@ class Order:
     micro_batches: int = 1
     options: dict = field(default_factory=dict)
     """Of the engine, besides keeping everything on the SSD."""
+    budget: str = ""
+    """Of host memory; by default there is none."""
+    tile_bytes: int = 0
+    """The size of a tile of state, if not the usual one."""
     cgroup: str = ""
     dies: bool = False
     """After its steps the process kills itself when half of the blocks of another one are written."""
@@ -37,9 +41,11 @@ def main(order: Order) -> None:
     import holdfast
     from holdfast import failpoints
     from holdfast.models.decoder import Decoder, DecoderConfig
+    from holdfast.schedule import work
     from support.grouped import grouped
 
     torch.set_num_threads(1)
+    work.TILE_BYTES = order.tile_bytes or work.TILE_BYTES
     config = DecoderConfig(
         vocabulary=order.vocabulary,
         blocks=order.blocks,
@@ -56,6 +62,7 @@ def main(order: Order) -> None:
         model,
         optimizer,
         order.root,
+        budget=holdfast.Budget(host=order.budget) if order.budget else None,
         **grouped(
             sample=batches(order, 0)[0], micro_batches=order.micro_batches, **(spilled | order.options)
         ),

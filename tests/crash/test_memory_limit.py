@@ -21,6 +21,7 @@ from holdfast.store.run_store import LocalStore
 
 MIB = 1024**2
 LIMIT = 448 * MIB
+TILES_LIMIT = 640 * MIB
 GROUP = Path("/sys/fs/cgroup/memory")
 
 
@@ -93,6 +94,30 @@ def test_a_state_four_times_the_limit_trains_is_killed_resumes_and_verifies(fold
     reader = LocalStore.read(folder / "run")
     manifest, damaged = reader.newest_whole()
     assert (manifest.step, damaged) == (5, [])
+
+
+@pytest.mark.crash
+@pytest.mark.root
+def test_embedding_and_head_train_in_tiles(folder):
+    """Their state of 208 MiB never fits beside their parameters and gradients, which have 136, and the process."""
+    sizes = {"blocks": 2, "width": 128, "vocabulary": 69632, "tokens": 16, "micro_batches": 2}
+    order = {
+        **sizes,
+        "options": {"dtype": "fp32"},
+        "tile_bytes": 16 * MIB,
+        "budget": f"{TILES_LIMIT // MIB}MiB",
+    }
+    with hard_limit(TILES_LIMIT) as (group, reason):
+        print(reason)
+        order["cgroup"] = str(group or "")
+        code, killed = run(folder / "run", **order, steps=2, dies=True)
+        assert code == -9 and killed["durable"] == 2, (code, killed)
+        code, said = run(folder / "run", **order, steps=3)
+        assert code == 0 and said["resumed"] >= 2 and said["durable"] == 3, (code, said)
+    for one in (killed, said):
+        print(f"{one['peak'] / MIB:.0f} MiB, {one['predicted'] / MIB:.0f} predicted")
+        assert one["set_up"] < one["peak"] <= TILES_LIMIT
+        assert 0.8 < one["peak"] / one["predicted"] < 1.05
 
 
 def growth(folder, few, many, **order):

@@ -1,8 +1,10 @@
 """Page-aligned memory for direct I/O, from one pool.
 
-A buffer is an anonymous private ``mmap`` of exactly its size. It is kept for the next ``take`` of that size, because a
-training step asks for the same few sizes again and again. The plan bounds the number of buffers, because it has counted
-them all beforehand. Sizes are bytes, rounded up to whole pages.
+A buffer is an anonymous private ``mmap``. It is kept for the next ``take`` of its size, because a training step asks
+for the same few sizes again and again. It also serves a ``take`` of the same kind and nearly its size, because tiles of
+one block differ by a few rows. The plan has counted the buffers of each kind beforehand, whatever their sizes. So of a
+kind no more memory is kept than was once in use: idle buffers of other sizes are freed. Sizes are bytes, rounded up to
+whole pages.
 """
 
 from __future__ import annotations
@@ -18,18 +20,27 @@ HUGE_PAGE = 2 * MiB
 
 
 class Buffer:
-    """Page-aligned memory. ``view`` is writable, one byte per item; ``kind`` is its current use."""
+    """Page-aligned memory. ``view`` is writable, one byte per item; ``kind`` is its current use.
 
-    __slots__ = ("_memory", "kind", "nbytes", "unpin", "view")
+    ``nbytes`` of its ``memory_bytes`` are in use, and in ``view``.
+    """
+
+    __slots__ = ("_memory", "kind", "memory_bytes", "nbytes", "unpin", "view")
 
     def __init__(self, nbytes: int, kind: str) -> None:
-        self.nbytes = nbytes
+        self.nbytes = self.memory_bytes = nbytes
         self.kind = kind
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
         self.unpin: Callable[[], object] | None = None
+
+    def use(self, nbytes: int, kind: str) -> None:
+        """Begin another use, of at most ``memory_bytes``."""
+        self.kind = kind
+        if nbytes != self.nbytes:
+            self.nbytes, self.view = nbytes, memoryview(self._memory)[:nbytes]
 
     def keep_from_forks(self, kept: bool = True) -> None:
         """Exclude the memory from processes that fork from this one, or include it again.
@@ -51,6 +62,8 @@ class Buffer:
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
 
+NEARLY = 16
+"""A buffer serves a use of the same kind that is at most one part in this many smaller."""
 EIGHTHS = 8
 """The number of sizes that ``classed`` knows between a power of two and the next."""
 
@@ -66,7 +79,7 @@ def classed(nbytes: int) -> int:
 
 
 class BufferPool:
-    """A pool of buffers of exact sizes. Safe to use from several threads; ``take`` never waits."""
+    """A pool of buffers. Safe to use from several threads; ``take`` never waits."""
 
     def __init__(
         self,
@@ -100,11 +113,10 @@ class BufferPool:
         """Return a buffer of ``nbytes`` rounded up to whole pages. Its content is undefined."""
         size, pinned = round_up(max(nbytes, 1)), kind in self._pinned_kinds
         with self._lock:
-            idle = self._idle.get((pinned, size))
-            buffer = idle.pop() if idle else None
+            buffer = self._idle_for(size, kind, pinned)
             if buffer is not None:
-                self.idle_bytes -= size
-                buffer.kind = kind
+                self.idle_bytes -= buffer.memory_bytes
+                buffer.use(size, kind)
             else:
                 buffer = Buffer(size, kind)
                 if pinned:
@@ -114,7 +126,43 @@ class BufferPool:
             self._by_kind[kind] += size
             self.most_by_kind[kind] = max(self.most_by_kind.get(kind, 0), self._by_kind[kind])
             self._in_use.add(id(buffer))
+            if not pinned:
+                self._free_surplus(kind)
             return buffer
+
+    def _idle_for(self, size: int, kind: str, pinned: bool) -> Buffer | None:
+        """Remove and return an idle buffer that may serve; of this ``kind`` if there is one.
+
+        One of the same kind may be hardly larger than ``size``; one of another kind has that size.
+        """
+        exact = self._idle.get((pinned, size), [])
+        near = [
+            idle
+            for (other, memory_bytes), idle in self._idle.items()
+            if other == pinned and size < memory_bytes <= size + size // NEARLY
+        ]
+        for idle in (exact, *near):
+            for place in reversed(range(len(idle))):
+                if idle[place].kind == kind:
+                    return idle.pop(place)
+        return exact.pop() if exact else None
+
+    def _free_surplus(self, kind: str) -> None:
+        """Free idle buffers of ``kind``, while more of its memory is held than was once in use."""
+        found = [
+            (idle, buffer)
+            for (pinned, _), idle in self._idle.items()
+            for buffer in idle
+            if buffer.kind == kind and not pinned
+        ]
+        surplus = self._by_kind[kind] + sum(b.memory_bytes for _, b in found) - self.most_by_kind[kind]
+        for idle, buffer in found:
+            if surplus <= 0:
+                return
+            idle.remove(buffer)
+            surplus -= buffer.memory_bytes
+            self.idle_bytes -= buffer.memory_bytes
+            buffer.free()
 
     def give(self, buffer: Buffer) -> None:
         """Give ``buffer`` back for reuse.
@@ -123,8 +171,8 @@ class BufferPool:
         """
         with self._lock:
             self._returned(buffer)
-            self._idle[buffer.kind in self._pinned_kinds, buffer.nbytes].append(buffer)
-            self.idle_bytes += buffer.nbytes
+            self._idle[buffer.kind in self._pinned_kinds, buffer.memory_bytes].append(buffer)
+            self.idle_bytes += buffer.memory_bytes
 
     def drop(self, buffer: Buffer) -> None:
         """Give ``buffer`` back and return its memory to the system, because this pool will not need it."""
@@ -153,14 +201,14 @@ class BufferPool:
         if buffer.unpin is not None:
             buffer.keep_from_forks()
             self._pinned.append(buffer)
-            self.pinned_bytes += buffer.nbytes
+            self.pinned_bytes += buffer.memory_bytes
 
     def _unpin_it(self, buffer: Buffer) -> None:
         if buffer.unpin is not None:
             buffer.unpin()
             buffer.keep_from_forks(False)
             self._pinned.remove(buffer)
-            self.pinned_bytes -= buffer.nbytes
+            self.pinned_bytes -= buffer.memory_bytes
 
     def _returned(self, buffer: Buffer) -> None:
         if id(buffer) not in self._in_use:

@@ -112,7 +112,7 @@ def test_a_step_that_guesses_moves_the_bytes_of_its_list_and_where_it_was_right_
                 made = engine.operations["vertical", StepShape(**shape)]
                 assert sum(span.nbytes for span in spans) == sum(moved.values())
                 assert moved == dict(traffic(as_guessed(made) if right else made)), step
-            most = max(unit.layout.file_bytes for unit in engine._run.blocks)
+            most = max(unit.state_bytes for unit in engine._run.blocks)
             held = engine.last["buffers"].get("redone state", 0)
             assert held <= (0 if right or clipping == "per_block" else REDO_SLOTS * most)
 
@@ -149,7 +149,7 @@ def test_a_skipped_step_moves_the_bytes_of_its_list_less_what_did_not_change(tmp
         moved = moved_by(engine, lambda: engine.step(batches(1, 2)))
         handle.remove()
         expected = listed(engine, "vertical", micro_batches=2)
-        resident = engine._run.resident.layout.file_bytes
+        resident = engine._run.resident.state_bytes
         assert moved["ssd_write", "store_resident"] == resident
         assert ("ssd_write", "store_params") not in moved and ("ssd_write", "store_state") not in moved
         assert all(moved[key] == nbytes for key, nbytes in expected.items() if key[0] != "ssd_write")
@@ -239,10 +239,10 @@ def test_a_save_writes_what_stays_in_memory_and_nothing_else(tmp_path, on_host):
         engine.wait()
         run = engine._run
         moved = moved_by(engine, engine.save)
-        stays = sum(unit.layout.file_bytes for unit, here in zip(run.blocks, run.placement.optimizer) if here)
+        stays = sum(unit.state_bytes for unit, here in zip(run.blocks, run.placement.optimizer) if here)
         expected = {
             ("ssd_write", "store_state"): stays,
-            ("ssd_write", "store_resident"): run.resident.layout.file_bytes,
+            ("ssd_write", "store_resident"): run.resident.state_bytes,
         }
         assert moved == {key: nbytes for key, nbytes in expected.items() if nbytes}
 

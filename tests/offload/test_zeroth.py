@@ -149,11 +149,11 @@ def test_on_the_ssd_each_block_is_read_once_and_written_once_and_nothing_else_is
     with offload(decoder(4, width=64, hidden=128), tmp_path, sample=batches(0, 1)[0]) as engine:
         engine.step(batches(0, count))
         moved = check_traffic(engine, count)
-        files = sum(unit.layout.file_bytes for unit in engine._run.blocks)
+        files = sum(unit.state_bytes for unit in engine._run.blocks)
         assert {key: n for key, n in moved.items() if key[0].startswith("ssd")} == {
             ("ssd_read", "load_state"): files,
             ("ssd_write", "store_state"): files,
-            ("ssd_write", "store_resident"): engine._run.resident.layout.file_bytes,
+            ("ssd_write", "store_resident"): engine._run.resident.state_bytes,
         }
         parameters = sum(m.elements for unit in engine._run.blocks for m in unit.members)
         assert files == pytest.approx(4 * parameters, abs=4 * 12 * 16384)  # headers, filler and counters

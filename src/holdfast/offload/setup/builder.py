@@ -166,7 +166,9 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
     target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
     for file in unit.files:
-        kind = "optimizer state" if isinstance(file, StateTile) else "frozen parameters"
+        kind = "frozen parameters"
+        if isinstance(file, StateTile):
+            kind = "resident state" if is_resident and stays else "optimizer state"
         image = pool.take(file.layout.file_bytes, kind)
         fill(file, image)
         unit.write_copy(file, as_tensor(image), target, start)

@@ -118,7 +118,7 @@ def test_plan_prints_the_speed_of_light(holdfast, plan):
     chosen, simulated = found["chosen"], found["engine_today"]["simulated"]
     assert chosen["speed_of_light"] == max(chosen["busy_seconds"].values()) / chosen["step_seconds"]
     assert 0 < simulated["speed_of_light"] <= 1
-    said = f"speed of light    {simulated['speed_of_light']:.0%} of it, simulated: "
+    said = f"speed of light    {simulated['speed_of_light']:.0%}, simulated: "
     assert said in holdfast("plan", *options).out
 
 
@@ -175,7 +175,7 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     assert "of host memory with everything on the SSD" in found["engine_today"]["error"]
     said = " ".join(holdfast("plan", *tight).out.split())
     assert "It does not fit: the engine's buffers" in said
-    assert f"speed of light {found['chosen']['speed_of_light']:.0%} of it, by the formulas: " in said
+    assert f"speed of light {found['chosen']['speed_of_light']:.0%}, by the formulas: " in said
 
 
 @pytest.mark.parametrize(

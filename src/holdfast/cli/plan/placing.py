@@ -332,7 +332,7 @@ def _light_text(best: Solution, engine: Engine) -> str:
         lane = RESOURCE_NAMES.get(simulation.busiest()[0], simulation.busiest()[0])
         light, how, seconds = simulation.speed_of_light, "simulated", simulation.seconds_per_step
     alone, whole = format_seconds(light * seconds), format_seconds(seconds)
-    return f"{light:.0%} of it, {how}: {lane} alone takes {alone} of the {whole} of a step"
+    return f"{light:.0%}, {how}: {lane} alone takes {alone} of the {whole} of a step"
 
 
 def _engine_text(engine: Engine) -> str:

@@ -26,7 +26,6 @@ from holdfast.schedule.work import LEAST_MEMORY, MemorySaving, StepShape
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from plan_steps import uneven
-from played_device import played  # noqa: F401 (a fixture)
 from support.grouped import grouped
 from training import batches, differing, read_atoms, state_of, stored
 
@@ -157,22 +156,6 @@ def test_the_state_outside_the_blocks_may_be_on_the_ssd(tmp_path, tiles, monkeyp
     found += out_of_core(tmp_path, fused_adamw, range(3, STEPS), **WAYS[way])[0]
     assert found == losses
     assert differing(read_atoms(tmp_path), states[-1]) == []
-
-
-@pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("way", ["speculate", "seldom durable"])
-def test_tiles_on_a_separate_device_have_the_bits_of_whole_blocks(tmp_path, tiles, monkeypatch, way):
-    expected, _ = out_of_core(tmp_path / "whole", fused_adamw, range(STEPS), device="played", **WAYS[way])
-    tiles(100 * KiB)
-    monkeypatch.setattr(
-        import_module("holdfast.offload.setup.step_planning"),
-        "choose",
-        lambda *args, **options: replace(choose(*args, **options), saving=LEAST_MEMORY),
-    )
-    found, _ = out_of_core(tmp_path / "tiles", fused_adamw, range(3), device="played", **WAYS[way])
-    found += out_of_core(tmp_path / "tiles", fused_adamw, range(3, STEPS), device="played", **WAYS[way])[0]
-    assert found == expected
-    assert differing(read_atoms(tmp_path / "tiles"), read_atoms(tmp_path / "whole")) == []
 
 
 def test_the_state_outside_the_blocks_leaves_memory_only_where_the_budget_lacks_it():

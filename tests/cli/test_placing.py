@@ -169,7 +169,7 @@ def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
 @pytest.mark.slow
 def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     """An evaluation takes eight micro-batches together."""
-    tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.582GB")
+    tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.1GB")
     tight += ("--clipping", "none")
     found = plan(*tight)
     assert "of host memory with everything on the SSD" in found["engine_today"]["error"]
@@ -236,4 +236,4 @@ def test_what_fits_with_everything_on_the_ssd_is_not_said_not_to(holdfast):
         "plan", "--model", "llama-3-8b", "--machine", "rtx-4090", "--micro-batch-size", 1, "--sequence", 2048
     )
     assert result.code == 0, result.err
-    assert "does not fit" not in result.out and "micro_batches = 64" in result.out
+    assert "does not fit" not in result.out and "micro_batches = 62" in result.out

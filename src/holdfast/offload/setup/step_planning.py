@@ -25,7 +25,7 @@ from ...schedule.operations import Op
 from ...schedule.planner.placement import ORDER, STATE_FIRST, choose
 from ...schedule.planner.placement_search import Question
 from ...schedule.vertical import vertical
-from ...schedule.work import BlockPlacement, StepShape, Work
+from ...schedule.work import FASTEST, MEMORY_SAVINGS, BlockPlacement, StepShape, Work
 from ..memory.device import Device
 from ..model.model_parts import ModelParts
 from ..offload_options import Placement
@@ -241,15 +241,19 @@ def make_plan(
 def _together(fit: Callable[..., BlockPlacement], host_budget: int | None, held: int) -> int:
     """Return how many micro-batches an evaluation may take through the blocks together.
 
-    There are fewer than usual if the run would not ``fit`` otherwise, in a process that holds ``held`` bytes.
+    There are fewer than usual if the run would not ``fit`` otherwise, in a process that holds ``held`` bytes. Slower
+    evaluations are preferred to slower steps.
     """
-    count = EVALUATION_BATCHES
-    while count > 1 and host_budget is not None:
-        with suppress(DoesNotFit):
-            fit(evaluation_batches=count, held_bytes=held)
-            break
-        count //= 2
-    return count
+    if host_budget is None:
+        return EVALUATION_BATCHES
+    for savings in ((FASTEST,), MEMORY_SAVINGS):
+        count = EVALUATION_BATCHES
+        while count:
+            with suppress(DoesNotFit):
+                fit(evaluation_batches=count, held_bytes=held, savings=savings)
+                return count
+            count //= 2
+    return 1
 
 
 def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:

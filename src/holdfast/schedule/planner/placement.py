@@ -37,6 +37,7 @@ def choose(
     held_bytes: int = 0,
     order: Sequence[str] = ORDER,
     device_budget_bytes: int | None = None,
+    savings: Sequence[MemorySaving] = MEMORY_SAVINGS,
 ) -> BlockPlacement:
     """Return the placement with the fractions given, and the others as large as the budget allows, in this ``order``.
 
@@ -51,7 +52,7 @@ def choose(
         "optimizer": optimizer,
     }
     search = _Search(
-        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes
+        work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes, device_budget_bytes, savings
     )
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
     search.choose_saving(fractions)
@@ -75,9 +76,11 @@ class _Search:
         budget: int | None,
         held: int,
         device_budget: int | None,
+        savings: Sequence[MemorySaving],
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
+        self.savings = savings
         no_limit = work.unified or device_budget is None
         self.device_bytes, self.saving = inf if no_limit else device_budget, FASTEST
 
@@ -88,7 +91,7 @@ class _Search:
     def choose_saving(self, fractions: dict[str, float]) -> None:
         """Take the first saving that fits in host memory, and on a separate device if one does; else the last."""
         fitting = []
-        for saving in savings_of(self.schedule):
+        for saving in savings_of(self.schedule, self.savings):
             self.saving = saving
             if self.fits(fractions):
                 fitting.append(saving)
@@ -134,9 +137,9 @@ class _Search:
         return fitting / rows
 
 
-def savings_of(schedule: MakesOps) -> list[MemorySaving]:
-    """Return the savings with which ``schedule`` works: MeZO has no operation that reads the resident state."""
-    return [each for each in MEMORY_SAVINGS if each.resident_state or schedule is not zeroth]
+def savings_of(schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS) -> list[MemorySaving]:
+    """Return those ``savings`` with which ``schedule`` works: MeZO has no operation that reads the resident state."""
+    return [each for each in savings if each.resident_state or schedule is not zeroth]
 
 
 def checked(kind: str, value: Fraction) -> float | None:

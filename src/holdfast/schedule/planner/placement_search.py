@@ -216,6 +216,7 @@ class _Search:
                 held_bytes=q.held_bytes,
                 order=ORDER,
                 device_budget_bytes=q.device_budget,
+                savings=savings_of(q.schedule),
                 **q.asked,
             )
         except DoesNotFit as error:

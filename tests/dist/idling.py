@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.capture import mutation_check
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, RankFailed
 
 
 def main(
@@ -50,14 +50,14 @@ def main(
         for number in range(iterations):
             if habit != "nothing":
                 model(torch.ones(3, 4)).sum().backward()
-            dist.barrier()  # a rank that is ahead would tell the others of its own refusal
+            dist.barrier()
             checkpointer.step()
             say(idle=number + 1)
         if habit == "unsynchronised":
             model.set_requires_gradient_sync(True)
         step()
         say(steps=checkpointer.steps_done)
-    except BadInput as error:
+    except (BadInput, RankFailed) as error:  # its own refusal, or that of a rank that was ahead
         say(refused=str(error))
         checkpointer.close(save=False)
     else:

@@ -24,7 +24,9 @@ def simulate(holdfast):
 @pytest.mark.slow
 def test_vertical_beats_horizontal_on_the_golden_machine_by_what_the_facts_say(simulate):
     found = simulate(*GPT)
-    assert 1.5 < found["speedup"] < 2.6  # modelled: 2.1
+    assert (
+        1.5 < found["speedup"] < 2.6
+    )  # modelled: 2.1; 1.56 since tiles left both orders memory, horizontal more
     vertical, horizontal = found["orders"]["vertical"], found["orders"]["horizontal"]
     assert found["speedup"] == pytest.approx(vertical["tokens_per_second"] / horizontal["tokens_per_second"])
     assert vertical["tokens_per_second"] == pytest.approx(4 * 4 * 2048 / vertical["step_seconds"])

@@ -563,8 +563,10 @@ def _alignment(owned: Sequence[Owned]) -> int:
 def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
     """Return whether frozen parameters are stored as the device computes with them: in 16 bits, in memory order."""
     frozen = [one for one in owned if not one.captured.trained]
-    return bool(frozen) and all(
-        "F32" != _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
+    if not frozen or dtype == torch.float32:
+        return False
+    return all(
+        _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
         for one in frozen
     )
 

@@ -1,9 +1,8 @@
 """The bytes that a block's graph holds from its forward to its backward pass, read from the graph of a real step.
 
-A step that computes a block again has its graph in hand before the backward pass. Autograd's nodes name the tensors
-that they have saved, and naming them changes nothing: no code of the model runs, nothing is unpacked, and no bit of the
-step depends on it. Not counted is what a block takes from outside (parameters, buffers and inputs) and what a hook
-on saved tensors has put elsewhere. Called on the thread that computes.
+Autograd's nodes list the tensors that they have saved. Reading the list runs no code of the model, unpacks nothing and
+changes no bit of the step. Not counted is what a block takes from outside (parameters, buffers and inputs) and what a
+hook on saved tensors has put elsewhere. Called on the thread that computes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SAVED = "_raw_saved_"
 """Prefix of the attributes of a node that hold what it has saved, without unpacking it."""
 
 NOT_MEASURABLE = 1 << 50
-"""Bytes of a graph of which that is not known: more than fits anywhere."""
+"""Number that stands for the bytes of a graph that cannot be measured; it is more than fits anywhere."""
 
 
 @dataclass(frozen=True)

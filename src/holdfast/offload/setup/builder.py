@@ -130,6 +130,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: StartingState | None
 
 
 def _fill_with_values(run: Runtime, block: int, init: Init | None, beginning: StartingState | None) -> None:
+    """Write the first generation of a unit's files, with the values that the run begins with."""
     unit = run.units[block]
     values = _values(run, unit, init, beginning)
 

@@ -32,8 +32,8 @@ from ...store.run_store import LocalStore
 from ..memory.block_states import copy_exactly, unit_of
 from ..model.model_parts import ModelParts
 
-ANY_DTYPE = ("F32", "BF16", "F16")
-"""Dtypes in which a frozen parameter is stored."""
+FROZEN_DTYPES = ("F32", "BF16", "F16")
+"""Dtypes in which a frozen parameter may be stored."""
 
 
 def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
@@ -152,7 +152,7 @@ def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:
     if atom is None:
         return "absent"
     dtype = atom["dtype"]
-    if frozen and dtype in ANY_DTYPE:
+    if frozen and dtype in FROZEN_DTYPES:
         dtype = "of any dtype"
     elif atom["slot"] == "param" and dtype in ("BF16", "F16"):  # masters of trained ones are F32
         dtype = f"frozen, {dtype}"

@@ -249,9 +249,8 @@ def _stored_dtypes(given: Arguments) -> Callable[[CapturedParameter], torch.dtyp
     found = dtypes_in_run(given.place, given.disk)
     if found:
         return lambda parameter: found.get(parameter.name)
-    known = getattr(
-        given.source, "dtypes", dict
-    )()  # the weights of a folder know theirs; other sources do not say
+    # the weights of a folder know theirs; other sources do not say
+    known = getattr(given.source, "dtypes", dict)()
     return lambda parameter: known.get(id(parameter.parameter))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
-from ..offload.model.quantised_layers import NUMBERS, expect, names_in_files
+from ..offload.model.quantised_layers import NUMBERS, expect, is_quantised, missing
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from .naming import names_by_model
@@ -66,19 +66,27 @@ def pack(model: Any, path: Path) -> None:
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=True)
     quantizer.preprocess_model(model=model, device_map=None)
     quantizer.postprocess_model(model)
-    layers = {name: module for name, module in model.named_modules() if names_in_files(module)}
+    layers = {name: module for name, module in model.named_modules() if is_quantised(module)}
     found = _tensors_of(layers, model, SafetensorsFiles(path))
     for name, layer in layers.items():
-        if len(found.get(name, ())) < 2:
-            raise Damaged(f"{path} lacks what unpacks {name}.weight", path=str(path))
-        expect(layer, found[name])
+        tensors = found.get(name, {})
+        try:
+            if lacking := missing(layer, tensors):
+                raise Damaged(f"{path} lacks {name}.{lacking[0]}, which unpacks the layer", path=str(path))
+            expect(layer, tensors)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(
+                f"{path} has numbers of {name} that cannot be read: {error!r}", path=str(path)
+            ) from error
 
 
 def _tensors_of(
     layers: dict[str, nn.Module], model: nn.Module, source: SafetensorsFiles
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of each of ``layers`` in the folder, by their names: numbers with values, others on ``meta``."""
-    matches = {atom.name: _TENSOR.fullmatch(atom.name) for atom in (each.atom for each in source.atoms.values())}
+    """Return the tensors of each of ``layers`` in the folder, by name: the numbers with values, others on ``meta``."""
+    matches = {
+        atom.name: _TENSOR.fullmatch(atom.name) for atom in (each.atom for each in source.atoms.values())
+    }
     ends = {match["tensor"] for match in matches.values() if match}
     here = dict.fromkeys(f"{layer}.{end}" for layer in layers for end in ends)
     names = names_by_model(source, model, here)

@@ -49,7 +49,7 @@ def open_layers(model: nn.Module) -> None:
 
 
 def expect(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Open a quantised layer on ``meta``, which will have ``tensors``, by the names in ``names_in_files``.
+    """Open a quantised layer on ``meta``, which will have ``tensors``, by their names below the layer's own.
 
     Those on ``meta`` tell shapes and dtypes; the one with the layer's numbers has values.
     """
@@ -72,10 +72,15 @@ def close_layers(model: nn.Module) -> None:
             weight.__dict__.update(made.__dict__)
 
 
-def names_in_files(module: nn.Module) -> tuple[str, ...]:
-    """Return the names that tensors of a quantised layer have below its own, or begin with; empty for other layers."""
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether ``module`` is a quantised layer that is not open."""
+    return _opened(module) is not None
+
+
+def missing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that a quantised layer needs and that are not among ``tensors``."""
     opened = _opened(module)
-    return () if opened is None else opened.names
+    return [] if opened is None else [name for name in opened.needed(tensors) if name not in tensors]
 
 
 def is_open(module: nn.Module) -> bool:
@@ -125,8 +130,12 @@ class _OpenLayer:
     A weight that is set anew, as PEFT does where it merges an adapter, closes the layer.
     """
 
-    names: tuple[str, ...]
     _parameters: dict[str, Any]
+
+    @staticmethod
+    def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of the tensors that a layer with ``tensors``, if all are there, has."""
+        raise NotImplementedError
 
     @staticmethod
     def is_ready(module: Any) -> bool:
@@ -162,7 +171,7 @@ class _OpenLayer:
             if value.data_ptr() == self._parameters["weight"].data_ptr():
                 return  # DoRA puts the weight back that it has read
             self.close()
-        super().__setattr__(name, value)
+        nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.__dict__["_pinned"] = self.weight  # it is asked for several times
@@ -181,8 +190,15 @@ class _OpenLayer:
 class _Open4bit(_OpenLayer):
     """A layer of 4-bit values in blocks, each block with a scale. The scales may be quantised in their turn."""
 
-    names = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_", NUMBERS)
     _numbers: dict[str, Any]
+
+    @staticmethod
+    def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        numbers = next((name for name in tensors if name.startswith(NUMBERS)), f"{NUMBERS}nf4")
+        needed = ["weight", "weight.absmax", "weight.quant_map", numbers]
+        if numbers in tensors and "nested_offset" in _parsed(tensors[numbers]):
+            needed += ["weight.nested_absmax", "weight.nested_quant_map"]
+        return needed
 
     @staticmethod
     def is_ready(module: Any) -> bool:
@@ -194,7 +210,10 @@ class _Open4bit(_OpenLayer):
         module.support_avx512bf16_for_cpu = False  # it would pack the weight anew in evaluations
 
     def adopt(self, value: torch.Tensor) -> None:
-        numbers = json.loads(bytes(value.cpu().numpy()))
+        numbers = _parsed(value)
+        numbers["dtype"] = getattr(torch, numbers["dtype"])
+        if "nested_offset" in numbers:
+            numbers["nested_dtype"] = getattr(torch, numbers["nested_dtype"])
         shape = (self.out_features, self.in_features)  # type: ignore[attr-defined]
         if tuple(numbers["shape"]) != shape:
             raise ModelNotSupported(
@@ -205,16 +224,18 @@ class _Open4bit(_OpenLayer):
         self.__dict__.pop("_offset", None)
 
     def made(self, weight: Any) -> Any:
-        numbers, scales = self._numbers, None
+        numbers, offset, scales = self._numbers, None, None
         if nested := "nested_offset" in numbers:
             offset = self.__dict__.get("_offset")
             if offset is None or offset.device != weight.device:
-                offset = self.__dict__["_offset"] = torch.tensor(numbers["nested_offset"], device=weight.device)
+                offset = self.__dict__["_offset"] = torch.tensor(
+                    numbers["nested_offset"], device=weight.device
+                )
             scales = _library("functional").QuantState(
                 absmax=self._part("weight.nested_absmax"),
                 blocksize=numbers["nested_blocksize"],
                 code=self._part("weight.nested_quant_map"),
-                dtype=getattr(torch, numbers["nested_dtype"]),
+                dtype=numbers["nested_dtype"],
             )
         state = _library("functional").QuantState(
             absmax=self._part("weight.absmax"),
@@ -222,8 +243,8 @@ class _Open4bit(_OpenLayer):
             code=self._part("weight.quant_map"),
             blocksize=numbers["blocksize"],
             quant_type=numbers["quant_type"],
-            dtype=getattr(torch, numbers["dtype"]),
-            offset=offset if nested else None,
+            dtype=numbers["dtype"],
+            offset=offset,
             state2=scales,
         )
         if isinstance(weight.data, FakeTensor):  # which cannot be of a further class
@@ -243,7 +264,9 @@ class _Open4bit(_OpenLayer):
 class _Open8bit(_OpenLayer):
     """A layer of 8-bit values, each row with a scale."""
 
-    names = ("weight", "SCB", "weight_format")
+    @staticmethod
+    def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return ["weight", "SCB"]
 
     @staticmethod
     def is_ready(module: Any) -> bool:
@@ -264,7 +287,7 @@ class _Open8bit(_OpenLayer):
 
     @property
     def state(self) -> Any:
-        """What the library keeps of a layer for its kernels: a new one for each use, as memory is lent."""
+        """The library's record of a layer for its kernels: a new one for each use, as memory is lent."""
         if (pinned := self.__dict__.get("_pinned_state")) is not None:
             return pinned
         fresh = copy.copy(self.__dict__["state"])
@@ -281,6 +304,10 @@ class _Open8bit(_OpenLayer):
             return super().forward(x)
         finally:
             del self.__dict__["_pinned_state"]
+
+
+def _parsed(numbers: torch.Tensor) -> dict[str, Any]:
+    return json.loads(bytes(numbers.cpu().numpy()))
 
 
 def _library(module: str) -> Any:

@@ -29,7 +29,8 @@ from ..runtime import Runtime
 def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-    The parts of quantised weights are as they are stored. Nothing may be under way. Collective: every rank must call this.
+    The parts of quantised weights are as they are stored. Nothing may be under way.
+    Collective: every rank must call this.
     """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):

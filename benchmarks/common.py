@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -127,6 +129,42 @@ def markdown(rows: list[list[str]]) -> list[str]:
 
 def spread(values: list[float], digits: int = 2) -> list[str]:
     return [f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))]
+
+
+def fast_precision() -> str:
+    """Return "bf16", or "fp32" on a processor without arithmetic for it, which multiplies matrices far faster so."""
+    from holdfast.measure.hardware_rates import product_seconds
+
+    return "fp32" if product_seconds("bfloat16") > 4 * product_seconds("float32") else "bf16"
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@contextmanager
+def hard_limit(nbytes: int) -> Iterator[Path | None]:
+    """A memory cgroup (version 1) of ``nbytes`` for processes; None where there can be none."""
+    group = GROUPS / f"holdfast-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(nbytes))
+        (group / "memory.swappiness").write_text("0")
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def memory_of_process(name: str) -> int:
+    """Return the bytes that a line of /proc/self/status tells."""
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, name
+    return int(found[1]) * 1024
 
 
 def finish(name: str, result: dict, keep: bool) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/memory_floor.py [--before CHECKOUT] [--only CASE] [--folder FOLDER] [--keep] [--small]
 
 Cases: a decoder of which embedding and head are most ("words"), one of wide blocks ("wide"), and one of many tokens and
-words ("tokens"). Each has two micro-batches, bf16, AdamW and one thread.
+words ("tokens"). Each has two micro-batches, AdamW and one thread, and computes in bf16, or fp32 where that is faster.
 
 1. A process asks ``offload`` for the least budget.
 2. Another one trains three steps in it (one of many tokens), and is killed in the middle of the next.
@@ -25,16 +25,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import finish, options_of, table
+from common import fast_precision, finish, hard_limit, memory_of_process, options_of, table
 
 HERE = Path(__file__).parents[1]
-GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1024**2
 MICRO_BATCHES = 2
 
@@ -66,7 +63,7 @@ SMALL = {
 # One process: prints a JSON object per event
 
 
-def train(case: Case, run: str, budget: str, steps: int, dies: bool) -> None:
+def train(case: Case, run: str, budget: str, steps: int, dies: bool, precision: str) -> None:
     """Train to the step ``steps`` within ``budget``, and die in the middle of the next one."""
     import holdfast
     from holdfast import failpoints
@@ -87,7 +84,7 @@ def train(case: Case, run: str, budget: str, steps: int, dies: bool) -> None:
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
         run,
-        precision="bf16",
+        precision=precision,
         budget=holdfast.Budget(host=budget),
         placement=holdfast.Placement(params_on_host=0.0, optimizer_on_host=0.0, activations_on_host=0.0),
         durability=holdfast.Durability(retain=1),
@@ -119,12 +116,12 @@ def batches(case: Case, step: int) -> list[dict]:
     return [{"tokens": one, "targets": one} for one in tokens]
 
 
-def least_budget(case: Case, run: str) -> None:
+def least_budget(case: Case, run: str, precision: str) -> None:
     """Say the least budget with a margin, and the bytes of files that a process has mapped."""
     from holdfast.errors import DoesNotFit
 
     try:
-        train(case, run, "1MiB", 0, False)
+        train(case, run, "1MiB", 0, False, precision)
     except DoesNotFit as error:
         found = re.search(r'[Gg]ive it "([^"]+)"', str(error))
         assert found is not None, error
@@ -133,37 +130,11 @@ def least_budget(case: Case, run: str) -> None:
     raise AssertionError("a run fits in 1 MiB")
 
 
-def memory_of_process(name: str) -> int:
-    """Return the bytes that a line of /proc/self/status tells."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, name
-    return int(found[1]) * 1024
-
-
 def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
 # The processes of one case and one checkout
-
-
-@contextmanager
-def hard_limit(nbytes: int) -> Iterator[Path | None]:
-    """A memory cgroup of ``nbytes``; None where there can be none."""
-    group = GROUPS / f"holdfast-floor-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(nbytes))
-        (group / "memory.swappiness").write_text("0")
-    except OSError:
-        with suppress(OSError):
-            group.rmdir()
-        yield None
-        return
-    try:
-        yield group
-    finally:
-        group.rmdir()
 
 
 def run(checkout: Path, group: Path | None, **order: object) -> tuple[int, dict]:
@@ -213,9 +184,9 @@ def killed_and_resumed(checkout: Path, group: Path | None, run_folder: Path, ord
     }
 
 
-def figures(checkout: Path, folder: Path, name: str, small: bool) -> dict:
+def figures(checkout: Path, folder: Path, name: str, small: bool, precision: str) -> dict:
     """Return the bytes of one case with the library of ``checkout``."""
-    order = {"case": name, "small": small}
+    order = {"case": name, "small": small, "precision": precision}
     asked = run(checkout, None, **order, run=str(folder / "run"))[1]
     budget, order = asked["budget"], {**order, "budget": asked["budget"]}
     limit = int(budget.removesuffix("MiB")) * MIB - asked["of_files"]
@@ -240,22 +211,26 @@ def main() -> None:
         return
     checkouts = {"before": options.before, "now": HERE} if options.before else {"now": HERE}
     found: dict[str, dict[str, dict]] = {}
+    precision = fast_precision()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in [options.only] if options.only else CASES:
             found[name] = {
-                side: figures(checkout, Path(folder), name, options.small)
+                side: figures(checkout, Path(folder), name, options.small, precision)
                 for side, checkout in checkouts.items()
             }
     report(found)
-    finish("memory_floor", {"before": commit_of(options.before), "cases": found}, options.keep)
+    before = commit_of(options.before)
+    finish("memory_floor", {"before": before, "precision": precision, "cases": found}, options.keep)
 
 
-def measure(case: str, small: bool, run: str, budget: str = "", steps: int = 0, dies: bool = False) -> None:
+def measure(
+    case: str, small: bool, run: str, precision: str, budget: str = "", steps: int = 0, dies: bool = False
+) -> None:
     sizes = (SMALL if small else CASES)[case]
     if budget:
-        train(sizes, run, budget, steps, dies)
+        train(sizes, run, budget, steps, dies, precision)
     else:
-        least_budget(sizes, run)
+        least_budget(sizes, run, precision)
 
 
 def report(found: dict[str, dict[str, dict]]) -> None:

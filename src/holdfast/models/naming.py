@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,19 +74,32 @@ def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Conve
     ``here`` holds these names. Tensors that the model is known to ignore are left out. Raises ``Damaged`` if the
     folder's tensors do not make those of the model.
     """
-    renamings, converters = _apart(_known(model))
-    prefix = str(getattr(model, "base_model_prefix", ""))
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     groups: dict[str, Group] = {}
+    for name, (new, pattern, converter) in _by_folder_name(source, model, here):
+        if new in here or not any(re.search(each, name) for each in ignored):
+            group = groups.setdefault(new, Group(new, converter))
+            group.members.append((pattern or "", name))
+    return Converted(source, groups.values(), model)
+
+
+def names_by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name that ``model`` has for each tensor of ``source``, a folder, by the folder's name."""
+    return {name: new for name, (new, _, _) in _by_folder_name(source, model, here)}
+
+
+def _by_folder_name(
+    source: Source, model: nn.Module, here: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, str | None, Any]]]:
+    """Yield each name of a folder with the model's, the matched pattern, and the converter."""
+    renamings, converters = _apart(_known(model))
+    prefix = str(getattr(model, "base_model_prefix", ""))
     for name in _names(source):
         new, pattern, converter = _renamed(name, renamings, converters)
         new = _with_prefix(new, prefix, here)
         if new not in here and (as_it_is := _with_prefix(name, prefix, here)) in here:
             new, pattern, converter = as_it_is, None, None
-        if new in here or not any(re.search(each, name) for each in ignored):
-            group = groups.setdefault(new, Group(new, converter))
-            group.members.append((pattern or "", name))
-    return Converted(source, groups.values(), model)
+        yield name, (new, pattern, converter)
 
 
 def as_folder(source: Source, model: nn.Module) -> Converted:

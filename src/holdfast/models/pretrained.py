@@ -23,6 +23,7 @@ from ..quantities import shown
 from ..sources import OpenedSource
 from ..state.capture import Captured
 from ..state.plain_tensors import FROM_NAME
+from . import quantised_weights
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
 from .naming import Converted, by_model
 
@@ -31,8 +32,9 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
     """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
     ``folder`` is as ``save_pretrained`` writes it.
-    Raises ``BadInput`` if it is no such folder, or transformers is not installed.
-    Raises ``ModelNotSupported`` if its weights are quantised, or it needs code of its own.
+    Weights that bitsandbytes has quantised to 4 or 8 bits stay packed, and frozen: give the model adapters.
+    Raises ``BadInput`` if it is no such folder, or transformers or bitsandbytes is not installed.
+    Raises ``ModelNotSupported`` if its weights are quantised in another way, or it needs code of its own.
 
         model, weights = holdfast.pretrained("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -40,7 +42,7 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
     """
     path = checked(folder)
     _refuse_others(path)
-    model = empty_model(path)
+    model = empty_model(path, quantised=True)
     return model, Weights(path, model)
 
 
@@ -55,19 +57,22 @@ def transformers_for(what: str) -> Any:
         ) from error
 
 
-def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
+def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) -> nn.Module:
     """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
 
     It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
-    that. Raises ``ModelNotSupported`` for quantised weights and for models that need code of their own.
+    that. Raises ``ModelNotSupported`` for models that need code of their own, and for weights that are quantised:
+    always, or with ``quantised`` in another way than by bitsandbytes.
     """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
-    if told.get("quantization_config"):
+    if (packed := told.get("quantization_config")) and not quantised:
         raise ModelNotSupported(
             f"{path} holds quantised weights (quantization_config), which cannot be trained. Give the folder that they"
-            " were made from."
+            " were made from, or train adapters on it: holdfast.pretrained(FOLDER), and PEFT."
         )
+    if packed:
+        quantised_weights.refuse_unknown(path, packed)
     if told.get("auto_map"):
         raise ModelNotSupported(
             f"{path} needs Python code that lies in it (auto_map), which is not run here. Build the model yourself"
@@ -87,6 +92,9 @@ def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
             f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
     model.config.use_cache = False
+    if packed:
+        with deferred(), empty_parameters():
+            quantised_weights.pack(model, path)
     return model.train()
 
 
@@ -125,9 +133,11 @@ class Weights:
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
 
-        It is known where all of the folder's floating-point tensors have one dtype of 16 bits.
+        It is known where all of the folder's floating-point tensors have one dtype of 16 bits, besides those of
+        quantised layers.
         """
-        found = {stored.atom.dtype for stored in SafetensorsFiles(self.path).atoms.values()}
+        atoms = [stored.atom for stored in SafetensorsFiles(self.path).atoms.values()]
+        found = {atom.dtype for atom in atoms if not quantised_weights.is_packed(atom.name)}
         narrow = [
             FROM_NAME[name] for name in found if name in FROM_NAME and FROM_NAME[name].is_floating_point
         ]

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..state.capture import Captured
 from .model.blocks import install
+from .model.quantised_layers import close_layers
 from .model.takeover import (
     MARK,
     OriginalDevices,
@@ -96,4 +97,5 @@ class HeldModel:
     def give_back(self, values: dict[str, torch.Tensor]) -> None:
         """Give the model's own parameters the trained ``values``."""
         give_back(self.captured, values, self._homes)
+        close_layers(self._run.model)
         self.is_owed = False

@@ -18,6 +18,11 @@ from .layout.flat_ranges import FlatRange
 from .plain_tensors import TO_NAME, odd_kind, repeats_itself
 from .tensor_entries import WRAPPED
 
+AS_STORED = "_holdfast_as_stored"
+"""Attribute of a frozen parameter that is kept, moved and computed with in its own dtype.
+
+Its value is the number of weights that it stands for.
+"""
 FSDP1_INSIDE = "_fsdp_wrapped_module"
 """The name by which FSDP1's wrapper holds the module inside."""
 
@@ -51,6 +56,16 @@ class CapturedParameter:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
         return tuple(self.parameter.shape) if self.stretch is None else self.stretch.whole
+
+    @property
+    def as_stored(self) -> bool:
+        """True if it is kept and computed with in its own dtype, as the parts of a quantised weight are."""
+        return hasattr(self.parameter, AS_STORED)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights that it stands for: its elements, if it is not packed."""
+        return getattr(self.parameter, AS_STORED, self.parameter.numel())
 
     def held(self) -> torch.Tensor:
         """Return the values that this process holds."""

@@ -73,7 +73,9 @@ def _is_quantized(module: nn.Module) -> bool:
     kinds = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized",
              "bitsandbytes.nn", "hqq.", "optimum.quanto", "auto_gptq", "gptqmodel", "awq.")  # fmt: skip
     return _has_ancestor(module, *kinds) and not _has_ancestor(
-        module, "bitsandbytes.nn.modules.StableEmbedding"
+        module,
+        "bitsandbytes.nn.modules.StableEmbedding",
+        "holdfast.offload.model.quantised_layers.",  # everything that it computes with is a parameter
     )
 
 
@@ -85,6 +87,11 @@ def _computes_otherwise(parameter: nn.Parameter) -> bool:
         or kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__  # type: ignore[attr-defined]
     )
 
+
+QUANTISED_ADVICE = (
+    "An adapter trains out of core on linear layers of bitsandbytes in 4 or 8 bits, or on a base in bf16: load the"
+    " model with such a quantization_config=, or without one"
+)
 
 ELSEWHERE = (
     Preparation(
@@ -136,7 +143,7 @@ MODULES = (
     Preparation(
         _is_quantized,
         "is quantised, and what it computes with is no parameter",
-        "Load the model without quantization_config=; an adapter trains out of core on a base in bf16",
+        QUANTISED_ADVICE,
     ),
 )
 """The modules that the engine refuses."""
@@ -152,7 +159,7 @@ PARAMETERS = (
     Preparation(
         lambda p: hasattr(p, "quant_state") or _has_ancestor(p, "bitsandbytes.", "torchao."),
         "is quantised",
-        "Load the model without quantization_config=; an adapter trains out of core on a base in bf16",
+        QUANTISED_ADVICE,
     ),
     Preparation(
         _computes_otherwise,

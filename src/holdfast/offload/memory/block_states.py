@@ -38,6 +38,7 @@ from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
+from ..model.quantised_layers import adopt
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
 ALIGN = 256
@@ -73,6 +74,8 @@ class ParameterEntry:
     owned: Owned
     copy_offset: int
     grad_offset: int
+    copy_dtype: torch.dtype
+    """The dtype in which the parameter is computed with."""
 
     @property
     def name(self) -> str:
@@ -210,13 +213,14 @@ class BlockState:
                 if one.captured.trained != trained:
                     continue
                 elements = one.captured.parameter.numel()
+                kind = one.captured.parameter.dtype if one.captured.as_stored else dtype
                 if not trained and self.computes_with_frozen_file:
                     offset = self.trained_copy_bytes + frozen_layout[f"{one.captured.name}/param"].offset
-                    self.members.append(ParameterEntry(one, offset, -1))
+                    self.members.append(ParameterEntry(one, offset, -1, kind))
                     continue
-                self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1))
+                self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1, kind))
                 # tiles are written by themselves, so no page of the copy belongs to two of them
-                copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN if count == 1 else PAGE)
+                copy_end = round_up(copy_end + elements * kind.itemsize, ALIGN if count == 1 else PAGE)
                 grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
             copy_end = round_up(copy_end)
             if trained:
@@ -294,13 +298,13 @@ class BlockState:
                     self.owners[members[index].name][owner] = start, stop
         self.copy_ranges = [
             [
-                range_of(self.trained, t, lambda m: m.copy_offset, self.dtype.itemsize),
-                range_of(self.frozen, f, lambda m: m.copy_offset, self.dtype.itemsize),
+                range_of(self.trained, t, _place_in_copy),
+                range_of(self.frozen, f, _place_in_copy),
             ]
             for t, f in zip(trained, frozen, strict=True)
         ]
         """Byte ranges of the compute copy of each rank: of trained and of frozen parameters."""
-        self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
+        self.grad_ranges = [range_of(self.trained, t, lambda m: (m.grad_offset, 4)) for t in trained]
         if self.computes_with_frozen_file:
             self.copy_ranges[0][1] = self.trained_copy_bytes, self.copy_bytes  # with header and filler
         self._trained_part, self._frozen_part = copy_parts(self.copy_ranges[rank])
@@ -323,7 +327,7 @@ class BlockState:
 
         self.pieces = shards(trained[rank])
         self.frozen_pieces = [
-            ParameterShard(m, start, stop, m.copy_offset + start * size - shifts[1], -1)
+            ParameterShard(m, start, stop, m.copy_offset + start * m.copy_dtype.itemsize - shifts[1], -1)
             for m, start, stop in ((self.frozen[i], start, stop) for i, start, stop in frozen[rank])
         ]
         self.share_copy_bytes = self._frozen_part.end
@@ -404,8 +408,8 @@ class BlockState:
 
     def copy_view(self, copy: torch.Tensor, member: ParameterEntry) -> torch.Tensor:
         """Return a parameter inside a compute copy."""
-        end = member.copy_offset + member.elements * self.dtype.itemsize
-        return member.arranged(copy[member.copy_offset : end].view(self.dtype))
+        end = member.copy_offset + member.elements * member.copy_dtype.itemsize
+        return member.arranged(copy[member.copy_offset : end].view(member.copy_dtype))
 
     def grad_view(self, grads: torch.Tensor, member: ParameterEntry) -> torch.Tensor:
         """Return a parameter's gradient inside the gradients."""
@@ -417,9 +421,10 @@ class BlockState:
 
         ``copy`` is this rank's shard of it from the offset ``start`` on; the whole copy if None.
         """
-        size = self.dtype.itemsize
+        dtype = piece.member.copy_dtype
+        size = dtype.itemsize
         start = piece.member.copy_offset + piece.start * size if start is None else piece.copy_at - start
-        flat = copy[start : start + piece.elements * size].view(self.dtype)
+        flat = copy[start : start + piece.elements * size].view(dtype)
         return piece.member.arranged(flat) if piece.is_whole else flat.view(piece.shape)
 
     def piece_of_grads(self, grads: torch.Tensor, piece: ParameterShard, start: int = 0) -> torch.Tensor:
@@ -465,6 +470,12 @@ class BlockState:
         """
         for piece in file.pieces:
             self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
+
+    def tell_layers(self, image: torch.Tensor) -> None:
+        """Tell quantised layers the values in the ``image`` of the frozen file that they need before they compute."""
+        for piece in self.frozen_pieces:
+            for module, name in piece.member.owned.places:
+                adopt(module, name, self.frozen_file.view(image, piece.name))
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.
@@ -522,6 +533,11 @@ class BlockState:
             buffer_at(place).copy_(self.tiles[0].view(state, name, "buffer"))
 
 
+def _place_in_copy(member: ParameterEntry) -> tuple[int, int]:
+    """Return the offset of a parameter in the compute copy, and the bytes of one of its elements."""
+    return member.copy_offset, member.copy_dtype.itemsize
+
+
 def _entry(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:
     return TensorEntry(piece.name, slot, form.shape, TO_NAME[form.dtype])
 
@@ -540,8 +556,10 @@ def _ranges(starts: Sequence[int | None], stop: int) -> list[tuple[int, int]]:
 
 
 def _stored_dtype(owned: Owned) -> str:
-    """Return the dtype in which a frozen parameter is stored: that of its values, if it is one of 16 bits."""
+    """Return the dtype in which a frozen parameter is stored: that of its values, if it is one of 16 bits or packed."""
     dtype = owned.captured.stored or owned.captured.parameter.dtype
+    if owned.captured.as_stored:
+        return TO_NAME[owned.captured.parameter.dtype]
     return TO_NAME[dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32]
 
 
@@ -561,12 +579,13 @@ def _alignment(owned: Sequence[Owned]) -> int:
 
 
 def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
-    """Return whether frozen parameters are stored as the device computes with them: in 16 bits, in memory order."""
+    """Return whether frozen parameters are stored as the device computes with them: packed or in 16 bits, in order."""
     frozen = [one for one in owned if not one.captured.trained]
-    if not frozen or dtype == torch.float32:
+    if dtype == torch.float32 and not any(one.captured.as_stored for one in frozen):
         return False
-    return all(
-        _stored_dtype(one) == TO_NAME[dtype] and memory_order(one.captured.parameter) is None
+    return bool(frozen) and all(
+        (one.captured.as_stored or _stored_dtype(one) == TO_NAME[dtype])
+        and memory_order(one.captured.parameter) is None
         for one in frozen
     )
 

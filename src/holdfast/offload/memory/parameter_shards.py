@@ -147,17 +147,17 @@ class CopyPart(NamedTuple):
 def range_of(
     members: Sequence[ParameterEntry],
     parts: Sequence[RowRange],
-    offset: Callable[[ParameterEntry], int],
-    itemsize: int,
+    place: Callable[[ParameterEntry], tuple[int, int]],
 ) -> tuple[int, int]:
-    """Return the byte range from the first to the last of ``parts``, given each member's ``offset``."""
+    """Return the byte range from the first to the last of ``parts``.
+
+    ``place`` returns a member's offset, and the bytes of one of its elements.
+    """
     if not parts:
         return 0, 0
     first, last = parts[0], parts[-1]
-    return (
-        offset(members[first.index]) + first.start * itemsize,
-        offset(members[last.index]) + last.stop * itemsize,
-    )
+    (start, size), (end, end_size) = place(members[first.index]), place(members[last.index])
+    return start + first.start * size, end + last.stop * end_size
 
 
 def copy_parts(ranges: Sequence[tuple[int, int]]) -> list[CopyPart]:

@@ -244,7 +244,12 @@ def _check_layouts(unit: BlockState, host: HostOptimizer, ranks: Ranks) -> None:
 
 def _check_parameters(captured: Captured) -> None:
     for parameter in captured.parameters:
-        if not parameter.parameter.is_floating_point():
+        if parameter.as_stored and parameter.requires_grad:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is packed and requires grad; quantised weights are frozen. Call"
+                " requires_grad_(False) on it, and train adapters."
+            )
+        if not (parameter.as_stored or parameter.parameter.is_floating_point()):
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
             )

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ModelNotSupported
+from ...state.capture import AS_STORED
 from ..model.blocks import Blocks, Patch
 from ..model.chunked_head import ChunkedHead, has_ordinary_loss
 from ..model.microbatches import extract_loss, module_call
@@ -310,8 +311,11 @@ def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Return a fake parameter in the compute dtype whose gradient is dropped as soon as it arrives, as in training."""
-    empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+    as_stored = hasattr(parameter, AS_STORED)
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype if as_stored else dtype, device="cpu")
     new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    if as_stored:
+        setattr(new, AS_STORED, getattr(parameter, AS_STORED))
     if new.requires_grad:
         new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return new

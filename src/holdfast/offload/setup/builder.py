@@ -173,6 +173,8 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
         image = pool.take(file.layout.file_bytes, kind)
         fill(file, image)
         unit.write_copy(file, as_tensor(image), target, start)
+        if file is unit.frozen_file:
+            unit.tell_layers(as_tensor(image))
         if stays and isinstance(file, StateTile):
             run.residency.images[block, file.index] = image
         else:

@@ -29,7 +29,8 @@ from ..runtime import Runtime
 def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     """Return every parameter in fp32 and every persistent buffer, by the model's names, in host memory.
 
-    Nothing may be under way. Collective: every rank must call this.
+    The parts of quantised weights are as they are stored. Nothing may be under way.
+    Collective: every rank must call this.
     """
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
@@ -48,7 +49,7 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
-    """Return every parameter of one unit in fp32, by name. Nothing may be under way.
+    """Return every parameter of one unit in fp32, or as stored if packed, by name. Nothing may be under way.
 
     Collective: every rank must call this.
     """
@@ -171,7 +172,11 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 
 def _empty(members: list[ParameterEntry]) -> dict[str, torch.Tensor]:
-    return {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
+    return {m.name: torch.empty(m.shape, dtype=_value_dtype(m)) for m in members}
+
+
+def _value_dtype(member: ParameterEntry) -> torch.dtype:
+    return member.copy_dtype if member.owned.captured.as_stored else torch.float32
 
 
 def _copy_values(

@@ -96,7 +96,7 @@ def preflight_of(
     here = store.space_needed([unit for unit in stored.values() if unit.folder == HOME], plan.scratch_bytes)
     return Preflight(
         directory=str(store.root),
-        parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
+        parameters=sum(p.weights for p in parts.captured.parameters),
         state_bytes=sum(unit.state_bytes for unit in parts.all_units),
         needed_bytes=here,
         free_bytes=store.free_bytes(),
@@ -107,7 +107,7 @@ def preflight_of(
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=parts.blocks.names,
-        streamed_parameters=sum(member.elements for unit in parts.units for member in unit.members),
+        streamed_parameters=sum(m.owned.captured.weights for unit in parts.units for m in unit.members),
         prediction=plan.prediction,
         plan=plan.line,
     )

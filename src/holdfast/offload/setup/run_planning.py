@@ -30,6 +30,7 @@ from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
 from ..model.model_parts import ModelParts
+from ..model.quantised_layers import open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
 from ..recomputation_choice import can_measure
@@ -123,6 +124,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
             groups = given.optimizer.param_groups
             check_zeroth(groups, given.schedule, given.order, given.placement, clipping, precision)
             given = replace(given, schedule=ZEROTH)
+        open_layers(given.model)
         refuse_prepared(given.model)
         check_recorded(given.model)
         check_renormalised(given.model)
@@ -130,7 +132,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)
-        refuse_alone_only(fellows, given.schedule)
+        refuse_alone_only(fellows, given.schedule, given.model)
         check_sample(given.sample)
         if given.disk is None:
             check_place(given.place)

@@ -1,0 +1,280 @@
+"""Adapters on layers that bitsandbytes has quantised: the bits of a resident loop on the same kernels, read packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import BadInput, ModelNotSupported
+from holdfast.offload.data_parallel import refuse_alone_only
+from holdfast.offload.model.blocks import find_blocks
+from holdfast.offload.model.quantised_layers import close_layers, is_open, open_layers
+from holdfast.offload.setup.block_measurement import measure
+from training import differing, state_of, stored
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+import tiny_folders  # noqa: E402  (needs transformers)
+from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:MatMul8bitLt")
+
+STEPS, COUNT = 4, 2
+FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+KINDS = {
+    "nf4": FOUR,
+    "nf4 with quantised scales": FOUR | {"bnb_4bit_use_double_quant": True},
+    "fp4": FOUR | {"bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def layer(kind):
+    """A layer with a bias, quantised."""
+    torch.manual_seed(0)
+    if kind == "int8":
+        made = bitsandbytes.nn.Linear8bitLt(48, 32, has_fp16_weights=False)
+    else:
+        options = {
+            "compress_statistics": kind.endswith("scales"),
+            "quant_type": kind[:3],
+            "compute_dtype": torch.float32,
+        }
+        made = bitsandbytes.nn.Linear4bit(48, 32, **options)
+    return made.requires_grad_(False).to("cpu")
+
+
+def computed(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+def load(folder, kind, **sizes):
+    """A tiny Llama, quantised as it is loaded."""
+    if not folder.exists():
+        write_folder(folder, lambda: tiny_folders.llama(**sizes), torch.float32)
+    config = transformers.BitsAndBytesConfig(**KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
+    )
+    model.config.use_cache = False
+    return model
+
+
+def adapted(model, **options):
+    torch.manual_seed(1)
+    chosen = {"r": 4, "lora_dropout": 0.1, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**chosen | options)).train()
+
+
+def micro_batches(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def resident_loop(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with holdfast.keyed_rng(model) as keys:
+        for step in range(STEPS):
+            for m, batch in enumerate(micro_batches(step)):
+                keys.at(step, m)
+                (model(**batch).loss / COUNT).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = state_of(model, optimizer)
+    base = {f"{name}/param": value for name, value in model.state_dict().items()}
+    return base | state
+
+
+def opened(model, run, **options):
+    """An engine for a model whose optimizer was given all parameters, frozen ones too."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return holdfast.offload(model, optimizer, run, precision="fp32", **options)
+
+
+def train(model, run, steps, **options):
+    with opened(model, run, **options) as engine:
+        assert engine.steps_done == steps[0]
+        for step in steps:
+            engine.step(micro_batches(step))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_open_layer_computes_and_is_saved_as_before(kind):
+    model, x = nn.Sequential(layer(kind), nn.ReLU()), torch.randn(5, 48)
+    before, values = computed(model, x), {k: v.clone() for k, v in model.state_dict().items()}
+    weight = model[0].weight
+    for _ in range(2):
+        open_layers(model)
+        open_layers(model)
+        assert dict(model.named_parameters()).keys() == values.keys() and is_open(model[0])
+        assert isinstance(model[0], type(layer(kind)))
+        assert all(torch.equal(one, other) for one, other in zip(computed(model, x), before))
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+        close_layers(model)
+        assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+        assert model[0].weight is weight and type(model[0]) is type(layer(kind))
+        assert all(torch.equal(one, other) for one, other in zip(computed(model, x), before))
+        assert model.state_dict().keys() == values.keys()
+
+
+def test_an_open_layer_computes_with_the_memory_of_its_parameters():
+    """What is read into that memory later counts, in every part of it."""
+    for kind in KINDS:
+        model, x = nn.Sequential(layer(kind)), torch.randn(5, 48)
+        open_layers(model)
+        before = computed(model, x)[0]
+        for name, parameter in model.named_parameters():
+            if name.endswith(("weight_format", "bias", "weight.quant_map")) or "quant_state" in name:
+                continue
+            kept = parameter.data.clone()
+            parameter.data.copy_(
+                parameter.data.flip(0) if "map" not in name and len(parameter) > 1 else 0.5 * parameter.data
+            )
+            assert not torch.equal(computed(model, x)[0], before), (kind, name)
+            parameter.data.copy_(kept)
+        assert torch.equal(computed(model, x)[0], before)
+
+
+def test_a_weight_that_is_set_anew_closes_the_layer():
+    model, other = nn.Sequential(layer("nf4")), nn.Sequential(layer("nf4"))
+    open_layers(model)
+    model[0].weight = model[0].weight  # as DoRA does
+    assert is_open(model[0])
+    with torch.no_grad():
+        new = bitsandbytes.nn.Params4bit(torch.randn(32, 48), quant_type="nf4").to("cpu")
+    model[0].weight = other[0].weight = new
+    assert not is_open(model[0]) and len(list(model.parameters())) == 2
+    x = torch.randn(5, 48)
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_equal_peft_on_the_resident_base_and_resume(tmp_path, kind):
+    expected = resident_loop(adapted(load(tmp_path / "folder", kind)))
+    for steps in (range(2), range(2, STEPS)):
+        model = adapted(load(tmp_path / "folder", kind))
+        train(model, tmp_path / "run", steps)
+    found = stored(tmp_path / "run")
+    assert differing(found, expected) == []
+    assert found.keys() >= expected.keys()
+    given_back = model.state_dict()
+    assert all(torch.equal(given_back[name], expected[f"{name}/param"]) for name in given_back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "horizontal"},
+        {"clipping": 0.5},
+        {"placement": holdfast.Placement(recomputed_fraction=0.0)},
+    ],
+    ids=str,
+)
+def test_adapters_equal_in_other_schedules_too(tmp_path, options):
+    folder = tmp_path / "folder"
+    ways = [options, {} if "clipping" not in options else {"clipping": holdfast.Clipping(0.5, "defer")}]
+    for number, each in enumerate(ways):
+        train(adapted(load(folder, "nf4 with quantised scales")), tmp_path / str(number), range(3), **each)
+    assert differing(stored(tmp_path / "0"), stored(tmp_path / "1")) == []
+
+
+def test_dora_equals_peft_on_the_resident_base(tmp_path):
+    """DoRA unpacks the weight itself, and puts it back."""
+    options = {"use_dora": True, "init_lora_weights": True}
+    expected = resident_loop(adapted(load(tmp_path / "folder", "nf4"), **options))
+    train(adapted(load(tmp_path / "folder", "nf4"), **options), tmp_path / "run", range(STEPS))
+    assert differing(stored(tmp_path / "run"), expected) == []
+
+
+def test_a_base_of_4_bits_is_read_as_such(tmp_path):
+    """Two passes read half a byte and the scales each: at most 1.1 bytes a weight and step."""
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = adapted(load(tmp_path / "folder", "nf4 with quantised scales", **sizes), r=1)
+    linear = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    weights = sum(each.in_features * each.out_features for each in linear)
+    every = holdfast.Placement(recomputed_fraction=1.0)
+    with opened(model, tmp_path / "run", placement=every) as engine:
+        engine.step(micro_batches(0))
+        engine.wait()
+        before = engine.traffic()
+        engine.step(micro_batches(1))
+        engine.wait()
+        read = {kind: value - before.get((lane, kind), 0) for (lane, kind), value in engine.traffic().items()}
+        assert engine.preflight.parameters == sum(p.numel() for p in model.parameters()) + weights - sum(
+            p.numel() for each in linear for p in each.parameters()
+        )
+        adapters = sum(unit.trained_copy_bytes for unit in engine._run.blocks)
+    passes = 1.5  # the last of two blocks is read once
+    assert passes * 0.5 * weights < read["load_params"] < passes * (0.55 * weights + adapters)
+
+
+def test_a_resumed_run_computes_with_its_own_base(tmp_path):
+    """A run that is given another base of the same shapes later goes on with what it has."""
+    kind = "nf4 with quantised scales"
+    for number in range(2):
+        train(adapted(load(tmp_path / "folder", kind)), tmp_path / f"run{number}", range(1))
+    torch.manual_seed(9)
+    other = adapted(load(tmp_path / "folder", kind))
+    for module in other.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.weight.quant_state.absmax.fill_(7)
+    losses = []
+    for number, model in enumerate((other, adapted(load(tmp_path / "folder", kind)))):
+        with opened(model, tmp_path / f"run{number}") as engine:
+            losses.append(engine.step(micro_batches(1)))
+    assert losses[0] == losses[1]
+
+
+def test_memory_of_packed_layers_is_predicted(tmp_path):
+    """The largest weight is unpacked for a moment, so it counts."""
+    for kind in ("nf4", "int8"):
+        model = adapted(load(tmp_path / "folder", kind, intermediate_size=4096))
+        open_layers(model)
+        found = measure(model, find_blocks(model), micro_batches(0)[0], torch.float32)
+        assert found.block_bytes > 16 * 4096 * 4
+
+
+def test_what_cannot_be_streamed_is_refused_before_anything_is_written(tmp_path):
+    run = tmp_path / "run"
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(16, 16), nn.ModuleList([nn.Linear(4, 4)]))
+    with pytest.raises(
+        ModelNotSupported, match=r'^0 \(Linear4bit\) has not quantised its weight.*to\("cpu"\)'
+    ):
+        open_layers(model)
+    assert not is_open(model[0])
+    model = load(tmp_path / "folder", "int8")
+    model.model.embed_tokens = bitsandbytes.nn.Embedding8bit(320, 16)
+    with pytest.raises(
+        ModelNotSupported, match=r"embed_tokens \(Embedding8bit\) is quantised.*in 4 or 8 bits"
+    ):
+        opened(model, run)
+    model = adapted(load(tmp_path / "folder", "int8"))
+    open_layers(model)
+    next(p for name, p in model.named_parameters() if name.endswith("SCB")).requires_grad_()
+    with pytest.raises(
+        ModelNotSupported, match=r"SCB is packed and requires grad; quantised weights are frozen"
+    ):
+        opened(model, run)
+    assert not run.exists()
+
+
+def test_several_ranks_are_refused():
+    class Two:
+        alone, world_size = False, 2
+
+    model = nn.Sequential(layer("nf4"))
+    refuse_alone_only(Two, "vertical", model)
+    open_layers(model)
+    with pytest.raises(
+        BadInput, match=r"2 ranks train together here, and quantised layers are of one process"
+    ):
+        refuse_alone_only(Two, "vertical", model)

@@ -93,6 +93,25 @@ def write_folder(folder: Path, make=llama, dtype=torch.bfloat16, **options) -> P
     return folder
 
 
+QUANTISED = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+"""Ways of bitsandbytes to quantise."""
+
+
+def write_quantised(folder: Path, kind: str, make=llama) -> Path:
+    """A folder as the library publishes it, of a model that ``make`` makes."""
+    plain = write_folder(folder / "plain", make)
+    config = transformers.BitsAndBytesConfig(**QUANTISED[kind])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+    )
+    model.save_pretrained(folder / kind)
+    return folder / kind
+
+
 def write_pairs(path: Path, count: int = 40) -> Path:
     lines = [
         {"prompt": f"{number} and {number} is", "completion": f" {2 * number}."} for number in range(count)

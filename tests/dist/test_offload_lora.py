@@ -58,7 +58,16 @@ def test_a_rank_writes_its_part_of_the_adapters_and_nothing_of_their_base(world,
 
 def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_process(world, tmp_path):
     """Of two micro-batches; each of two ranks has one."""
-    folder = tiny_folders.write_folder(tmp_path / "folder")
+    equal_on_ranks(world, tmp_path, tiny_folders.write_folder(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_of_a_quantised_folder_have_the_bits_of_one_process(world, tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
+    equal_on_ranks(world, tmp_path, tiny_folders.write_quantised(tmp_path / "folder", kind))
+
+
+def equal_on_ranks(world, tmp_path, folder):
     for ranks in (1, 2):
         run = {"root": tmp_path / f"{ranks}", "steps": 3, "micro_batches": 2 // ranks, "folder": str(folder)}
         (said, *_) = world.run(ranks, runs={"run": {**run, "optimizer": "of adapters"}})
@@ -66,3 +75,9 @@ def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_proce
     expected = read_atoms(tmp_path / "1")
     assert any("lora_B" in key and key.endswith("exp_avg") for key in expected)
     assert differing(read_atoms(tmp_path / "2"), expected) == []
+    # and what one process has begun, two go on with, from what is in its files
+    for ranks in (2, 1):
+        run = {"root": tmp_path / f"{ranks}", "steps": 5, "micro_batches": ranks, "folder": str(folder)}
+        (said, *_) = world.run(3 - ranks, runs={"run": {**run, "optimizer": "of adapters"}})
+        assert said.get("finished"), said.get("trace")
+    assert differing(read_atoms(tmp_path / "2"), read_atoms(tmp_path / "1")) == []

@@ -20,26 +20,9 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
-from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+from tiny_folders import QUANTISED, VOCABULARY, write_folder, write_quantised  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:`is_gradient_checkpointing`")
-
-KINDS = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
-
-
-def quantised(folder, kind, make=tiny_folders.llama):
-    """A folder as the library publishes it."""
-    plain = write_folder(folder / "plain", make)
-    config = transformers.BitsAndBytesConfig(**KINDS[kind])
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
-    )
-    model.save_pretrained(folder / kind)
-    return folder / kind
 
 
 def adapted(model):
@@ -62,9 +45,9 @@ def micro_batches():
 
 
 @pytest.mark.parametrize("make", [tiny_folders.llama, tiny_folders.qwen3, tiny_folders.llama_tied])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTISED)
 def test_a_quantised_folder_trains_adapters_that_peft_loads(tmp_path, kind, make):
-    folder = quantised(tmp_path, kind, make)
+    folder = write_quantised(tmp_path, kind, make)
     losses = []
     for _ in range(2):
         model, weights = holdfast.pretrained(folder)
@@ -92,7 +75,7 @@ def test_a_quantised_folder_trains_adapters_that_peft_loads(tmp_path, kind, make
 
 
 def test_packed_weights_keep_their_bytes_and_the_rest_its_dtype(tmp_path):
-    folder = quantised(tmp_path, "nf4")
+    folder = write_quantised(tmp_path, "nf4")
     _, engine = opened(folder, tmp_path / "run")
     with engine:
         entries = {entry.key: entry for unit in engine._run.units for f in unit.files for entry in f.entries}
@@ -111,7 +94,7 @@ def test_numbers_of_the_run_count_and_not_those_of_the_folder(tmp_path):
     """A folder that was replaced by another one of the same shapes changes nothing in a run that has begun."""
     losses = []
     for change in (False, True):
-        folder, run = quantised(tmp_path / str(change), "nf4"), tmp_path / f"run {change}"
+        folder, run = write_quantised(tmp_path / str(change), "nf4"), tmp_path / f"run {change}"
         for step in range(2):
             if step and change:
                 path = folder / "model.safetensors"
@@ -127,7 +110,7 @@ def test_numbers_of_the_run_count_and_not_those_of_the_folder(tmp_path):
 
 
 def test_what_unpacks_a_weight_is_missed_by_name(tmp_path):
-    folder = quantised(tmp_path, "nf4")
+    folder = write_quantised(tmp_path, "nf4")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up_proj.weight." not in n}, path)
@@ -164,7 +147,7 @@ def test_other_ways_to_quantise_are_refused_by_name(tmp_path, told, said):
 
 
 def test_without_the_library_one_error_says_what_to_install(tmp_path, monkeypatch):
-    folder = quantised(tmp_path, "fp4")
+    folder = write_quantised(tmp_path, "fp4")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(BadInput, match="pip install bitsandbytes"):
         holdfast.pretrained(folder)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import BadInput, ModelNotSupported
-from holdfast.offload.data_parallel import refuse_alone_only
+from holdfast.errors import ModelNotSupported
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.model.quantised_layers import close_layers, is_open, open_layers
 from holdfast.offload.setup.block_measurement import measure
@@ -265,16 +264,3 @@ def test_what_cannot_be_streamed_is_refused_before_anything_is_written(tmp_path)
     ):
         opened(model, run)
     assert not run.exists()
-
-
-def test_several_ranks_are_refused():
-    class Two:
-        alone, world_size = False, 2
-
-    model = nn.Sequential(layer("nf4"))
-    refuse_alone_only(Two, "vertical", model)
-    open_layers(model)
-    with pytest.raises(
-        BadInput, match=r"2 ranks train together here, and quantised layers are of one process"
-    ):
-        refuse_alone_only(Two, "vertical", model)

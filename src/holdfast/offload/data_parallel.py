@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
-from torch import nn
 
 from ..distributed import Ranks, this_machine
 from ..errors import BadInput, RankFailed
 from ..state.plain_tensors import flat_bytes, tensor_of
 from .memory.block_states import BlockState
 from .memory.residency import Gradients
-from .model.quantised_layers import is_open
 
 T = TypeVar("T")
 
@@ -166,8 +164,8 @@ class DataParallelGroup:
         }
 
 
-def refuse_alone_only(fellows: DataParallelGroup, schedule: str, model: nn.Module) -> None:
-    """Raise ``BadInput`` for a schedule or a model that several ranks cannot run."""
+def refuse_alone_only(fellows: DataParallelGroup, schedule: str) -> None:
+    """Raise ``BadInput`` for a schedule that several ranks cannot run."""
     if fellows.alone:
         return
     what = None
@@ -175,7 +173,5 @@ def refuse_alone_only(fellows: DataParallelGroup, schedule: str, model: nn.Modul
         what = "MeZO is of one process. Use an optimizer with gradients, or one process"
     elif schedule != "vertical":
         what = f"schedule={schedule!r} is of one process: several ranks sum their gradients once a step. Leave it out"
-    elif any(is_open(module) for module in model.modules()):
-        what = "quantised layers are of one process. Load the model in bf16, or use one process"
     if what is not None:
         raise BadInput(f"{fellows.world_size} ranks train together here, and {what}.")

@@ -38,7 +38,7 @@ from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
-from ..model.quantised_layers import adopt
+from ..model.quantised_layers import adopt, has_numbers
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
 ALIGN = 256
@@ -471,11 +471,21 @@ class BlockState:
         for piece in file.pieces:
             self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
 
-    def tell_layers(self, image: torch.Tensor) -> None:
-        """Tell quantised layers the values in the ``image`` of the frozen file that they need before they compute."""
-        for piece in self.frozen_pieces:
-            for module, name in piece.member.owned.places:
-                adopt(module, name, self.frozen_file.view(image, piece.name))
+    def numbers_in(self, image: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return the tensors with the numbers of quantised layers, by name, as far as they are in this rank's ``image``
+        of the frozen file. Without an image all are returned, as zeros. They are too small to be divided over ranks.
+        """
+        wanted = {m.name: m for m in self.frozen if any(has_numbers(*place) for place in m.owned.places)}
+        if image is None:
+            return {name: torch.zeros(m.shape, dtype=m.copy_dtype) for name, m in wanted.items()}
+        held = {piece.name for piece in self.frozen_pieces} & wanted.keys()
+        return {name: self.frozen_file.view(image, name).clone() for name in held}
+
+    def tell_layers(self, numbers: Mapping[str, torch.Tensor]) -> None:
+        """Tell quantised layers their ``numbers``, which they need before they compute."""
+        for member in self.frozen:
+            for module, name in member.owned.places if member.name in numbers else ():
+                adopt(module, name, numbers[member.name])
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.

@@ -88,9 +88,14 @@ def is_open(module: nn.Module) -> bool:
     return isinstance(module, _OpenLayer)
 
 
+def has_numbers(module: nn.Module, name: str) -> bool:
+    """Return whether the parameter ``name`` of ``module`` has numbers that the layer needs before it computes."""
+    return isinstance(module, _OpenLayer) and name.startswith(NUMBERS)
+
+
 def adopt(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Tell a layer the value of its parameter ``name``. The one with its numbers is needed before it computes."""
-    if isinstance(module, _OpenLayer) and name.startswith(NUMBERS):
+    """Tell a layer the value of its parameter ``name``, if that has its numbers."""
+    if isinstance(module, _OpenLayer) and has_numbers(module, name):
         module.adopt(value)
 
 

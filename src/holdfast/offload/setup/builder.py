@@ -165,6 +165,7 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     unit, pool, is_resident = run.units[block], run.residency.pool, block == len(run.blocks)
     stays = run.state_stays(block)
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
+    numbers = unit.numbers_in(None)
     target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
     for file in unit.files:
         kind = "frozen parameters"
@@ -174,11 +175,14 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
         fill(file, image)
         unit.write_copy(file, as_tensor(image), target, start)
         if file is unit.frozen_file:
-            unit.tell_layers(as_tensor(image))
+            numbers |= unit.numbers_in(as_tensor(image))
         if stays and isinstance(file, StateTile):
             run.residency.images[block, file.index] = image
         else:
             pool.give(image)
+    for name, value in numbers.items():
+        run.fellows.gather_value(unit, name, value)
+    unit.tell_layers(numbers)
     if copy is None:
         run.fellows.gather_copy(unit, run.resident_copy)
     else:

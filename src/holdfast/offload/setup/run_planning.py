@@ -132,7 +132,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)
-        refuse_alone_only(fellows, given.schedule, given.model)
+        refuse_alone_only(fellows, given.schedule)
         check_sample(given.sample)
         if given.disk is None:
             check_place(given.place)

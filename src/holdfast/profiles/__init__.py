@@ -5,7 +5,17 @@ it runs on. A key is declared once, as a field of ``MachineProfile`` or ``ModelP
 written file follow from that. Sizes and rates are text such as ``"80GB"`` and ``"12GB/s"``.
 """
 
+from .adapted_model import BASES, AdaptedModel
 from .profile_files import known, load_machine, load_model, to_toml
 from .profile_types import MachineProfile, ModelProfile
 
-__all__ = ["MachineProfile", "ModelProfile", "known", "load_machine", "load_model", "to_toml"]
+__all__ = [
+    "BASES",
+    "AdaptedModel",
+    "MachineProfile",
+    "ModelProfile",
+    "known",
+    "load_machine",
+    "load_model",
+    "to_toml",
+]

@@ -39,6 +39,8 @@ GATED = (
 PLAIN = ("gpt2", "gpt_neox")
 """Architectures whose MLP has two matrices, and whose matrices and norms have biases."""
 LEARNED_POSITIONS = ("gpt2",)
+FUSED = ("gpt2", "gpt_neox", "phi3")
+"""Architectures with one linear layer for queries, keys and values, and with one for gate and up if gated."""
 DEFAULT_SEQUENCE = 2048
 """The tokens of one sequence, or fewer where the model is limited to fewer."""
 
@@ -122,6 +124,7 @@ def model_of_config(config: Any, what: str) -> ModelProfile:
         hidden=hidden or 0,
         gated=not plain,
         biases=plain,
+        fused=kind in FUSED,
         vocabulary=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         positions=longest if kind in LEARNED_POSITIONS else 0,

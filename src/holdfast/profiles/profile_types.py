@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError
 from ..quantities import parse_bytes
@@ -123,6 +123,18 @@ HEAD_SUM_BYTES, HEAD_CHUNK_BYTES = 4, 2
 """The bytes per parameter of a head whose loss is computed in chunks: the fp32 sum of gradients, and a chunk's part."""
 
 
+class LinearLayer(NamedTuple):
+    """A linear layer of a block: the elements of its input and of its output, for one token."""
+
+    inputs: int
+    outputs: int
+
+    @property
+    def elements(self) -> int:
+        """The elements of the weight."""
+        return self.inputs * self.outputs
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """A decoder, and one micro-batch of it."""
@@ -136,6 +148,9 @@ class ModelProfile:
     hidden: int = key("hidden", "count", "width of the MLP; 0 is 4 times the stream's", 0)
     gated: bool = key("gated", "flag", "the MLP has three matrices instead of two", False)
     biases: bool = key("biases", "flag", "matrices and norms have biases", False)
+    fused: bool = key(
+        "fused", "flag", "queries, keys and values are one linear layer, and so are gate and up", False
+    )
     vocabulary: int = key("vocabulary", "count", "tokens")
     tied: bool = key("tied", "flag", "embedding and head are one matrix", False)
     positions: int = key("positions", "count", "learned position embeddings", 0)
@@ -152,18 +167,42 @@ class ModelProfile:
             )
 
     @property
+    def linear_layers(self) -> tuple[LinearLayer, ...]:
+        """The linear layers of one block, in the order in which it computes."""
+        into = [[self._queries, self._keys, self._keys], [self._hidden] * (2 if self.gated else 1)]
+        attention, mlp = ([sum(each)] if self.fused else each for each in into)
+        return (
+            *(LinearLayer(self.width, outputs) for outputs in attention),
+            LinearLayer(self._queries, self.width),
+            *(LinearLayer(self.width, outputs) for outputs in mlp),
+            LinearLayer(self._hidden, self.width),
+        )
+
+    @property
+    def linear_parameters(self) -> int:
+        """The weights of the linear layers of one block, without biases."""
+        return sum(layer.elements for layer in self.linear_layers)
+
+    @property
     def block_parameters(self) -> int:
         """The parameters of one block."""
-        queries = self.heads * self._head_size
-        keys = (self.kv_heads or self.heads) * self._head_size
-        matrices = 2 * self.width * (queries + keys) + (3 if self.gated else 2) * self.width * self._hidden
-        biases = queries + 2 * keys + self._hidden + 2 * self.width
-        return matrices + 2 * self.width + (biases + 2 * self.width) * self.biases
+        biases = self._queries + 2 * self._keys + self._hidden + 2 * self.width
+        return self.linear_parameters + 2 * self.width + (biases + 2 * self.width) * self.biases
 
     @property
     def trained_block_parameters(self) -> int:
         """The trained parameters of one block, which are all of them."""
         return self.block_parameters
+
+    @property
+    def frozen_block_bytes(self) -> int:
+        """The bytes of the frozen parameters of one block: there are none."""
+        return 0
+
+    @property
+    def frozen_resident_bytes(self) -> int:
+        """The bytes of the frozen parameters outside of the blocks: there are none."""
+        return 0
 
     @property
     def resident_parameters(self) -> int:
@@ -204,12 +243,21 @@ class ModelProfile:
         The block's graph lives while the loss is computed. That is done in chunks of tokens, so its part does not grow
         with the tokens beyond one chunk.
         """
-        block = ACTIVATION_BYTES * self.tokens * self.width
         rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
-        head = LOGIT_BYTES * min(self.tokens, rows) * self.vocabulary
+        head = self.logits_bytes
         if self.tokens > rows:
             head = HEAD_SUM_BYTES * parameters + max(head, HEAD_CHUNK_BYTES * parameters)
-        return block + head
+        return self.activation_bytes + head
+
+    @property
+    def activation_bytes(self) -> int:
+        """An estimate of the activation bytes of one micro-batch in one block."""
+        return ACTIVATION_BYTES * self.tokens * self.width
+
+    @property
+    def logits_bytes(self) -> int:
+        """The bytes of the logits that exist at once, with what the loss makes of them."""
+        return LOGIT_BYTES * min(self.tokens, rows_per_chunk(self.vocabulary)) * self.vocabulary
 
     @property
     def head_flop(self) -> float:
@@ -223,6 +271,14 @@ class ModelProfile:
     @property
     def _hidden(self) -> int:
         return self.hidden or 4 * self.width
+
+    @property
+    def _queries(self) -> int:
+        return self.heads * self._head_size
+
+    @property
+    def _keys(self) -> int:
+        return (self.kv_heads or self.heads) * self._head_size
 
 
 T = TypeVar("T")

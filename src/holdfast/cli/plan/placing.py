@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ConfigError, DoesNotFit
-from ...profiles import MachineProfile, load_machine, load_model
+from ...profiles import BASES, AdaptedModel, MachineProfile, ModelProfile, load_machine, load_model
 from ...quantities import MiB, counted, format_bytes, format_seconds, parse_bytes
 from ...schedule.operation_lists import fit, play
 from ...schedule.planner import formulas
@@ -44,7 +44,11 @@ SIZES = {
 }
 Engine = tuple[Solution, Simulation] | DoesNotFit
 """The engine's version of a plan and its simulated steps, or the reason why it does not fit."""
+ON_HOST = ("params", "optimizer", "activations")
+"""The kinds whose fractions a run is given."""
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
+ENGINE_BASES = ("bf16",)
+"""The formats of a frozen base that the engine of this version reads."""
 ENGINE_TODAY = (
     "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
     "gradients wait."
@@ -101,7 +105,7 @@ def case_of(given: Mapping[str, Any]) -> Case:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Case(machine=_machine(given), model=model, method=method)
+    return Case(machine=_machine(given), model=_under_adapters(model, given), method=method)
 
 
 def _usual_clipping(commit_every: int) -> ClippingMode:
@@ -121,6 +125,18 @@ def rate_text(rate: float) -> str:
 
 
 # -- helpers ----------------------------------------------------------------------------------------
+
+
+def _under_adapters(model: ModelProfile, given: Mapping[str, Any]) -> ModelProfile | AdaptedModel:
+    """Return ``model`` as --lora and --base say that it is trained. Raises ``ConfigError``."""
+    rank, base = given["lora"], given["base"]
+    if rank is None and base is not None:
+        raise ConfigError(
+            f"--base {base} is of frozen layers, and without --lora all are trained. Give --lora R"
+        )
+    if base is not None and base not in BASES:
+        raise ConfigError(f"--base is {' or '.join(BASES)}, not {base!r}")
+    return model if rank is None else AdaptedModel(profile=model, rank=rank, base=BASES[base or "bf16"])
 
 
 def _machine(given: Mapping[str, Any]) -> MachineProfile:
@@ -152,6 +168,7 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
         "model": case.model.description,
         "machine": case.machine.description,
         "parameters": case.model.parameters,
+        "adapters": _adapters_document(case.model),
         "clipping": case.method.clipping,
         "commit_every": case.method.commit_every,
         "chosen": document_of(found.best),
@@ -175,6 +192,36 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
             "days": lives.days,
         },
         "engine_today": _engine_document(engine),
+    }
+
+
+def _adapters_document(model: ModelProfile | AdaptedModel) -> dict[str, Any] | None:
+    """Return what is trained on which base as JSON; None where all parameters are trained."""
+    if not isinstance(model, AdaptedModel):
+        return None
+    return {
+        "rank": model.rank,
+        "linear_layers_per_block": len(model.profile.linear_layers),
+        "parameters": model.adapter_parameters,
+        "base": model.base.name,
+        "base_bits_per_weight": model.weight_bits,
+        "base_bytes": model.blocks * model.frozen_block_bytes,
+        "engine_reads_base": _engine_reads(model),
+    }
+
+
+def _base_document(solution: Solution) -> dict[str, float]:
+    """Return the bytes of a frozen base that a step moves, in all and for each of its parameters."""
+    model = solution.setting.model
+    if not isinstance(model, AdaptedModel):
+        return {}
+    moved, read = (solution.of(each) for each in (formulas.frozen_moved_bytes, formulas.frozen_read_bytes))
+    parameters = model.blocks * model.profile.block_parameters
+    return {
+        "base_moved_bytes_per_step": moved,
+        "base_moved_bytes_per_parameter": moved / parameters,
+        "base_read_bytes_per_step": read,
+        "base_read_bytes_per_parameter": read / parameters,
     }
 
 
@@ -217,6 +264,7 @@ def document_of(solution: Solution) -> dict[str, Any]:
         "ssd_bytes": solution.of(formulas.ssd_bytes),
         "read_bytes_per_step": solution.of(formulas.read_bytes),
         "written_bytes_per_step": solution.of(formulas.written_bytes),
+        **_base_document(solution),
     }
 
 
@@ -237,6 +285,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
     print_facts(
         out,
         {
+            **_adapters_facts(best),
             "what binds": _binds_text(best),
             "memory": _memory_text(best),
             "what would help": "; ".join(map(_change_text, changes)),
@@ -246,8 +295,28 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
             "the engine": _engine_text(engine),
         },
     )
-    if not isinstance(engine, DoesNotFit):
+    if isinstance(engine, DoesNotFit):
+        return
+    if not isinstance(model, AdaptedModel):
         _print_settings(engine[0])
+    elif _engine_reads(model):
+        _print_call(engine[0])
+
+
+def _adapters_facts(best: Solution) -> dict[str, str]:
+    """Describe adapters, and the frozen base with the bytes of it that a step moves; empty if all is trained."""
+    model = best.setting.model
+    if not isinstance(model, AdaptedModel):
+        return {}
+    layers, moved = len(model.profile.linear_layers), _base_document(best)
+    return {
+        "adapters": f"of rank {model.rank} on all {layers} linear layers of each block: "
+        f"{counted(model.adapter_parameters, 'parameter')}; nothing else is trained",
+        "base": f"these layers in {model.base.name}, {model.weight_bits:.4g} bits a weight; "
+        f"{format_bytes(model.blocks * model.frozen_block_bytes)} in the blocks. A step brings "
+        f"{moved['base_moved_bytes_per_parameter']:.2f} bytes a parameter of them to the device, "
+        f"{moved['base_read_bytes_per_parameter']:.2f} from the SSDs",
+    }
 
 
 def _print_places(best: Solution) -> None:
@@ -339,12 +408,40 @@ def _engine_text(engine: Engine) -> str:
     if isinstance(engine, DoesNotFit):
         return f"{ENGINE_TODAY} It does not fit: {engine}"
     solution, simulation = engine
-    seconds = simulation.seconds_per_step
-    return (
-        f"{ENGINE_TODAY} With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
+    seconds, model = simulation.seconds_per_step, solution.setting.model
+    said = (
+        f"With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
         f"{rate_text(solution.setting.tokens / seconds)} tokens/s (the formulas above: "
-        f"{rate_text(solution.tokens_per_second)}), set so:"
+        f"{rate_text(solution.tokens_per_second)})"
     )
+    if isinstance(model, AdaptedModel) and not _engine_reads(model):
+        return f"{ENGINE_TODAY} It does not read a base in {model.base.name}. {said}"
+    return f"{ENGINE_TODAY} {said}, set so:"
+
+
+def _engine_reads(model: AdaptedModel) -> bool:
+    """Return whether the engine of this version reads the base as it is stored."""
+    return model.base.name in ENGINE_BASES
+
+
+def _print_call(engine: Solution) -> None:
+    """Print the settings as arguments of ``holdfast.offload``: ``holdfast train`` makes no adapters."""
+    setting = engine.setting
+    method, placed = setting.method, [f"{name}_on_host={engine.fractions[name]:g}" for name in ON_HOST]
+    if method.delayed is None and setting.delayed_fraction:
+        placed.append(f"delayed_fraction={setting.delayed_fraction:g}")
+    options = [] if setting.machine.device_shares_host else ['device="cuda"']
+    options.append(f"micro_batches={setting.micro_batches}")
+    if method.clipping in ("none", _usual_clipping(method.commit_every)):
+        options += [] if method.clipping == "none" else ["clipping=1.0"]
+    else:
+        options.append(f'clipping=holdfast.Clipping(1.0, "{method.clipping}")')
+    if method.order != "plain":
+        options.append(f'order="{method.order}"')
+    if method.commit_every != 1:
+        options.append(f"durability=holdfast.Durability(commit_every={method.commit_every})")
+    print(f"\n  holdfast.offload(\n      model, optimizer, run, {', '.join(options)},")
+    print(f"      placement=holdfast.Placement({', '.join(placed)}),\n  )")
 
 
 def _print_settings(engine: Solution) -> None:
@@ -360,7 +457,7 @@ def _print_settings(engine: Solution) -> None:
         print(f'  order = "{method.order}"')
     if method.delayed is None and engine.setting.delayed_fraction:
         print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
-    for name in ("params", "optimizer", "activations"):
+    for name in ON_HOST:
         print(f"  {name}_on_host = {engine.fractions[name]:g}")
     if engine.setting.method.commit_every != 1:
         print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")

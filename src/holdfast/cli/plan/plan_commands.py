@@ -62,6 +62,19 @@ Clipping = Annotated[
 ]
 Order = Annotated[str, _placement("--order", "plain or snake.")]
 CommitEvery = Annotated[int, _placement("--commit-every", "Steps; 0 is never.", min=0, metavar="N")]
+Lora = Annotated[
+    int | None,
+    _placement(
+        "--lora",
+        "Train adapters of this rank on every linear layer of the blocks, and nothing else.",
+        min=1,
+        metavar="R",
+    ),
+]
+Base = Annotated[
+    str | None,
+    _placement("--base", "With --lora, what frozen linear layers are stored in: bf16, fp8, int8 or nf4."),
+]
 Host = Annotated[Quantity, _placement("--host", "Host memory; else the machine's.", metavar="256GB")]
 Ssds = Annotated[int | None, _placement("--ssds", "How many SSDs; else the machine's.", min=1)]
 SsdSteps = Annotated[
@@ -76,6 +89,8 @@ def plan(
     micro_batches: MicroBatches = None,
     micro_batch_size: MicroBatchSize = None,
     sequence: Sequence = None,
+    lora: Lora = None,
+    base: Base = None,
     delayed: Delayed = None,
     clipping: Clipping = "auto",
     order: Order = "plain",
@@ -184,6 +199,8 @@ def simulate(
     micro_batches: MicroBatches = None,
     micro_batch_size: MicroBatchSize = None,
     sequence: Sequence = None,
+    lora: Lora = None,
+    base: Base = None,
     clipping: Clipping = "auto",
     commit_every: CommitEvery = 1,
     host: Host = None,

@@ -25,10 +25,9 @@ from ...schedule.simulate import Simulation, busy_columns, chrome_trace, text_ti
 from ...schedule.vertical import vertical
 from ...schedule.work import BlockPlacement
 from ..output import console, plain_table, print_json, print_table, refuse_no_directory
-from .placing import case_of, rate_text
+from .placing import ON_HOST, case_of, rate_text
 
 ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}
-ON_HOST = ("params", "optimizer", "activations")
 COLUMNS = 72
 """The width of a timeline in columns."""
 

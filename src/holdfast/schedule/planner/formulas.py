@@ -156,18 +156,22 @@ def host_bytes(s: Setting) -> Affine:
 def device_bytes(s: Setting) -> float:
     """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
     inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
-    resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
+    resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
     block = DEVICE_SLOTS * s.param_bytes + s.saving.grad_slots * s.grad_bytes
     return block + inputs + resident + s.model.workspace_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
-    """Return the space that the run takes on the SSDs."""
+    """Return the space that the run takes on the SSDs.
+
+    Frozen parameters are there once, whether they stay in host memory or not.
+    """
     method = s.method
     files = method.retain + (1 if method.commit_every == 1 else 2)
     state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
     waits = waiting(s) * s.blocks * on_ssd(s, "gradients")
-    return state + s.blocks * (on_ssd(s, "params") + _spilled(s)) + waits
+    frozen = s.blocks * s.model.frozen_block_bytes + s.frozen_resident_bytes
+    return state + s.blocks * (_updated(s) + _spilled(s)) + waits + frozen
 
 
 def written_bytes(s: Setting) -> Affine:
@@ -180,6 +184,16 @@ def read_bytes(s: Setting) -> Affine:
     return s.blocks * (forward(s).read + backward(s).read) + (
         0 if s.saving.resident_state else s.resident_state_bytes
     )
+
+
+def frozen_moved_bytes(s: Setting) -> float:
+    """Return the bytes of the blocks' frozen parameters that the passes of one step bring to the device."""
+    return s.blocks * (_forward_passes(s) + 1) * s.model.frozen_block_bytes
+
+
+def frozen_read_bytes(s: Setting) -> Affine:
+    """Return the bytes of the blocks' frozen parameters that one step reads from the SSDs."""
+    return frozen_moved_bytes(s) * (1 - Affine.of("params"))
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -228,6 +242,7 @@ def _host_bytes(s: Setting) -> Affine:
     rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
     held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
     resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
+    resident += s.frozen_resident_bytes
     return (
         rows * size
         + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))

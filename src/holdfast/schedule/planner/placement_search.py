@@ -393,12 +393,18 @@ class MeasuredModel:
         return round(self._mean("elements"))
 
     @property
-    def block_parameters(self) -> int:
-        return round(self._mean("param_bytes") / self.param_bytes_each)
+    def frozen_block_bytes(self) -> int:
+        parameters = round(self._mean("param_bytes") / self.param_bytes_each)
+        return (parameters - self.trained_block_parameters) * self.param_bytes_each
 
     @property
     def resident_parameters(self) -> int:
         return self.work.resident_elements
+
+    @property
+    def frozen_resident_bytes(self) -> int:
+        """Nothing: a proposal does not count them, and whole blocks are checked by the memory of the list."""
+        return 0
 
     @property
     def input_elements(self) -> int:

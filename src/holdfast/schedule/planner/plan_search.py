@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import DoesNotFit
-from ...profiles import MachineProfile, ModelProfile
+from ...profiles import AdaptedModel, MachineProfile, ModelProfile
 from ...quantities import GiB, format_bytes
 from ..work import LEAST_MEMORY
 from . import formulas
@@ -61,7 +61,7 @@ class Case:
     """The planning problem: everything but the number of micro-batches and the delayed fraction."""
 
     machine: MachineProfile
-    model: ModelProfile
+    model: ModelProfile | AdaptedModel
     method: Method
 
     def setting(self, micro_batches: int, delayed_fraction: float = 0.0) -> Setting:

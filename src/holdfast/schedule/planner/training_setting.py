@@ -105,8 +105,8 @@ class Setting:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of one block that a pass reads."""
-        return self.model.block_parameters * self.method.param_bytes
+        """Bytes of one block that a pass reads: the compute copy, of frozen parameters as they are stored."""
+        return self.trained_param_bytes + self.model.frozen_block_bytes
 
     @property
     def trained_param_bytes(self) -> int:
@@ -137,8 +137,13 @@ class Setting:
 
     @property
     def resident_elements(self) -> int:
-        """Number of elements of the prologue and epilogue, which stay."""
+        """Number of trained elements of the prologue and epilogue, which stay."""
         return 0 if self.method.paper else self.model.resident_parameters
+
+    @property
+    def frozen_resident_bytes(self) -> int:
+        """Bytes of the frozen parameters of the prologue and epilogue, which stay."""
+        return 0 if self.method.paper else self.model.frozen_resident_bytes
 
     @property
     def flop_per_second(self) -> float:
@@ -169,22 +174,30 @@ class Setting:
 
 
 class PlannedModel(Protocol):
-    """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
+    """Equal blocks, and one micro-batch of them.
+
+    A profile (``ModelProfile``), one under adapters (``AdaptedModel``), or what the engine measured.
+    """
 
     @property
     def description(self) -> str: ...
     @property
     def blocks(self) -> int: ...
     @property
-    def block_parameters(self) -> int:
-        """Number of parameters of one block, frozen ones included."""
+    def trained_block_parameters(self) -> int: ...
+    @property
+    def frozen_block_bytes(self) -> int:
+        """Bytes of the frozen parameters of one block, as they are stored and read."""
         ...
 
     @property
-    def trained_block_parameters(self) -> int: ...
-    @property
     def resident_parameters(self) -> int:
         """Number of trained parameters outside of the blocks."""
+        ...
+
+    @property
+    def frozen_resident_bytes(self) -> int:
+        """Bytes of the frozen parameters outside of the blocks."""
         ...
 
     @property

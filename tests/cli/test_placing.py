@@ -1,11 +1,15 @@
 """``plan --model --machine``: what it chooses, what it says about it, and what it refuses."""
 
+import ast
+import inspect
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import holdfast as library
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.schedule.planner.plan_search import Case, best_at, search
 from holdfast.schedule.planner.training_setting import Method
@@ -156,6 +160,111 @@ def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clippin
     assert holdfast("train", *sets, "--print-config").code == 0
 
 
+ADAPTERS = ["--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--lora", "8"]
+
+
+def test_all_parameters_are_trained_without_lora(plan):
+    found = plan("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "4", "--delayed", "0")
+    assert found["adapters"] is None
+    assert not any(name.startswith("base_") for name in found["chosen"])
+
+
+def test_the_document_has_adapters_and_base(plan):
+    options = ["--model", "llama-3-8b", "--machine", "rtx-4090", "--sequence", "2048", "--micro-batches", "2"]
+    found = plan(*options, "--delayed", "0", "--lora", "8", "--base", "nf4", "--host", "6GB")
+    profile, adapters, chosen = load_model("llama-3-8b"), found["adapters"], found["chosen"]
+    width, keys, hidden = 4096, 1024, 14336
+    weights = 2 * width**2 + 2 * width * keys + 3 * width * hidden
+    scales = weights // 64
+    base = 32 * (weights // 2 + scales + 4 * scales // 256 + 2 * 2 * width)
+    assert adapters == {
+        "rank": 8,
+        "linear_layers_per_block": 7,
+        "parameters": 32 * 8 * (2 * (width + width) + 2 * (width + keys) + 3 * (width + hidden)),
+        "base": "nf4",
+        "base_bits_per_weight": pytest.approx(4.127, abs=1e-3),
+        "base_bytes": base,
+        "engine_reads_base": True,
+    }
+    moved = base * (31 + 32) / 32
+    assert chosen["base_moved_bytes_per_step"] == pytest.approx(moved)
+    assert chosen["base_read_bytes_per_step"] == pytest.approx(moved * (1 - chosen["on_host"]["params"]))
+    assert 0 < chosen["on_host"]["params"] < 1
+    for kind in ("moved", "read"):
+        each = chosen[f"base_{kind}_bytes_per_step"] / (32 * profile.block_parameters)
+        assert chosen[f"base_{kind}_bytes_per_parameter"] == pytest.approx(each)
+    assert found["parameters"] == profile.parameters
+    assert found["model"] == f"{profile.description}, with adapters of rank 8 on a base in nf4"
+
+
+def test_a_base_is_in_bf16_unless_it_is_said(plan):
+    found = plan(*ADAPTERS, "--delayed", "0")
+    assert (found["adapters"]["base"], found["adapters"]["base_bits_per_weight"]) == ("bf16", 16)
+
+
+def test_a_person_reads_what_is_trained_on_which_base(holdfast, plan):
+    options = [*ADAPTERS, "--base", "int8", "--delayed", "0"]
+    found, text = plan(*options), " ".join(holdfast("plan", *options).out.split())
+    adapters, chosen = found["adapters"], found["chosen"]
+    assert (
+        f"adapters of rank 8 on all 4 linear layers of each block: {adapters['parameters']:,} parameters;"
+        in text
+    )
+    assert f"base these layers in int8, {adapters['base_bits_per_weight']:.4g} bits a weight;" in text
+    moved, read = (chosen[f"base_{kind}_bytes_per_parameter"] for kind in ("moved", "read"))
+    assert f"brings {moved:.2f} bytes a parameter of them to the device, {read:.2f} from the SSDs" in text
+
+
+@pytest.mark.parametrize(
+    "machine, options, expected",
+    [
+        (
+            "cpu-2-core",
+            ["--clipping", "none", "--commit-every", "3"],
+            {"durability": library.Durability(commit_every=3)},
+        ),
+        ("cpu-2-core", ["--order", "snake"], {"order": "snake", "clipping": 1.0}),
+        (
+            "rtx-4090",
+            ["--clipping", "per_block", "--delayed", "0.5"],
+            {"device": "cuda", "clipping": library.Clipping(1.0, "per_block")},
+        ),
+    ],
+)
+def test_the_settings_for_adapters_are_a_call_that_offload_takes(holdfast, machine, options, expected):
+    """``holdfast train`` makes no adapters, so there are no keys of it."""
+    delayed = [] if "--delayed" in options else ["--delayed", "0"]
+    result = holdfast("plan", *ADAPTERS[:3], machine, *ADAPTERS[4:], *options, *delayed)
+    assert "[train]" not in result.out
+    taken: dict = {}
+    scope = SimpleNamespace(
+        offload=lambda *args, **kwargs: taken.update(
+            inspect.signature(library.offload).bind(*args, **kwargs).arguments
+        ),
+        Placement=library.Placement,
+        Clipping=library.Clipping,
+        Durability=library.Durability,
+    )
+    call = ast.parse(inspect.cleandoc(result.out[result.out.index("holdfast.offload(") :]))
+    exec(compile(call, "call", "exec"), {"holdfast": scope, "model": 0, "optimizer": 0, "run": ""})
+    placement = taken.pop("placement")
+    assert all(
+        0 <= getattr(placement, f"{kind}_on_host") <= 1 for kind in ("params", "optimizer", "activations")
+    )
+    assert placement.delayed_fraction == (0.5 if "0.5" in options else None)
+    assert {k: v for k, v in taken.items() if k not in ("model", "optimizer", "run")} == {
+        "micro_batches": 4
+    } | expected
+
+
+def test_a_base_that_the_engine_does_not_read_is_planned_without_settings(holdfast, plan):
+    options = [*ADAPTERS, "--base", "fp8", "--delayed", "0"]
+    assert plan(*options)["adapters"]["engine_reads_base"] is False
+    result = holdfast("plan", *options)
+    assert "It does not read a base in fp8." in " ".join(result.out.split())
+    assert "holdfast.offload(" not in result.out
+
+
 @pytest.mark.slow
 def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
     found = plan("--model", "llama-7b", "--machine", "a100-80g")
@@ -195,6 +304,9 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
             [*GPT, "--clipping", "speculate", "--commit-every", "2"],
             "--commit-every 2 with --clipping speculate: a wrong guess is undone from the commit",
         ),
+        ([*GPT, "--base", "nf4"], "--base nf4 is of frozen layers, and without --lora all are trained"),
+        ([*GPT, "--lora", "8", "--base", "nf5"], "--base is bf16 or fp8 or int8 or nf4, not 'nf5'"),
+        ([*GPT, "--lora", "0"], "--lora"),
         ([*GPT, "--order", "zigzag"], "order is plain or snake, not 'zigzag'"),
         ([*GPT, "--clipping", "defer", "--delayed", "0.5"], "--delayed says what --clipping defer decides"),
         ([*GPT, "--cadence"], "--cadence is not for a plan of a --model"),
@@ -224,10 +336,17 @@ def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
 
 @pytest.mark.slow
 def test_the_document_shows_what_is_printed(holdfast):
+    """Lines that a sample leaves out are "..."."""
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    sample = text.partition("```\n$ holdfast plan ")[2].partition("\n```")[0]
-    command, _, shown = sample.partition("\n")
+    whole, adapters = [part.partition("\n```")[0] for part in text.split("```\n$ holdfast plan ")[1:]]
+    command, _, shown = whole.partition("\n")
     assert holdfast("plan", *command.split()).out.rstrip() == shown
+    command, _, shown = adapters.partition("\n")
+    said, parts = holdfast("plan", *command.split()).out, shown.split("...\n")
+    assert len(parts) > 1
+    for part in parts:
+        _, found, said = said.partition(part)
+        assert found, part
 
 
 @pytest.mark.slow

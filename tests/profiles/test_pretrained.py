@@ -40,6 +40,21 @@ def test_parameters_are_those_of_the_model(tmp_path, kind):
     assert (profile.blocks, profile.sequence, profile.vocabulary) == (3, 64, 300)
 
 
+@pytest.mark.parametrize("kind", GATED + PLAIN)
+def test_linear_layers_are_those_of_the_model(tmp_path, kind):
+    config = config_of(kind)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    shapes = [
+        module.weight.shape if isinstance(module, linear[1]) else module.weight.shape[::-1]
+        for name, module in model.named_modules()
+        if isinstance(module, linear) and ".0." in name
+    ]
+    assert sorted(load_model(str(tmp_path)).linear_layers) == sorted(tuple(shape) for shape in shapes)
+
+
 def test_another_architecture_is_refused_by_name(tmp_path):
     transformers.MixtralConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"mixtral.*TOML file"):

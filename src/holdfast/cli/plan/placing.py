@@ -47,7 +47,7 @@ Engine = tuple[Solution, Simulation] | DoesNotFit
 ON_HOST = ("params", "optimizer", "activations")
 """The kinds whose fractions a run is given."""
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
-ENGINE_BASES = ("bf16",)
+ENGINE_BASES = ("bf16", "int8", "nf4")
 """The formats of a frozen base that the engine of this version reads."""
 ENGINE_TODAY = (
     "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "

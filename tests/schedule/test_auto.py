@@ -184,7 +184,7 @@ def test_the_linear_program_is_told_frozen_parameters_and_small_states():
     )
     model = MeasuredModel(replace(WORK, blocks=(block,) * 8))
     assert (model.param_bytes_each, model.state_bytes_each) == (2, 4.0)
-    assert (model.block_parameters, model.trained_block_parameters) == (10**6, 5 * 10**5)
+    assert (model.frozen_block_bytes, model.trained_block_parameters) == (10**6, 5 * 10**5)
     assert model.input_elements == 5 * 10**4
     frozen = replace(block, elements=0, trained_param_bytes=0, state_bytes=0, grad_bytes=0)
     nothing = asked(70 * 10**6, work=replace(WORK, blocks=(frozen,) * 8))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.data_parallel import refuse_alone_only
 from holdfast.offload.model.blocks import find_blocks
@@ -338,3 +339,13 @@ def test_a_pass_in_another_dtype_leaves_the_bias_in_its_memory(kind, dtype):
     made(x.to(dtype)).sum().backward()
     assert bias.data_ptr() == memory and bias.dtype == torch.bfloat16
     assert torch.equal(bias.grad, torch.full_like(bias, 5))
+
+
+def test_quantised_weights_are_not_converted_to_another_dtype(tmp_path):
+    train(adapted(load(tmp_path / "folder", "nf4")), tmp_path / "run", range(1))
+    written = tmp_path / "all.safetensors"
+    with pytest.raises(BadInput, match="--dtype bf16 would round the scales of quantised weights"):
+        convert(str(tmp_path / "run"), written, ConvertOptions(to="safetensors", dtype="bf16"), as_json=True)
+    assert not written.exists()
+    convert(str(tmp_path / "run"), written, ConvertOptions(to="safetensors"), as_json=True)
+    assert written.exists()

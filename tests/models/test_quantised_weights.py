@@ -156,3 +156,14 @@ def test_without_the_library_one_error_says_what_to_install(tmp_path, monkeypatc
 def test_names_of_what_unpacks():
     assert is_packed("a.SCB") and is_packed("a.weight.quant_state.bitsandbytes__nf4")
     assert not is_packed("a.bias") and not is_packed("model.weight_norm.scale")
+
+
+def test_a_model_of_a_folder_is_trained_again_after_its_run_was_closed(tmp_path):
+    model, weights = holdfast.pretrained(quantised(tmp_path, "nf4"))
+    model = adapted(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for run in ("first", "second", "first"):
+        with holdfast.offload(model, optimizer, tmp_path / run, source=weights, precision="fp32") as engine:
+            losses.append(engine.step(micro_batches()))
+    assert losses[0] == losses[1] != losses[2]

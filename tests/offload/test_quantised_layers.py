@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import ModelNotSupported
+from holdfast.cli.convert import ConvertOptions, convert
+from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.model.blocks import find_blocks
 from holdfast.offload.model.quantised_layers import close_layers, is_open, open_layers
 from holdfast.offload.setup.block_measurement import measure
@@ -264,3 +265,73 @@ def test_what_cannot_be_streamed_is_refused_before_anything_is_written(tmp_path)
     ):
         opened(model, run)
     assert not run.exists()
+
+
+def test_a_refused_model_is_as_before(tmp_path):
+    model = adapted(load(tmp_path / "folder", "nf4"))
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def refuse(preflight):
+        raise BadInput("no")
+
+    for options in ({"order": "x"}, {"budget": "x"}, {"confirm": refuse}):
+        with pytest.raises(BadInput):
+            holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32", **options)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert not any(is_open(module) for module in model.modules())
+
+
+def test_a_layer_that_was_packed_for_inference_is_refused():
+    """The library rounds the scales as it packs a weight for the CPU, and puts some back in another order."""
+    model = nn.Sequential(layer("nf4"))
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ModelNotSupported, match=r"^0 was packed anew .*Load the model again"):
+        open_layers(model)
+    assert not is_open(model[0])
+
+
+def test_a_closed_layer_has_the_attributes_that_it_had():
+    model = nn.Sequential(layer("nf4"))
+    model[0].support_avx512bf16_for_cpu, x = True, torch.randn(5, 48)
+    before = computed(model, x)[0]
+    open_layers(model)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), before) and not model[0].support_avx512bf16_for_cpu
+    close_layers(model)
+    assert model[0].support_avx512bf16_for_cpu and model[0].quant_state is model[0].weight.quant_state
+
+
+def test_layers_may_share_a_weight():
+    model, x = nn.Sequential(layer("nf4"), nn.Linear(32, 48), layer("nf4")), torch.randn(5, 48)
+    model[2].weight = model[0].weight
+    before = computed(model, x)
+    open_layers(model)
+    assert all(torch.equal(one, other) for one, other in zip(computed(model, x), before))
+    close_layers(model)
+    assert model[2].weight is model[0].weight
+    assert all(torch.equal(one, other) for one, other in zip(computed(model, x), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_in_another_dtype_leaves_the_bias_in_its_memory(kind, dtype):
+    made = layer(kind)
+    open_layers(made)
+    made.compute_dtype, made.training = dtype, True
+    made._parameters["bias"] = bias = nn.Parameter(torch.randn(32).bfloat16())
+    memory, x = bias.data_ptr(), torch.randn(5, 48, requires_grad=True)
+    made(x.to(dtype)).sum().backward()
+    assert bias.data_ptr() == memory and bias.dtype == torch.bfloat16
+    assert torch.equal(bias.grad, torch.full_like(bias, 5))
+
+
+def test_quantised_weights_are_not_converted_to_another_dtype(tmp_path):
+    train(adapted(load(tmp_path / "folder", "nf4")), tmp_path / "run", range(1))
+    written = tmp_path / "all.safetensors"
+    with pytest.raises(BadInput, match="--dtype bf16 would round the scales of quantised weights"):
+        convert(str(tmp_path / "run"), written, ConvertOptions(to="safetensors", dtype="bf16"), as_json=True)
+    assert not written.exists()
+    convert(str(tmp_path / "run"), written, ConvertOptions(to="safetensors"), as_json=True)
+    assert written.exists()

@@ -262,10 +262,21 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
         raise BadInput(f"--to torch writes one file, and {destination} does not end in .pt or .pth")
 
 
+def _refuse_packed(source: Source, how: ConvertOptions) -> None:
+    """Raise ``BadInput`` if ``source`` has quantised weights: another dtype would change what they stand for."""
+    for stored in source.atoms.values():
+        if ".weight.quant_state." in stored.atom.name or stored.atom.name.endswith(".SCB"):
+            raise BadInput(
+                f"--dtype {how.dtype} would round the scales of quantised weights ({stored.atom.name}). Leave it out"
+            )
+
+
 def _write(export: Export, destination: Path, how: ConvertOptions, report: Report) -> dict[str, Any]:
     source, adapter = export.source, export.adapter
     tensors = sum(export.has(key, how.to) for key in source.atoms)
     dtype = DTYPES.get(how.dtype or "")
+    if dtype is not None and adapter is None:
+        _refuse_packed(source, how)
     if adapter is not None:
         path = destination / ADAPTER_FILE
         files = [write_named(source, path, adapter.names, dtype=dtype, report=report)]

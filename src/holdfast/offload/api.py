@@ -29,6 +29,7 @@ from .data_parallel import DataParallelGroup
 from .engine import Engine
 from .exit_hook import deferred
 from .model.model_parts import ModelParts
+from .model.quantised_layers import close_layer, is_quantised
 from .model.takeover import (
     refuse_emptied,
     refuse_held,
@@ -174,6 +175,7 @@ def offload(
     )  # fmt: skip
     fellows = DataParallelGroup.here(deadline_seconds)
     with _undone_on_error(fellows) as made:
+        made.quantised = [module for module in model.modules() if is_quantised(module)]
         given = checked_arguments(given, fellows)
         drives = Drives.of(given.place, io.drives, io.limits, say, fellows.control)
         planned = plan_run(given, drives, fellows)
@@ -211,6 +213,8 @@ class _Made:
     """The configurations whose key-value cache was switched off."""
     runtime: Runtime | None = None
     engine: Engine | None = None
+    quantised: list[nn.Module] = field(default_factory=list)
+    """The quantised layers of the model that were not open."""
 
     def undo(self, error: BaseException) -> None:
         """Release everything. The files of a fresh run are removed if ``error`` is a refusal."""
@@ -222,6 +226,8 @@ class _Made:
             self.queue.close()  # nothing is under way any more when the lock is released
         if self.runtime is not None and self.engine is None:
             self.runtime.residency.release()
+        for layer in self.quantised:
+            close_layer(layer)
         if self.store is None:
             return
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)

@@ -32,7 +32,8 @@ NUMBERS = "weight.quant_state.bitsandbytes__"
 def open_layers(model: nn.Module) -> None:
     """List what the quantised layers of ``model`` compute with as frozen parameters. Open layers stay as they are.
 
-    Raises ``ModelNotSupported`` for a layer that has not quantised its weight yet, with nothing changed.
+    Raises ``ModelNotSupported`` for a layer that has not quantised its weight yet, or has packed it anew for inference,
+    with nothing changed.
     """
     found = [(module, opened) for module in model.modules() if (opened := _opened(module))]
     names = {id(module): name for name, module in model.named_modules()}
@@ -42,8 +43,15 @@ def open_layers(model: nn.Module) -> None:
                 f"{names[id(module)]} ({type(module).__name__}) has not quantised its weight. That happens when the"
                 ' model is moved to a device: model.to("cpu"). Weights that are trained cannot be quantised.'
             )
-    for module, opened in found:
-        tensors = module.state_dict()
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ModelNotSupported(
+                f"{names[id(module)]} was packed anew when the model ran in evaluation mode on this CPU, which rounds"
+                " its scales. Load the model again, and let the engine evaluate it: engine.evaluate."
+            )
+    every = [
+        module.state_dict() for module, _ in found
+    ]  # before the first is open, as layers may share a weight
+    for (module, opened), tensors in zip(found, every, strict=True):
         opened.forget(module)
         _open(module, opened, tensors)
 
@@ -61,15 +69,25 @@ def expect(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def close_layers(model: nn.Module) -> None:
-    """Make the layers that ``open_layers`` has opened what they were, with the values of their parameters."""
+    """Make the layers that ``open_layers`` has opened what they were, with the values of their parameters.
+
+    Those on ``meta`` stay open: the library has no such layers.
+    """
     for module in model.modules():
-        if isinstance(module, _OpenLayer):
-            made, weight = module.weight, module._parameters["weight"]
-            module.close()
-            assert weight is not None
-            weight.__dict__.clear()
-            weight.__class__ = type(made)  # the object stays the same, as an optimizer may refer to it
-            weight.__dict__.update(made.__dict__)
+        close_layer(module)
+
+
+def close_layer(module: nn.Module) -> None:
+    """Close one layer of a model, if it is open and not on ``meta``."""
+    if not isinstance(module, _OpenLayer) or module._parameters["weight"].is_meta:
+        return
+    made, weight = module.weight, module._parameters["weight"]
+    module.close()
+    weight.__dict__.clear()
+    weight.__class__ = type(made)  # the object stays the same, as an optimizer may refer to it
+    weight.__dict__.update(made.__dict__)
+    if isinstance(made, _library("nn.modules").Params4bit):
+        module.quant_state = weight.quant_state  # type: ignore[assignment]
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -171,6 +189,16 @@ class _OpenLayer:
         pinned = self.__dict__.get("_pinned")
         return self.made(self._parameters["weight"]) if pinned is None else pinned
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias; within a pass in the dtype of the pass, as the library would give the parameter other memory."""
+        bias, dtype = self._parameters["bias"], self.__dict__.get("_bias_dtype")
+        return bias if bias is None or dtype is None else bias.to(dtype)
+
+    def bias_dtype(self, x: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which the bias is added for the input ``x``."""
+        return x.dtype
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             if value.data_ptr() == self._parameters["weight"].data_ptr():
@@ -180,10 +208,11 @@ class _OpenLayer:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.__dict__["_pinned"] = self.weight  # it is asked for several times
+        self.__dict__["_bias_dtype"] = self.bias_dtype(x)
         try:
             return super().forward(x)  # type: ignore[misc]
         finally:
-            del self.__dict__["_pinned"]
+            del self.__dict__["_pinned"], self.__dict__["_bias_dtype"]
 
     def _save_to_state_dict(self, *args: Any) -> None:
         nn.Module._save_to_state_dict(self, *args)  # type: ignore[arg-type]
@@ -212,7 +241,17 @@ class _Open4bit(_OpenLayer):
     @staticmethod
     def forget(module: Any) -> None:
         module.quant_state = None
-        module.support_avx512bf16_for_cpu = False  # it would pack the weight anew in evaluations
+
+    @property
+    def support_avx512bf16_for_cpu(self) -> bool:
+        """False: in an evaluation the library would pack the weight anew, in memory that is lent."""
+        return False
+
+    def bias_dtype(self, x: torch.Tensor) -> torch.dtype:
+        told: torch.dtype | None = self.compute_dtype  # type: ignore[attr-defined]
+        if not self.compute_type_is_set and x.dtype != torch.float16:  # type: ignore[attr-defined]
+            return x.dtype
+        return told or x.dtype
 
     def adopt(self, value: torch.Tensor) -> None:
         numbers = _parsed(value)

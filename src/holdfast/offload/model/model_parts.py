@@ -16,7 +16,7 @@ from torch import nn
 
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
-from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimizer
+from ...optim.host_optimizer import HELPER_BYTES, SLICE_HELPER_BYTES, HostOptimizer
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, TileWork, Work
@@ -113,7 +113,7 @@ class ModelParts:
             guesses: True if updates of blocks leave their gradients unchanged and work on copies.
         """
         threads = update_threads(unified, update_workers)
-        helper_bytes = max(HELPER_BYTES, threads * TILE_HELPER_BYTES) if threads > 1 else 0
+        helper_bytes = max(HELPER_BYTES, threads * SLICE_HELPER_BYTES) if threads > 1 else 0
         return Work(
             blocks=tuple(
                 BlockWork(

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from .. import accelerators
 from ..measure.host_memory import free_host_bytes
 from ..quantities import round_up
-from ..schedule.memory_use import predict
+from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work
 from .model.graph_sizes import GraphGauge, GraphSizes
 from .runtime import Runtime, Step
@@ -107,16 +107,10 @@ class RecomputationChoice:
         rows, room = len(self._run.blocks) - 1, self._room()
         if self._sizes is None or room is None:
             return EVERY
-        work, again = _with_sizes(self._plan.work, self._sizes), self._bytes(self._plan.work, count, EVERY)
-
-        def fits(kept: int) -> bool:
-            return self._bytes(work, count, (rows - kept) / rows) - again <= room
-
-        fitting, failing = (rows, rows + 1) if fits(rows) else (0, rows)
-        while failing - fitting > 1:
-            middle = (fitting + failing) // 2
-            fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
-        return (rows - fitting) / rows
+        work = _with_sizes(self._plan.work, self._sizes)
+        most = self._bytes(self._plan.work, count, EVERY) + room
+        kept = largest_fitting(0, rows, lambda n: self._bytes(work, count, (rows - n) / rows) <= most)
+        return (rows - kept) / rows
 
     def _bytes(self, work: Work, count: int, fraction: float) -> int:
         """Return the bytes of a step where activations are kept: on the device, which may be the host."""

@@ -157,9 +157,9 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         device = open_device(given.device)
         check_graphs(device.torch_device, parts.blocks)
         if fellows.rank == 0:
-            warn_of_slow_bf16(device.torch_device, given.precision.dtype, stacklevel=4)
+            warn_of_slow_bf16(device.torch_device, given.precision.dtype)
             if given.blocks is None:
-                warn_of_resident(given.model, parts.blocks, stacklevel=4)
+                warn_of_resident(given.model, parts.blocks)
         budget = AUTO if given.budget == "auto" else given.budget or Budget()
         budget = budget.resolved(device, fellows.on_host)
 

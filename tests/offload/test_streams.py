@@ -148,7 +148,7 @@ def test_the_share_of_delayed_gradients_lies_where_block_inputs_were(unified, de
     flat = residency.grads[0].flat[:size]
     assert (flat == 7).all() and len(flat) == size
     assert pool.in_use_bytes == before - size + (0 if delayed and not unified else size)
-    residency.free_grads(0, lent=delayed)
+    residency.free_grads(0, in_inputs=delayed)
     assert pool.in_use_bytes == before - size
 
 

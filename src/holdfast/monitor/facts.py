@@ -267,10 +267,10 @@ def speed_of_light(history: History, most: int | None = None) -> dict[str, Any] 
     }
 
 
-def light_said(light: dict[str, Any]) -> tuple[str, str]:
+def describe_speed_of_light(light: dict[str, Any]) -> tuple[str, str]:
     """Return the percentage of ``speed_of_light``, and words for what it is of.
 
-    >>> light_said({"share": 0.934, "lane": "ssd"})
+    >>> describe_speed_of_light({"share": 0.934, "lane": "ssd"})
     ('93%', 'of the speed of light (the SSD)')
     """
     return (

@@ -23,7 +23,7 @@ from .training_panel import number
 
 LOSS = Scale(number, from_zero=False)
 SECONDS = Scale(milliseconds)
-COUNT = Scale("{:,.0f}".format, whole=True)
+COUNT = Scale("{:,.0f}".format, are_counts=True)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _tiles(look: Look) -> list[tuple[str, str]]:
         else []
     )
     light = facts.speed_of_light(history)
-    tiles += [("speed of light", facts.light_said(light)[0])] if light else []
+    tiles += [("speed of light", facts.describe_speed_of_light(light)[0])] if light else []
     tiles += [("written", format_bytes(life["written_bytes"]))] if life["written_bytes"] is not None else []
     return tiles
 

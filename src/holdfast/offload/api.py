@@ -17,7 +17,7 @@ from torch import nn
 
 from ..distributed import Ranks
 from ..errors import BadInput, HoldfastError, RunLocked
-from ..events import EventLog, said_lost, tell
+from ..events import EventLog, describe_lost_steps, tell
 from ..io.queue import IOQueue
 from ..optim.torch_threads import keep_torch_threads
 from ..regular_files import home_path
@@ -402,9 +402,9 @@ def _opened_engine(
             update_workers=given.io.update_workers, caches=made.caches,
         )  # fmt: skip
     if start.found is not None and told:
-        engine.said_lost = said_lost(log, start.found.step)
+        engine.lost_steps_text = describe_lost_steps(log, start.found.step)
         if given.say is None:
-            tell(f"{given.place} continues after step {start.found.step:,}. {engine.said_lost}")
+            tell(f"{given.place} continues after step {start.found.step:,}. {engine.lost_steps_text}")
     if start.found is None and given.before_first_commit is not None:
         made.fellows.control.first_does(given.before_first_commit)
     engine.begin(start.found, start.beginning)

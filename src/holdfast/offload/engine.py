@@ -117,7 +117,7 @@ class Engine:
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
-        self.said_lost = ""
+        self.lost_steps_text = ""
         """Sentence about what is known to have been lost at the resume."""
         self.skipped_steps = 0
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile

@@ -24,9 +24,9 @@ from .layout.overlaps import (
     OverlappingMemory,
     Shared,
     described,
+    key_names,
     overlaps,
     put_within,
-    said_keys,
     tensors_within,
 )
 from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
@@ -171,7 +171,7 @@ class LiveState:
             for name, slot, *_ in (key for key in group if key[1:] not in PLACED):
                 if is_distributed(self._state(self.parameter(name))[slot]):
                     raise BadInput(
-                        f"{said_keys(group)} are one memory, and a resume would give each its own. Have the optimizer"
+                        f"{key_names(group)} are one memory, and a resume would give each its own. Have the optimizer"
                         " keep copies: .clone()."
                     )
 
@@ -256,7 +256,7 @@ class LiveState:
                 made = memory.view(offset, strides, held[tuple(key)])
                 if made is None:
                     raise RunMismatch(
-                        f"{said_keys(tuple(key) for key, *_ in group)} were one memory in the run, and cannot be here."
+                        f"{key_names(tuple(key) for key, *_ in group)} were one memory in the run, and cannot be here."
                         " Resume with the model and optimizer, and as many ranks, as the run had."
                     )
                 slots = self._state(self.parameter(key[0]))

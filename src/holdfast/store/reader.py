@@ -140,10 +140,10 @@ class RunReader:
             self.disk.listdir("journal")
         )
         raise NoCommit(
-            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.said_of_timelines(step)}"
+            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.describe_timelines(step)}"
         )
 
-    def said_of_timelines(self, step: int) -> str:
+    def describe_timelines(self, step: int) -> str:
         """Return how to name ``step`` of an abandoned timeline, as text for an error.
 
         Empty if every timeline is part of the present line at ``step``.

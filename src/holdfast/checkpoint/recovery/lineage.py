@@ -24,7 +24,7 @@ from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
 from ...state.joined_buffers import BUFFER, arrange_buffers
 from ...state.layout.flat_ranges import AnyRegion
-from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, placed, said_keys
+from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, key_names, placed
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import RESIDUAL, TensorEntry
@@ -167,7 +167,7 @@ class Lineage:
             as_here = lies in placed(self._shared(stream) or []).values()
             if not together or (is_cut_alike and not as_here):
                 raise RunMismatch(
-                    f"{said_keys(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
+                    f"{key_names(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
                     " of their values could be brought back. Build the model as the run's was, each with memory of its"
                     " own (.clone())."
                 )
@@ -176,7 +176,7 @@ class Lineage:
         """Return the names of parameters that shared memory in the run and do not here, by group."""
         here = placed(state.shared(), PARAMETERS)
         there = placed(self._shared(stream) or [], PARAMETERS)
-        return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
+        return [key_names(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
         """Raise ``RunMismatch`` where tensors do not share memory here, but replay needs them to."""

@@ -261,14 +261,14 @@ class _Search:
         why = self.odd[-1] if self.odd else "No later step of this line can be resumed."
         raise NoCommit(
             f"{root} cannot be brought to step {self.target}: after step {line.step} the records end."
-            f" {why}{self._said_of_timelines()}"
+            f" {why}{self._describe_timelines()}"
         )
 
-    def _said_of_timelines(self) -> str:
+    def _describe_timelines(self) -> str:
         """Return a sentence about abandoned timelines that may have the one step that was requested."""
         if not self.exact or self.tip is not None or self.target is None:
             return ""
-        return self.store.said_of_timelines(self.target)
+        return self.store.describe_timelines(self.target)
 
     def restored(self, line: Lineage) -> RecoveryResult:
         """Restore user state and residuals at the end of ``line``, whose tensors the live state has.
@@ -321,7 +321,7 @@ class _Search:
         root = self.store.root
         if not bases:
             return NoCommit(
-                f"{root} has no commit of step {self.target} or before it.{self._said_of_timelines()}"
+                f"{root} has no commit of step {self.target} or before it.{self._describe_timelines()}"
             )
         if self.unread:
             return DiskFailed(f"no base of {root} can be read. {next(iter(self.unread))}")

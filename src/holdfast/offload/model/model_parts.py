@@ -21,7 +21,7 @@ from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, TileWork, Work
 from ...state.capture import Captured, CapturedParameter, buffer_at, capture
-from ...state.layout.overlaps import Key, overlaps, said_keys
+from ...state.layout.overlaps import Key, key_names, overlaps
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..setup.block_measurement import MeasuredBlocks
@@ -202,7 +202,7 @@ def _check_memory(captured: Captured) -> None:
     for group in overlaps(held):
         if trained.intersection(group):
             raise ModelNotSupported(
-                f"{said_keys(group)} are one memory, and each would get its own out of core. Tie parameters as one"
+                f"{key_names(group)} are one memory, and each would get its own out of core. Tie parameters as one"
                 " object (head.weight = embedding.weight), or give each its own (.clone())."
             )
 

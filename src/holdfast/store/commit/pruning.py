@@ -254,10 +254,10 @@ def in_spans(steps: set[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def said_spans(spans: Collection[tuple[int, int]]) -> str:
+def spans_text(spans: Collection[tuple[int, int]]) -> str:
     """Return ``spans`` as text for a person.
 
-    >>> said_spans([(2, 4), (7, 7)])
+    >>> spans_text([(2, 4), (7, 7)])
     '2 to 4, 7'
     """
     return ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)

@@ -161,7 +161,7 @@ class Checkpointer:
                 self._training.look()
                 with ranks.agreeing():
                     refuse_clipping(self._training.state, clip_norm)
-                    self._training.state.refuse_odd_state()
+                    self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica)
                     if remote is not None and ranks.rank == 0:

@@ -129,7 +129,7 @@ class History:
         """Events other than steps."""
         self.validations: list[tuple[int, float]] = []
         self.last_time: float | None = None
-        self.num_odd = 0
+        self.num_unreadable = 0
         self.newest: dict[str, Any] = {}
         """The last step event, complete."""
         self._line: list[StepRecord] | None = None
@@ -152,7 +152,7 @@ class History:
         try:
             self._add(event, event["event"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-            self.num_odd += 1
+            self.num_unreadable += 1
         else:
             self.last_time = event.get("time", self.last_time)
 

@@ -57,7 +57,7 @@ def document(look: Look) -> dict[str, Any]:
         "durability": facts.durability(history),
         "commits": list(look.commits),
         "life": facts.life(history, look.drive),
-        "lines_not_understood": history.num_odd,
+        "lines_not_understood": history.num_unreadable,
     }
 
 
@@ -76,8 +76,9 @@ def html(look: Look) -> str:
         Section("What happened", happened(history)),
     ]
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.now))
-    odd = f" {counted(history.num_odd, 'line')} of the log could not be understood." * bool(history.num_odd)
-    foot = f"Made at {made} from {look.name}/events.jsonl. Only what was measured is shown.{odd}"
+    count = history.num_unreadable
+    unread = f" {counted(count, 'line')} of the log could not be understood." * bool(count)
+    foot = f"Made at {made} from {look.name}/events.jsonl. Only what was measured is shown.{unread}"
     return page(look.name, subtitle(history), _tiles(look), sections, foot)
 
 

@@ -93,9 +93,9 @@ class RunReader:
 
         None means the newest timeline that is begun and has commits.
         """
-        return self.line_and_odd()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
+        return self.line_and_damage()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
 
-    def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
+    def line_and_damage(self) -> tuple[list[CommitRef], list[Damaged]]:
         """Return the ``line`` and the damage of timeline records with higher numbers, which lead to no commit."""
         records, damaged = self.timelines()
         commits = self.commits()

@@ -80,7 +80,7 @@ class OptimizerAttributes:
         self._marks: dict[Path, Any] = {}
         self._values: dict[Path, Any] = {}
         """The leaves of the last scan."""
-        self._odd: set[Path] = set()
+        self._opaque: set[Path] = set()
         """Leaves that hold anything besides numbers, texts, tensors and plain containers of these."""
         self._begun = self._was_trained = False
         self.lost: str | None = None
@@ -107,15 +107,15 @@ class OptimizerAttributes:
         self._marks = self._now()
 
     def _now(self) -> dict[Path, Any]:
-        """Return the mark of each leaf, and note the leaves that cannot be compared fully (``_odd``)."""
+        """Return the mark of each leaf, and note the leaves that cannot be compared fully (``_opaque``)."""
         found: dict[Path, Any] = {}
-        self._odd.clear()
+        self._opaque.clear()
         self._values = dict(self._leaves()) if self.watched else {}
         for path, value in self._values.items():
-            odd: list[Any] = []
-            found[path] = mark_of(value, odd)
-            if odd:
-                self._odd.add(path)
+            opaque: list[Any] = []
+            found[path] = mark_of(value, opaque)
+            if opaque:
+                self._opaque.add(path)
         return found
 
     @property
@@ -157,7 +157,7 @@ class OptimizerAttributes:
             return path in self._digests
         if any(path[:depth] not in self._objects for depth in range(1, len(path))):
             return False
-        return path not in self._odd or can_be_stored(value)
+        return path not in self._opaque or can_be_stored(value)
 
     # In snapshots
 

@@ -24,7 +24,7 @@ from holdfast import failpoints
 from ...errors import BadInput
 from ...state.layout.ownership import is_distributed, local_of
 from ...state.live_state import LiveState
-from ...state.plain_tensors import is_plain, odd_kind
+from ...state.plain_tensors import is_plain, unsupported_kind
 from ...state.progress import hyper_parameters
 from ..compression.codecs import Codec, Trained, trained_of
 from .closures import WAY_OUT, ComputedClosure
@@ -310,7 +310,7 @@ class OptimizerHooks:
             if parameter.grad is None:
                 without.append(name)
             else:
-                _refuse_odd(name, parameter.grad)
+                _refuse_unsupported(name, parameter.grad)
                 trained.append((name, parameter))
         return trained, without
 
@@ -448,10 +448,10 @@ def _refuse_closure(closure: Any) -> None:
         )
 
 
-def _refuse_odd(name: str, grad: torch.Tensor) -> None:
+def _refuse_unsupported(name: str, grad: torch.Tensor) -> None:
     if not is_plain(grad):
         raise BadInput(
-            f"the gradient of {name} is {odd_kind(grad)}, which records do not hold. Build an embedding with"
+            f"the gradient of {name} is {unsupported_kind(grad)}, which records do not hold. Build an embedding with"
             " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
         )
 

@@ -44,14 +44,14 @@ from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprin
 class Lineage:
     """A snapshot with its log records, all cut to the same last ``step``.
 
-    ``chains`` holds the records by stream. ``odd`` is the reason why there are no more, if that is known.
+    ``chains`` holds the records by stream. ``damage`` is the reason why there are no more, if that is known.
     """
 
     store: LocalStore
     base: Manifest
     chains: dict[str, Chain]
     step: int
-    odd: Damaged | None
+    damage: Damaged | None
     watch: RecoveryProgress = field(default_factory=RecoveryProgress)
     """Observer of the recovery's progress."""
     acknowledged: int = -1
@@ -75,8 +75,10 @@ class Lineage:
         for chain in chains.values():
             chain.cut_to(shortest.last.step)
         step = shortest.last.step
-        odd = shortest.odd or (None if step == target else _left_out(shortest, journals[shortest.stream]))
-        return cls(store, base, chains, step, odd, acknowledged=acknowledged)
+        damage = shortest.damage or (
+            None if step == target else _left_out(shortest, journals[shortest.stream])
+        )
+        return cls(store, base, chains, step, damage, acknowledged=acknowledged)
 
     @property
     def point(self) -> Point:
@@ -338,10 +340,10 @@ class Lineage:
 
         False if a later step is known to have been durable.
         """
-        return self.odd is not None and self.odd.offset is not None and self.step >= self.acknowledged
+        return self.damage is not None and self.damage.offset is not None and self.step >= self.acknowledged
 
     def _end_at(self, step: int, why: Damaged | None) -> None:
-        self.step, self.odd = step, why
+        self.step, self.damage = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
 

@@ -160,7 +160,7 @@ def test_a_process_of_this_machine_that_is_gone_has_died(monkeypatch):
 
 def test_events_of_others_are_passed_over():
     history = History([logged.engine(), {"event": "mine", "anything": {}}, logged.step(1)])
-    assert (history.num_unreadable, len(history.line()), history.told) == (0, 1, [])
+    assert (history.num_unreadable, len(history.line()), history.other_events) == (0, 1, [])
 
 
 def test_a_history_that_grows_has_the_line_of_what_it_has_by_then():

@@ -303,7 +303,7 @@ class TrainingState:
     def note(self) -> None:
         """Note the current user state as that after ``steps_done``."""
         joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
-        self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
+        self.now = {**self.script.now(), **self._passing.recorded_attributes(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 

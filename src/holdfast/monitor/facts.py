@@ -236,7 +236,7 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
     ):
         mine = [row for row in moved["rows"] if row["lane"] == lane] if moved else []
         add(what, "B", sum(row["expected"] for row in mine), sum(row["moved"] for row in mine))
-    for event in history.told:
+    for event in history.other_events:
         if event["event"] == "recovered":
             took = event.get("load_seconds", 0.0) + event.get("replay_seconds", 0.0)
             add(f"recovery of step {event.get('step')}", "s", event.get("predicted_seconds"), took)
@@ -310,7 +310,7 @@ def state_of(history: History, now: float) -> str:
         return "nothing was logged yet"
     newest = history.sittings[-1]
     if newest.closed is not None:
-        said = {event["event"] for event in history.told if _is_after(event, newest)}
+        said = {event["event"] for event in history.other_events if _is_after(event, newest)}
         return next((word for word in ("failed", "stopped", "finished") if word in said), "closed")
     if is_gone(newest):
         return "died"

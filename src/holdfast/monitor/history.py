@@ -125,7 +125,7 @@ class History:
         self.sittings: list[Session] = []
         self.config: dict[str, Any] = {}
         """The configuration of ``holdfast train``."""
-        self.told: list[dict[str, Any]] = []
+        self.other_events: list[dict[str, Any]] = []
         """Events other than steps."""
         self.validations: list[tuple[int, float]] = []
         self.last_time: float | None = None
@@ -178,7 +178,7 @@ class History:
         elif name in TOLD:
             if name == "run":
                 self.config = event.get("config", {})
-            self.told.append(event)
+            self.other_events.append(event)
 
     def line(self) -> list[StepRecord]:
         """Return every step once, oldest first."""

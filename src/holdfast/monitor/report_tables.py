@@ -226,11 +226,11 @@ def _speed_of_light_text(light: dict[str, Any]) -> str:
 def happened(history: History) -> str:
     rows = [
         [_when(event), event["event"].replace("_", " "), _told(event)]
-        for event in history.told[-LAST_EVENTS:]
+        for event in history.other_events[-LAST_EVENTS:]
     ]
     if not rows:
         return absent("Nothing but steps.")
-    more = len(history.told) - len(rows)
+    more = len(history.other_events) - len(rows)
     note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
     return table(["when", "what", ""], rows) + note
 

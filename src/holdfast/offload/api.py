@@ -40,7 +40,7 @@ from .offload_options import IO, Clipping, Durability, Placement, Precision
 from .runtime import Runtime
 from .setup.builder import build, fill, stored_units
 from .setup.drive_setup import Drives
-from .setup.engine_resume import newest_commit, progress_here, same_files
+from .setup.engine_resume import newest_commit, progress_of_rank, same_files
 from .setup.equal_on_ranks import agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
@@ -266,7 +266,7 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole())
+        return newest_commit(store, parts.unsharded())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read
@@ -274,7 +274,7 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
     if ref is None:
         return None
     with ranks.agreeing():
-        return progress_here(found or store.load(ref), ranks)
+        return progress_of_rank(found or store.load(ref), ranks)
 
 
 def _ready(

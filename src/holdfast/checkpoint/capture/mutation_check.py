@@ -79,7 +79,7 @@ class MutationCheck:
         """Return whether anything differs from the state known last."""
         return any(self._now(place) != marks for place, marks in enumerate(self._marks))
 
-    def found(self, updated: bool, index: int | None = None) -> bool:
+    def changed_unexpectedly(self, updated: bool, index: int | None = None) -> bool:
         """Return whether anything unknown changed the state, or that of optimizer ``index``, and accept the state as
         known.
 

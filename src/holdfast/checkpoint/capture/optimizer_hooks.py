@@ -219,7 +219,7 @@ class OptimizerHooks:
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
         """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
         self._settled = not self.changed and not any(self._open)
-        if self._settled and self._changes.found(updated, index):
+        if self._settled and self._changes.changed_unexpectedly(updated, index):
             self.lost = self.lost or (
                 "parameters or an optimizer's state were changed otherwise than by an optimizer's step"
             )

@@ -85,7 +85,7 @@ def compact(root: Path, to: int | None, watch: RecoveryProgress | None = None) -
         others = [store.load(ref) for ref in store.commits() if ref != old.ref]
         reach = reach_of_lines(store, [*others, old])
         left = {step for step in lost_of(store, reach, reach, without=[old.ref]) if step > to}
-        unread = tuple(reach.told) if reach.needs_alone(old.ref) else ()
+        unread = tuple(reach.reasons) if reach.needs_alone(old.ref) else ()
         if not left and not unread:
             store.retire([old.ref], reach_needs(reach, others))
         return Compacted(new, old.step, not left and not unread, tuple(in_spans(left)), unread)

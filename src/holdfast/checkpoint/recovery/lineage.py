@@ -34,7 +34,7 @@ from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
 from ..compression.codecs import Spreads
 from ..log.recorder import BOUND
-from ..numerics import computing_as, needs_threads, told_in
+from ..numerics import computing_as, needs_threads, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
@@ -301,7 +301,7 @@ class Lineage:
                     raise Unreadable(error, step) from error
                 step += 1
                 taken = [each.of(record, parts) for each, record, parts in records]
-                how = told_in(taken[0].about["progress"], records[0][0].share.progress)
+                how = recorded_settings(taken[0].about["progress"], records[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
                     with computing_as(how, needs_threads(state, after_update)):

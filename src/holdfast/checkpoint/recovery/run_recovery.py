@@ -27,7 +27,7 @@ from ...store.log.segments import streams
 from ...store.remote.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
-from ..numerics import needs_threads, told_in, told_of_other
+from ..numerics import needs_threads, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, ReplayMismatch
@@ -80,7 +80,7 @@ def recover(
             continue
         search.refuse_end(line)
         return search.restored(line)
-    raise search.none_whole(bases)
+    raise search.no_intact_snapshot(bases)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class _Kept(NoScriptState):
         self.progress = progress
 
 
-def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+def require_intact_snapshot(store: LocalStore, target: int | None, tip: int | None = None) -> None:
     """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
 
     Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
@@ -307,16 +307,18 @@ class _Search:
         """Return a warning for each thing that is not as the run had it, and that the run continues without."""
         rank, base = self.ranks.rank, line.base.progress_of(line.base.streams[0])
         progress = line.progress(rank)
-        problems = self.script.told_of_kept(base, progress)
+        problems = self.script.override_warnings(base, progress)
         problems += _told_of_thawed(line.base, self.state, line.trained(rank))
         problems += [text for text in others.values() if text]
         problems += [
             f"{names} were one memory in the run and are not here: from here on each is trained by itself."
             for names in line.apart(self.state, line.stream_of(rank))
         ]
-        return problems + told_of_other(told_in(progress, base), needs_threads(self.state, self.after_update))
+        return problems + settings_warnings(
+            recorded_settings(progress, base), needs_threads(self.state, self.after_update)
+        )
 
-    def none_whole(self, bases: list[CommitRef]) -> Exception:
+    def no_intact_snapshot(self, bases: list[CommitRef]) -> Exception:
         """Return the error for a run of which none of ``bases`` can be used."""
         root = self.store.root
         if not bases:

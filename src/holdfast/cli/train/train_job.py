@@ -89,7 +89,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done = ranks.first_does(lambda: newest_step(state))
-    if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
+    if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
@@ -298,7 +298,7 @@ def newest_step(state: Path) -> int:
     return 0 if newest is None else newest.step
 
 
-def is_whole(console: Console, state: Path) -> bool:
+def newest_step_verifies(console: Console, state: Path) -> bool:
     """Return whether the newest step of a finished run verifies.
 
     Damage is reported when the run continues from an older step.

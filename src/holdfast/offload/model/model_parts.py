@@ -87,7 +87,7 @@ class ModelParts:
             _check_layouts(unit, host, ranks)
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
-    def whole(self) -> ModelParts:
+    def unsharded(self) -> ModelParts:
         """Return the description that one process by itself would have."""
         if self.world_size == 1:
             return self

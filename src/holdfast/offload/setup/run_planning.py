@@ -31,7 +31,7 @@ from ..engine_progress import UserState
 from ..memory.device import Device, open_device
 from ..model.model_parts import ModelParts
 from ..model.takeover import refuse_held, refuse_open
-from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
 from ..recomputation_choice import can_measure
 from ..steps import StepRules
 from .automatic_placement import Planner, to_standard_error
@@ -126,7 +126,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         refuse_prepared(given.model)
         check_recorded(given.model)
         check_renormalised(given.model)
-        require_whole("micro_batches", given.micro_batches, 1)
+        require_integer("micro_batches", given.micro_batches, 1)
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)

@@ -353,7 +353,7 @@ def _taken_for_plain(monkeypatch):
         prepared_models, "PARAMETERS", tuple(p for p in prepared_models.PARAMETERS if p.found is not ours)
     )
     modules = [module for name, module in sys.modules.items() if name.startswith("holdfast.")]
-    for name in ("odd_kind", "is_plain"):
+    for name in ("unsupported_kind", "is_plain"):
         for module in modules:
             if hasattr(module, name):
                 asked = getattr(module, name)

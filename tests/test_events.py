@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from holdfast.events import EventLog, read_events, said_lost
+from holdfast.events import EventLog, describe_lost_steps, read_events
 
 
 def test_each_event_is_one_line_of_json_with_its_time(tmp_path):
@@ -107,18 +107,18 @@ def test_a_log_makes_nothing_before_its_first_event(tmp_path):
 
 def test_what_was_lost_is_said(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
-    assert said_lost(log.path, 3) == "No later step is known."
+    assert describe_lost_steps(log.path, 3) == "No later step is known."
     log.emit("step", step=9)  # of a process before, whose steps were left on purpose
     log.emit("checkpointer", first_step=2)
     log.emit("step", step=3)
-    assert said_lost(log.path, 3) == "No later step is known."
+    assert describe_lost_steps(log.path, 3) == "No later step is known."
     log.emit("step", step=5)
-    assert said_lost(log.path, 4).startswith("Lost: step 5 was done and not durable")
-    assert said_lost(log.path, 3).startswith("Lost: steps 4 to 5 were done and not durable")
+    assert describe_lost_steps(log.path, 4).startswith("Lost: step 5 was done and not durable")
+    assert describe_lost_steps(log.path, 3).startswith("Lost: steps 4 to 5 were done and not durable")
     log.emit("step", step=6, durable_step=5)
     log.emit("step", durable_step=None)  # a line of the script's own
-    assert said_lost(log.path, 5).startswith("Lost: step 6 was done and not durable")
-    assert said_lost(log.path, 4).startswith(
+    assert describe_lost_steps(log.path, 5).startswith("Lost: step 6 was done and not durable")
+    assert describe_lost_steps(log.path, 4).startswith(
         "Later steps, to 5, had been durable: files of journal/ or commits/"
     )
 

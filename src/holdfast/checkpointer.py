@@ -49,7 +49,7 @@ from .checkpoint.sigterm import SigTerm
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
-from .events import EventLog, said_lost, tell
+from .events import EventLog, describe_lost_steps, tell
 from .io.queue import IOQueue
 from .quantities import GiB
 from .regular_files import home_path
@@ -161,7 +161,7 @@ class Checkpointer:
                 self._training.look()
                 with ranks.agreeing():
                     refuse_clipping(self._training.state, clip_norm)
-                    self._training.state.refuse_odd_state()
+                    self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica)
                     if remote is not None and ranks.rank == 0:
@@ -290,7 +290,7 @@ class Checkpointer:
 
     def _tell_resumed(self, target: int | None) -> None:
         """Print where the run continues, how it was recovered, and what is known to be lost."""
-        lost = said_lost(self._events.path, self.steps_done) if target is None else "As asked for."
+        lost = describe_lost_steps(self._events.path, self.steps_done) if target is None else "As asked for."
         how = self._backend.recovered_by
         tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 

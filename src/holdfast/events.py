@@ -82,7 +82,7 @@ def tell(text: str) -> None:
     log.info(text)
 
 
-def said_lost(log: Path | None, step: int) -> str:
+def describe_lost_steps(log: Path | None, step: int) -> str:
     """Describe, in a sentence, the steps after ``step`` that ``log`` reports: a resume does them again.
 
     Events are written at most once a second, so there may have been more.

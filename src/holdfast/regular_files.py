@@ -30,7 +30,7 @@ _NO_FILE = (errno.ENXIO, errno.ENODEV, errno.EISDIR)
 """Errors of opening a socket, a device without a driver, a FIFO without a reader, or a directory for writing."""
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open the regular file at ``path`` and return its descriptor; the caller closes it.
 
     Raises:
@@ -38,7 +38,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o644) 
         OSError: The system cannot open the file.
     """
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno in _NO_FILE and (kind := _kind_of(os.stat(path).st_mode)):
             raise _not_regular(path, kind) from error

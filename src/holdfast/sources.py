@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint.recovery.run_recovery import recover, refuse_unless_one_is_whole
+from .checkpoint.recovery.run_recovery import recover, require_intact_snapshot
 from .checkpoint.training_state import TrainingState
 from .distributed import Ranks
 from .errors import BadInput
@@ -234,7 +234,7 @@ def check_between(
 def _begin_from_run(target: NamedCommit, training: TrainingState) -> None:
     """Begin from what another run has recorded."""
     with LocalStore(target.run) as store:
-        training.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
+        training.ranks.first_does(partial(require_intact_snapshot, store, target.step, target.timeline))
         found = recover(
             store, training.state, training.script, ranks=training.ranks, target=target.step, tip=target.timeline,
             exact=target.step is not None, after_update=training.update_again,

@@ -49,7 +49,7 @@ def test_what_was_kept_is_a_base_of_the_same_bits_and_goes(left):
     assert persist(store, place) == 5
     other = make(ADAMW, "batchnorm")
     found = recover(store, LiveState(other.model, other.optimizers), NoScriptState(), ranks=Ranks())
-    assert found.point.step == 5 and not found.odd
+    assert found.point.step == 5 and not found.problems
     assert same(other.state()["model"], loop.state()["model"])
     assert same(other.state()["slots"], loop.state()["slots"])
     assert retained_state.look(place, store) == []

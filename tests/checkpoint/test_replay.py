@@ -91,7 +91,7 @@ def recovered(root, optimizer, feature, step):
             store, LiveState(loop.model, loop.optimizers, averages), ScriptState(loop.optimizers, things),
             ranks=Ranks(), target=step, exact=True, after_update=update and (lambda steps_done: update()),
         )  # fmt: skip
-    assert (found.point.step, found.odd) == (step, [])
+    assert (found.point.step, found.problems) == (step, [])
     return loop.state()
 
 

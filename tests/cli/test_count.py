@@ -117,4 +117,4 @@ def test_no_choice_is_one_line(tmp_path, train, sets, said):
 
 def test_several_ranks_are_refused():
     with pytest.raises(ConfigError, match="with 2 ranks nothing is measured"):
-        micro_batch_choice.refuse_unplanned(load_config(sets=["train.micro_batches=auto"]), 2)
+        micro_batch_choice.require_planned_steps(load_config(sets=["train.micro_batches=auto"]), 2)

@@ -154,7 +154,7 @@ def test_the_operations_of_real_steps_nest_in_the_trace(runs):
     from holdfast.monitor.trace import chrome_trace
 
     history = History.read(runs / "engine" / "events.jsonl")
-    assert history.num_odd == 0 and len(history.sittings[0].timelines) == 2
+    assert history.num_unreadable == 0 and len(history.sittings[0].timelines) == 2
     rows = {}
     for event in chrome_trace(history, "a")["traceEvents"]:
         if event["ph"] == "X":

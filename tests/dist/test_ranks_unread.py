@@ -60,4 +60,4 @@ def test_what_follows_the_end_of_another_stream_needs_not_be_read(run, read_anew
     (run / segments(Disk(run), "rank-00001")[1].path).unlink()
     lose(run / segments(Disk(run), "rank-00000")[2].path)
     line = line_of(run)
-    assert (line.step, line.odd and line.odd.path) == (6, "journal/rank-00001")
+    assert (line.step, line.damage and line.damage.path) == (6, "journal/rank-00001")

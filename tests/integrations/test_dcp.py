@@ -577,7 +577,7 @@ def test_a_save_of_an_earlier_step_that_comes_to_no_end_leaves_the_run_where_it_
     assert steps_of(tmp_path) == [(3, 1), (2, 1), (1, 1), (0, 1)]
     assert load(state(9), tmp_path)["step"] == 3
     with RunReader(tmp_path) as reader:
-        assert reader.tip() == 1 and reader.line_and_odd()[1] == []
+        assert reader.tip() == 1 and reader.line_and_damage()[1] == []
     save(state(4), tmp_path, keep=Keep(last=4))
     assert steps_of(tmp_path) == [(4, 3), (3, 1), (2, 1), (1, 1)]
     save(state(8), tmp_path, step=2, keep=Keep(last=4))

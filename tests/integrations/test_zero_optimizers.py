@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.integrations.zero_state import number_for, optimizer_beside, shown_number, told_of_left
+from holdfast.integrations.zero_state import number_for, optimizer_beside, shown_number, unsupported_messages
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
 
@@ -36,8 +36,8 @@ def test_its_counts_are_plain_numbers_and_shown_as_tensors():
 def test_what_it_does_not_take_is_told():
     base = fused(1)
     beside = optimizer_beside(base, [])
-    assert told_of_left(base, beside) == []
+    assert unsupported_messages(base, beside) == []
     beside.param_groups[0] |= {"maximize": True, "decoupled_weight_decay": False}
-    assert told_of_left(base, beside) == [
+    assert unsupported_messages(base, beside) == [
         "FusedAdam goes on without its decoupled_weight_decay=False, maximize=True"
     ]

@@ -59,7 +59,7 @@ def test_a_scale_of_bytes_has_round_numbers_of_them():
 
 
 def test_counts_have_whole_ticks():
-    said = texts(chart([Curve("lag", [(1, 0), (2, 1)])], Scale("{:g}".format, whole=True)))
+    said = texts(chart([Curve("lag", [(1, 0), (2, 1)])], Scale("{:g}".format, are_counts=True)))
     assert said[:2] == ["0", "1"]
 
 

@@ -42,7 +42,7 @@ def test_what_a_sitting_wrote_is_what_its_end_says():
 )  # fmt: skip
 def test_what_is_of_no_known_form_is_counted_and_passed_over(odd):
     history = History([logged.engine(), logged.step(1), odd, logged.step(2)])
-    assert history.num_odd == 1
+    assert history.num_unreadable == 1
     assert [step.step for step in history.line()] == [1, 2]
 
 
@@ -160,7 +160,7 @@ def test_a_process_of_this_machine_that_is_gone_has_died(monkeypatch):
 
 def test_events_of_others_are_passed_over():
     history = History([logged.engine(), {"event": "mine", "anything": {}}, logged.step(1)])
-    assert (history.num_odd, len(history.line()), history.told) == (0, 1, [])
+    assert (history.num_unreadable, len(history.line()), history.other_events) == (0, 1, [])
 
 
 def test_a_history_that_grows_has_the_line_of_what_it_has_by_then():

@@ -189,7 +189,7 @@ def test_sixty_columns_hold_how_to_leave():
 
 
 def test_the_panel_shows_the_speed_of_light():
-    panel, out, console = terminal(80, light=("ssd", 0.25))
+    panel, out, console = terminal(80, busiest_seconds=("ssd", 0.25))
     panel.step(STEP | {"seconds": 9.0})
     console.print(panel.picture())
     assert "speed of light" not in out.getvalue()  # nothing runs beside the first step

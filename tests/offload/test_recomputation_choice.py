@@ -91,7 +91,7 @@ def test_no_more_is_kept_than_fits(tmp_path, monkeypatch):
         copy = engine._plan.work.blocks[0].param_bytes
     for blocks in (0.5, 1.5, 2.5, 3.5):
         room = blocks * (2 * held + copy) + 60_000  # block inputs as well
-        free(monkeypatch, room / (1 - recomputation_choice.SPARED))
+        free(monkeypatch, room / (1 - recomputation_choice.FREE_RESERVE))
         with engine_of(tmp_path / str(blocks)) as engine:
             found = [again(engine, count) for count in (2, 2, 1, 4)]
         kept = [round(4 * (1 - fraction)) for fraction in found]

@@ -148,7 +148,7 @@ def test_the_share_of_delayed_gradients_lies_where_block_inputs_were(unified, de
     flat = residency.grads[0].flat[:size]
     assert (flat == 7).all() and len(flat) == size
     assert pool.in_use_bytes == before - size + (0 if delayed and not unified else size)
-    residency.free_grads(0, lent=delayed)
+    residency.free_grads(0, in_inputs=delayed)
     assert pool.in_use_bytes == before - size
 
 
@@ -281,7 +281,7 @@ def test_waits_are_for_events_of_the_same_step():
 def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
     """The bits are those of updates by one thread each."""
     monkeypatch.setattr(run_planning, "open_device", lambda name: Apart())
-    monkeypatch.setattr(host_optimizer, "TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(host_optimizer, "SLICE_ELEMENTS", 4096)
     states = []
     for threads in (1, 2):
         monkeypatch.setattr(
@@ -295,7 +295,7 @@ def test_helpers_update_beside_a_device_and_end_with_it(tmp_path, monkeypatch):
             states.append(engine.state_dict())
         assert len(named) == (2 if threads == 2 else 0)
     left = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in left if "holdfast-fused" in name or "holdfast-tiles" in name]
+    assert not [name for name in left if "holdfast-fused" in name or "holdfast-slices" in name]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -309,7 +309,7 @@ from streams import Apart
 from training import adamw, batches, decoder
 
 run_planning.open_device, engine.update_threads = lambda name: Apart(), lambda unified, workers: 2
-host_optimizer.TILE_ELEMENTS = 4096
+host_optimizer.SLICE_ELEMENTS = 4096
 model = decoder(blocks=2, width=128)
 made = holdfast.offload(model, adamw(model), sys.argv[1], precision="fp32")
 for step in range(3):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.optim import Joined, MeZO, mezo
-from holdfast.optim.mezo import TILE, Delta, noise
+from holdfast.optim.mezo import SLICE_ELEMENTS, Delta, noise
 
 
 def drawn(*numbers):
@@ -20,17 +20,19 @@ def drawn(*numbers):
 
 
 def direction(seed, step, elements):
-    """Tile by tile, each from a key of its own."""
-    tiles = []
-    for tile in range(-(-elements // TILE)):
-        generator = torch.Generator().manual_seed(drawn(seed, step, tile))
-        tiles.append(torch.randn(min(TILE, elements - tile * TILE), generator=generator))
-    return torch.cat(tiles)
+    """Slice by slice, each from a key of its own."""
+    slices = []
+    for number in range(-(-elements // SLICE_ELEMENTS)):
+        generator = torch.Generator().manual_seed(drawn(seed, step, number))
+        slices.append(
+            torch.randn(min(SLICE_ELEMENTS, elements - number * SLICE_ELEMENTS), generator=generator)
+        )
+    return torch.cat(slices)
 
 
 def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
-    sizes = [(7, 5), (11,), (TILE + 9,)]
+    sizes = [(7, 5), (11,), (SLICE_ELEMENTS + 9,)]
     return [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
 
 
@@ -64,19 +66,20 @@ def test_it_goes_downhill():
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_a_direction_is_normal_and_another_for_each_seed_step_and_tile():
+def test_a_direction_is_normal_and_another_for_each_seed_step_and_slice():
+    size = SLICE_ELEMENTS
     found = [
-        noise(seed, step, start, start + TILE) for seed in (1, 2) for step in (0, 1) for start in (0, TILE)
+        noise(seed, step, start, start + size) for seed in (1, 2) for step in (0, 1) for start in (0, size)
     ]
     for z in found:
-        assert abs(z.mean()) < 4 / math.sqrt(TILE) and abs(z.square().mean() - 1) < 6 / math.sqrt(TILE)
+        assert abs(z.mean()) < 4 / math.sqrt(size) and abs(z.square().mean() - 1) < 6 / math.sqrt(size)
     for i, one in enumerate(found):
-        assert all(abs((one * other).mean()) < 5 / math.sqrt(TILE) for other in found[:i])
+        assert all(abs((one * other).mean()) < 5 / math.sqrt(size) for other in found[:i])
 
 
 @pytest.mark.parametrize("elements", [1, 15, 16, 17, 63, 64, 65, 200])
 def test_any_part_moves_as_it_does_within_the_whole(monkeypatch, elements):
-    monkeypatch.setattr(mezo, "TILE", 64)
+    monkeypatch.setattr(mezo, "SLICE_ELEMENTS", 64)
     delta = Delta(0.7, ({"lr": 0.1, "weight_decay": 0.1},))
     before = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     whole, step = before.clone(), torch.tensor(3.0)

@@ -12,25 +12,17 @@ from holdfast.schedule.memory_use import predict
 from holdfast.schedule.planner import placement_search
 from holdfast.schedule.planner.placement_search import MeasuredModel, Question, answer, play
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import BlockPlacement, BlockWork, StepShape, Work
+from holdfast.schedule.work import BlockPlacement, StepShape
+from plan_steps import equal_blocks
 
-BLOCK = BlockWork(
-    elements=10**6,
-    param_bytes=2 * 10**6,
-    trained_param_bytes=2 * 10**6,
-    state_bytes=12 * 10**6,
-    grad_bytes=4 * 10**6,
-    forward_flop=5e9,
-)
-WORK = Work(
-    blocks=(BLOCK,) * 8,
-    input_bytes=10**5,
+WORK = replace(
+    equal_blocks(8, 10**6, tokens=2500, input_bytes=10**5),
     resident_state_bytes=10**6,
     resident_param_bytes=10**5,
     resident_elements=10**5,
-    unified=True,
     head_flop=1e9,
 )
+BLOCK = WORK.blocks[0]
 MACHINE = replace(
     load_machine("cpu-2-core"), ssd_read_bytes_per_second=10**8, ssd_write_bytes_per_second=10**8
 )

@@ -9,28 +9,21 @@ from holdfast.profiles import load_machine
 from holdfast.schedule.planner.micro_batch_search import GAIN, MARGIN_BYTES, fewest_micro_batches
 from holdfast.schedule.planner.placement_search import Question, answer
 from holdfast.schedule.vertical import vertical
-from holdfast.schedule.work import BlockWork, StepShape, Work
+from holdfast.schedule.work import StepShape
+from plan_steps import equal_blocks
 
-BLOCK = BlockWork(
-    elements=10**6,
-    param_bytes=2 * 10**6,
-    trained_param_bytes=2 * 10**6,
-    state_bytes=12 * 10**6,
-    grad_bytes=4 * 10**6,
-    forward_flop=5e9,
+WORK = replace(
+    equal_blocks(4, 10**6, tokens=2500, input_bytes=10**5),
+    resident_state_bytes=10**6,
+    resident_param_bytes=10**5,
+    resident_elements=10**5,
 )
 
 
 def on_the_ssd(rate, budget=None, **work) -> Question:
     """All state is on an SSD of ``rate`` bytes a second, and all inputs in memory."""
     return Question(
-        work=replace(
-            Work(
-                blocks=(BLOCK,) * 4, input_bytes=10**5, resident_state_bytes=10**6, resident_param_bytes=10**5,
-                resident_elements=10**5, unified=True,
-            ),
-            **work,
-        ),
+        work=replace(WORK, **work),
         shape=StepShape(micro_batches=4),
         machine=replace(
             load_machine("cpu-2-core"), ssd_read_bytes_per_second=rate, ssd_write_bytes_per_second=rate
@@ -41,7 +34,7 @@ def on_the_ssd(rate, budget=None, **work) -> Question:
         evaluation_batches=1,
         asked={"params": 0.0, "optimizer": 0.0, "activations": 1.0},
         delayed_fraction=0.0,
-    )  # fmt: skip
+    )
 
 
 def step_seconds(question, count):
@@ -72,7 +65,7 @@ def test_commits_that_are_rare_need_fewer():
 def test_the_budget_limits_the_count():
     big = {"input_bytes": 10**8}
     found = fewest_micro_batches(on_the_ssd(10**8, budget=2 * 10**9, **big))
-    assert found.limited_by == "memory" and list(found.step_seconds) == [1, 2][: found.count]
+    assert (found.count, found.limited_by, list(found.step_seconds)) == (2, "memory", [1, 2])
     with pytest.raises(DoesNotFit):
         step_seconds(on_the_ssd(10**8, budget=2 * 10**9 - MARGIN_BYTES, **big), 2 * found.count)
     with pytest.raises(DoesNotFit, match="its budget is"):

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.state.capture import capture
 from holdfast.state.encoding import decode, encode
-from holdfast.state.plain_tensors import flat_bytes, host_bytes, odd_kind, repeats_itself, tensor_of
+from holdfast.state.plain_tensors import flat_bytes, host_bytes, repeats_itself, tensor_of, unsupported_kind
 
 EYE = torch.eye(4)
 
@@ -101,7 +101,7 @@ def test_a_shard_is_odd_as_its_part():
     shard.to_local = shard.clone
     for part, kind in ((EYE, None), (EYE.to_sparse(), "sparse (torch.sparse_coo)")):
         shard._local_tensor = part
-        assert odd_kind(shard) == kind
+        assert unsupported_kind(shard) == kind
 
 
 def test_a_parameter_that_overlaps_itself_is_refused():

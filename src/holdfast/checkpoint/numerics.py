@@ -18,7 +18,7 @@ from ..optim.kinds import is_elementwise
 from ..optim.torch_threads import set_torch_threads
 from ..state.live_state import LiveState
 
-Told = Mapping[str, Any]
+Settings = Mapping[str, Any]
 
 
 def computing() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def computing() -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0), "default_dtype": dtype}
 
 
-def told_in(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Told:
+def recorded_settings(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Settings:
     """Return the settings of the last step of ``progress``, which follows the snapshot progress ``base``.
 
     Earlier versions stored only the number of threads, and only in snapshots.
@@ -46,12 +46,12 @@ def needs_threads(state: LiveState, after_update: Callable | None) -> bool:
 
 
 @contextmanager
-def computing_as(told: Told, threads: bool) -> Iterator[None]:
-    """Apply the settings ``told`` inside the context, the number of threads only with ``threads``, and restore them
+def computing_as(recorded: Settings, threads: bool) -> Iterator[None]:
+    """Apply the settings ``recorded`` inside the context, the number of threads only with ``threads``, and restore them
     after.
     """
     here = computing()
-    there = {**here, **told}
+    there = {**here, **recorded}
     if not threads:
         there["threads"] = here["threads"]
     _compute_as(here, there)
@@ -61,7 +61,7 @@ def computing_as(told: Told, threads: bool) -> Iterator[None]:
         _compute_as(there, here)
 
 
-def _compute_as(before: Told, now: Told) -> None:
+def _compute_as(before: Settings, now: Settings) -> None:
     if before["flush_denormal"] != now["flush_denormal"]:
         torch.set_flush_denormal(now["flush_denormal"])
     if before["threads"] != now["threads"]:
@@ -70,10 +70,10 @@ def _compute_as(before: Told, now: Told) -> None:
         torch.set_default_dtype(getattr(torch, now["default_dtype"]))
 
 
-def told_of_other(told: Told, threads: bool) -> list[str]:
-    """Return warnings where the settings of this process differ from those ``told`` of the run's last step."""
+def settings_warnings(recorded: Settings, threads: bool) -> list[str]:
+    """Return warnings where the settings of this process differ from those ``recorded`` of the run's last step."""
     here = computing()
-    there = {**here, **told}
+    there = {**here, **recorded}
     texts = []
     if there["flush_denormal"] != here["flush_denormal"]:
         run, script = (f"torch.set_flush_denormal({each['flush_denormal']})" for each in (there, here))

@@ -34,7 +34,7 @@ BYTES_PER_STEP = 16 * MiB
 """Bytes of parameters that are digested, with their optimizer state, at the end of one step."""
 LEAD_SECONDS = 1.0
 """Seconds from announcing a comparison to its beginning: many times the delay of the board."""
-Told = dict[str, str]
+Digests = dict[str, str]
 """Digests by what was digested."""
 
 
@@ -66,7 +66,7 @@ class RankConsistency:
         self._wanted, self._verdict = (0, 0), ComparisonResult()
         self._number = self._warned = self._judged = 0
         self._left: list[list[int]] = []
-        self._found: Told = {}
+        self._found: Digests = {}
         self._state: LiveState | None = None
         self._seconds, self._stepped_at = 0.0, time.monotonic()
 
@@ -145,14 +145,14 @@ class RankConsistency:
             self._judged = verdict.number
             self._take(verdict)
 
-    def _tell(self, found: Told | None) -> None:
+    def _tell(self, found: Digests | None) -> None:
         if found is not None:
             self.tell(f"digests/{self._ranks.rank}", json.dumps(found))
         assert self._state is not None
         told = None if found is None else _joined(found, self._state.copies)
         self.tell(f"alike/{self._ranks.rank}", json.dumps([self._number, told]))
 
-    def _digests(self, state: LiveState, places: Sequence[int]) -> Told:
+    def _digests(self, state: LiveState, places: Sequence[int]) -> Digests:
         """Return the digests of those ``places`` in ``state.copies`` that this rank holds."""
         mine = [place for place in places if self._ranks.rank in state.copies[place].ranks]
         return {
@@ -190,7 +190,7 @@ def _batches(copies: Sequence[ReplicatedRegion]) -> list[list[int]]:
     return list(packed(range(len(copies)), lambda place: copies[place].nbytes, BYTES_PER_STEP)) or [[]]
 
 
-def _joined(found: Told, copies: Sequence[ReplicatedRegion]) -> Told:
+def _joined(found: Digests, copies: Sequence[ReplicatedRegion]) -> Digests:
     """Return one digest for each set of ranks that hold something together."""
     joined: dict[str, Any] = {}
     for place, digest in sorted(found.items()):
@@ -199,7 +199,7 @@ def _joined(found: Told, copies: Sequence[ReplicatedRegion]) -> Told:
     return {group: each.hexdigest() for group, each in joined.items()}
 
 
-def _judged(found: Sequence[Told], copies: Sequence[ReplicatedRegion]) -> str:
+def _judged(found: Sequence[Digests], copies: Sequence[ReplicatedRegion]) -> str:
     """Describe for a person which ranks differ from the rank that stores the region."""
     other: dict[tuple[int, int], list[str]] = {}
     for place, copied in enumerate(copies):

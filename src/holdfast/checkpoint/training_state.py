@@ -212,7 +212,7 @@ class TrainingState:
         """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
         self._passing.restore(self.state, found.progress)
-        for text in found.odd:
+        for text in found.problems:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
         if not self.codec.error_feedback:
             self.state.forget_residuals()
@@ -274,7 +274,7 @@ class TrainingState:
             self._checks[number].look(self.state)
             self._tell_of_own(number)
         if self._is_first and updates:
-            self.state.refuse_odd_state()
+            self.state.refuse_unsupported_state()
             self._is_first = False  # once is enough
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()
@@ -303,7 +303,7 @@ class TrainingState:
     def note(self) -> None:
         """Note the current user state as that after ``steps_done``."""
         joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
-        self.now = {**self.script.now(), **self._passing.told(self.state), **joined}
+        self.now = {**self.script.now(), **self._passing.recorded_attributes(self.state), **joined}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 

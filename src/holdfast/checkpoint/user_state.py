@@ -23,10 +23,10 @@ from ..state.progress import (
     adopt,
     hyper_parameters,
     load_hyper_parameters,
+    override_warnings,
     random_state,
     refuse_other_ranks,
     restore_random_state,
-    told_of_kept,
 )
 from .capture.optimizer_attributes import refuse_unstorable
 from .numerics import computing
@@ -144,14 +144,14 @@ class ScriptState:
         """Raise ``RunMismatch`` if the loader cannot continue from ``progress``, of any run, on ``num_ranks`` ranks."""
         refuse_other_ranks(self.things.get("loader"), progress, num_ranks)
 
-    def told_of_kept(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
+    def override_warnings(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
         """Return warnings of given settings that the run overrides, and of objects that the run does not have.
 
         A hyper-parameter is named if the script that made the snapshot ``base`` was given another value, and that of
         ``progress`` stays in force. A snapshot of an earlier version does not say what was given.
         """
         each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
-        told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
+        told = [override_warnings(before, own, given, "resume()") for before, own, given in each]
         told.append(self._told_of_schedule(base.get("given_schedule", {}), progress))
         new = [name for name in self.things if name not in progress["things"]]
         return [text for text in told if text is not None] + [

@@ -17,7 +17,7 @@ from ..checkpoint.recovery.recovery_progress import RecoveryProgress
 from ..errors import BadInput, DiskFailed
 from ..monitor.progress_bar import progress_bar
 from ..quantities import counted, format_bytes
-from ..store.commit.pruning import Pruning, planned, prune, said_spans
+from ..store.commit.pruning import Pruning, planned, prune, spans_text
 from ..store.commit.retention import Keep
 from ..store.remote.copying import PushResult
 from ..store.remote.object_store import Url, place_of
@@ -55,7 +55,7 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
         print(f"Steps {done.from_step:,} to {base.step - 1:,} are gone, unless an older base leads to them.")
     if done.left:
         print(
-            f"The base of step {done.from_step:,} stays, with what follows it: steps {said_spans(done.left)} of what"
+            f"The base of step {done.from_step:,} stays, with what follows it: steps {spans_text(done.left)} of what"
             f" a later resume left need it. `holdfast prune {run} --keep-last 1 --dry-run` says what would go with it."
         )
     if done.unread:
@@ -93,7 +93,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
 def _lost(found: Pruning, dry_run: bool) -> str:
     if not found.lost:
         return "Every step that could be recovered still can."
-    return f"Steps {said_spans(found.lost)} {'could not' if dry_run else 'cannot'} be recovered any more."
+    return f"Steps {spans_text(found.lost)} {'could not' if dry_run else 'cannot'} be recovered any more."
 
 
 def _document(found: Pruning) -> dict[str, Any]:

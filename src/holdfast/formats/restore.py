@@ -26,7 +26,7 @@ from ..quantities import MiB, packed
 from ..state.capture import CapturedParameter
 from ..state.encoding import decode
 from ..state.layout.flat_ranges import AnyRegion, boxes_of
-from ..state.layout.overlaps import Key, OverlappingMemory, described, said_keys
+from ..state.layout.overlaps import Key, OverlappingMemory, described, key_names
 from ..state.layout.regions import Region
 from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
@@ -128,7 +128,7 @@ def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> Non
             for key, there in made.items()
         ):
             raise RunMismatch(
-                f"{said_keys(made)} are one memory here, and {source.path} has other values for each, so not all could"
+                f"{key_names(made)} are one memory here, and {source.path} has other values for each, so not all could"
                 " be brought back. Give each memory of its own (.clone())."
             )
 

@@ -29,7 +29,7 @@ from ..errors import BadInput
 from ..formats.entry_keys import KEY, ShapeAndType, name_all
 from ..state.encoding import encode
 from ..state.layout.regions import Region
-from ..state.plain_tensors import TO_NAME, odd_kind
+from ..state.plain_tensors import TO_NAME, unsupported_kind
 from ..state.tensor_entries import TensorEntry, fragment
 from ..store.commit.commit_writer import Written
 from ..store.commit.retention import Keep
@@ -228,7 +228,7 @@ class Resolved(dict[str, torch.Tensor]):
         item = self._items[key]
         tensor = self._planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
-        kind = "on meta, without values" if tensor.is_meta else odd_kind(tensor)
+        kind = "on meta, without values" if tensor.is_meta else unsupported_kind(tensor)
         if kind is not None:
             raise BadInput(
                 f"{item.index.fqn} is {kind}, and commits hold plain tensors. Save what it is made of, or leave it out."

@@ -32,7 +32,7 @@ from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, difference
 from ..store.commit.retention import Keep
 from .shared.collective_commit import check_step
 from .zero_save import write
-from .zero_state import ShownState, numbers_of, put_back, refresh, show, told_of_left
+from .zero_state import ShownState, numbers_of, put_back, refresh, show, unsupported_messages
 
 __all__ = ["load", "save"]
 DEADLINE_SECONDS = 300.0
@@ -137,7 +137,7 @@ def _bring(shown: ShownState, source: Source, start: From, rank: int) -> tuple[M
     script = ScriptState([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
     adopted = script.adopt(source.progress, rank)  # before the restore, as a schedule may refuse its state
     found, complete = restore(shown.state, source, start)
-    told = differences_from(found, source) + adopted + told_of_left(shown.base, shown.beside)
+    told = differences_from(found, source) + adopted + unsupported_messages(shown.base, shown.beside)
     if not complete:
         told.append(NOT_ALL_GROUPS)
     if source.progress.get("step") and "random" not in source.progress:

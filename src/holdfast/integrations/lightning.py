@@ -96,7 +96,7 @@ class Fit:
         """The generators as the run had them; None for a new run."""
         self._newest: dict[str, Any] = {}
         """The progress of the newest commit, as JSON, until the run is resumed."""
-        self._found: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
         self._began = False
         """True once the loop over epochs has begun."""
         self._accumulates = trainer.accumulate_grad_batches
@@ -199,10 +199,10 @@ class Fit:
         self._host.watch()
         if self.random is not None:
             restore_random_state(self.random)
-            self._metrics().update(self._found["metrics"])
-            if "sums" in self._found:
-                restore_sums(self._trainer, self._found["sums"])
-            self._host.restore_attributes(self._found)
+            self._metrics().update(self._restored["metrics"])
+            if "sums" in self._restored:
+                restore_sums(self._trainer, self._restored["sums"])
+            self._host.restore_attributes(self._restored)
             # or schedules by a metric would skip the end of this epoch
             self._trainer.fit_loop._restarting = False
 
@@ -222,7 +222,7 @@ class Fit:
 
     def advance(self) -> None:
         """Advance the loop; a training that was told to stop stops again."""
-        self._trainer.should_stop |= self._found.pop("should_stop", False)
+        self._trainer.should_stop |= self._restored.pop("should_stop", False)
         self._advance()
 
     def end_training(self) -> None:
@@ -296,7 +296,7 @@ class Fit:
         trainer.fit_loop.load_state_dict(state["loop"])
         # else what follows the last batch is left out, and all epochs with it, where this trainer has run a fit before
         self._loop.val_loop._has_run = False
-        self._found = state
+        self._restored = state
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._trainer.lightning_module.named_parameters())

@@ -70,7 +70,7 @@ class Training:
         self._checkpointer: Checkpointer | None = None
         self._loader: Any = None
         self._batches: WatchedBatches | None = None
-        self._found: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
         """The restored state of the run, until the loop exists."""
         self._order = Order(None, None)
         self._place = _Place(0, encode(self._order.now()))
@@ -103,7 +103,7 @@ class Training:
 
         Its changes are part of the run and would be made twice.
         """
-        if self._found is not None:
+        if self._restored is not None:
             return control
         if self._attributes is None:
             return self._begin_epoch(args, state, control)
@@ -113,11 +113,11 @@ class Training:
         """Run an epoch; one that the run has completed is skipped."""
         if self._checkpointer is None:
             self._open(loop["train_dataloader"], loop["model"])
-        if self._found is None:
+        if self._restored is None:
             self._place = _Place(loop["epoch"], encode(self._order.now()))
             self._run_epoch(**loop)
-        elif loop["epoch"] == self._found["place"]["epoch"]:
-            found, self._found = self._found, None
+        elif loop["epoch"] == self._restored["place"]["epoch"]:
+            found, self._restored = self._restored, None
             self._go_on(found, loop)
 
     def end_step(
@@ -264,7 +264,7 @@ class Training:
                 f"{self._run} is in epoch {epoch + 1}, and the script ends after {num_epochs}. Give it as many epochs,"
                 " or begin another run."
             )
-        self._found = state
+        self._restored = state
 
     def _same(self) -> dict[str, Any]:
         """Return the values that a position in the data depends on."""

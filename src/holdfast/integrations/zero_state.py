@@ -369,7 +369,7 @@ def put_hyper_parameters(base: torch.optim.Optimizer, beside: torch.optim.Optimi
         group.update({key: own[key] for key in keys})
 
 
-def told_of_left(base: Any, beside: torch.optim.Optimizer) -> list[str]:
+def unsupported_messages(base: Any, beside: torch.optim.Optimizer) -> list[str]:
     """Return messages about hyper-parameters of ``beside`` that an Adam of DeepSpeed does not support."""
     if not is_deepspeeds(base):
         return []

@@ -77,14 +77,14 @@ class Scale:
     from_zero: bool = True
     binary: bool = False
     """True for bytes: ticks are powers of two apart."""
-    whole: bool = False
+    are_counts: bool = False
     """True for counts, which have no fractions."""
 
     def ticks(self, low: float, high: float) -> list[float]:
         if self.binary:
             each = 2.0 ** math.ceil(math.log2(max((high - low) / 5, 1.0)))
             return [number * each for number in range(math.floor(low / each), math.ceil(high / each) + 1)]
-        return ticks(low, high, least=float(self.whole))
+        return ticks(low, high, least=float(self.are_counts))
 
 
 class Frame:

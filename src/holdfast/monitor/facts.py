@@ -236,7 +236,7 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
     ):
         mine = [row for row in moved["rows"] if row["lane"] == lane] if moved else []
         add(what, "B", sum(row["expected"] for row in mine), sum(row["moved"] for row in mine))
-    for event in history.told:
+    for event in history.other_events:
         if event["event"] == "recovered":
             took = event.get("load_seconds", 0.0) + event.get("replay_seconds", 0.0)
             add(f"recovery of step {event.get('step')}", "s", event.get("predicted_seconds"), took)
@@ -267,10 +267,10 @@ def speed_of_light(history: History, most: int | None = None) -> dict[str, Any] 
     }
 
 
-def light_said(light: dict[str, Any]) -> tuple[str, str]:
+def describe_speed_of_light(light: dict[str, Any]) -> tuple[str, str]:
     """Return the percentage of ``speed_of_light``, and words for what it is of.
 
-    >>> light_said({"share": 0.934, "lane": "ssd"})
+    >>> describe_speed_of_light({"share": 0.934, "lane": "ssd"})
     ('93%', 'of the speed of light (the SSD)')
     """
     return (
@@ -310,7 +310,7 @@ def state_of(history: History, now: float) -> str:
         return "nothing was logged yet"
     newest = history.sittings[-1]
     if newest.closed is not None:
-        said = {event["event"] for event in history.told if _is_after(event, newest)}
+        said = {event["event"] for event in history.other_events if _is_after(event, newest)}
         return next((word for word in ("failed", "stopped", "finished") if word in said), "closed")
     if is_gone(newest):
         return "died"

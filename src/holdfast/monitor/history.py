@@ -125,11 +125,11 @@ class History:
         self.sittings: list[Session] = []
         self.config: dict[str, Any] = {}
         """The configuration of ``holdfast train``."""
-        self.told: list[dict[str, Any]] = []
+        self.other_events: list[dict[str, Any]] = []
         """Events other than steps."""
         self.validations: list[tuple[int, float]] = []
         self.last_time: float | None = None
-        self.num_odd = 0
+        self.num_unreadable = 0
         self.newest: dict[str, Any] = {}
         """The last step event, complete."""
         self._line: list[StepRecord] | None = None
@@ -152,7 +152,7 @@ class History:
         try:
             self._add(event, event["event"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-            self.num_odd += 1
+            self.num_unreadable += 1
         else:
             self.last_time = event.get("time", self.last_time)
 
@@ -178,7 +178,7 @@ class History:
         elif name in TOLD:
             if name == "run":
                 self.config = event.get("config", {})
-            self.told.append(event)
+            self.other_events.append(event)
 
     def line(self) -> list[StepRecord]:
         """Return every step once, oldest first."""

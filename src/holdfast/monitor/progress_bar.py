@@ -89,7 +89,7 @@ class ProgressBar:
                     raise BadInput(f"the body of the loop did not call engine.step for step {before}")
                 recent.append(engine.last)
                 others = len(f"step {engine.steps_done}/{until}  ")  # with the spaces beside the bar
-                said = step_said(recent, engine.durable_step, until, self._console.width - others)
+                said = describe_step(recent, engine.durable_step, until, self._console.width - others)
                 progress.update(task, completed=engine.steps_done, description=said)
                 now = time.monotonic()
                 if now - drawn_at >= SECONDS_BETWEEN_DRAWINGS or engine.steps_done >= until:
@@ -119,17 +119,17 @@ class ProgressBar:
             self._console.show_cursor(True)
 
 
-def step_said(recent: deque[dict[str, Any]], durable_step: int, until: int, columns: int) -> str:
+def describe_step(recent: deque[dict[str, Any]], durable_step: int, until: int, columns: int) -> str:
     """Describe the newest of the ``recent`` steps in at most ``columns``; rates are means of all of them.
 
     Where not everything fits, the loss and the time left stay longest, and the tokens go first.
 
     >>> step = {"step": 12, "loss": 2.30512, "seconds": 0.85, "tokens": 2048, "skipped": None}
-    >>> step_said(deque([step]), 11, 200, 80)
+    >>> describe_step(deque([step]), 11, 200, 80)
     'loss 2.305  2,409 tokens/s  850 ms/step  durable 11  2 min 40 s left'
-    >>> step_said(deque([step | {"tokens": 0, "skipped": "the loss is nan"}]), 11, 12, 80)
+    >>> describe_step(deque([step | {"tokens": 0, "skipped": "the loss is nan"}]), 11, 12, 80)
     'skipped  850 ms/step  durable 11  0.0 s left'
-    >>> step_said(deque([step]), 11, 200, 30)
+    >>> describe_step(deque([step]), 11, 200, 30)
     'loss 2.305  2 min 40 s left'
     """
     newest = recent[-1]

@@ -72,7 +72,7 @@ def traffic(history: History) -> str:
         " pages."
     )
     notes = [SYMBOLS] if formulas else []
-    notes += [_samples_said(found)] if {SHORTER, OTHER_SIZE} & reasons else []
+    notes += [_samples_text(found)] if {SHORTER, OTHER_SIZE} & reasons else []
     notes += [UNDER_WAY_SAID] if {UNDER_WAY, OF_BEFORE} & reasons else []
     body = "".join(paragraph(note, "soft") for note in notes)
     return paragraph(said) + _traffic_table(found, formulas) + body
@@ -116,7 +116,7 @@ def _reason(row: dict[str, Any], found: dict[str, Any]) -> str:
     return ""
 
 
-def _samples_said(found: dict[str, Any]) -> str:
+def _samples_text(found: dict[str, Any]) -> str:
     full, tokens = found["scheduled_tokens"], found["tokens"]
     if full is None or tokens is None:
         said = "Block inputs grow with the tokens of a step. The schedule counts those that were measured beforehand"
@@ -192,9 +192,9 @@ def predictions(history: History, step_seconds: float | None) -> str:
     body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
     planned = facts.planned(history)
     if planned is not None:
-        body += paragraph(_plan_said(planned.plan), "soft")
+        body += paragraph(_plan_text(planned.plan), "soft")
         light = facts.speed_of_light(history)
-        body += paragraph(_light_said(light)) if light else ""
+        body += paragraph(_speed_of_light_text(light)) if light else ""
     elif step_seconds is None:
         body += absent(
             "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
@@ -202,7 +202,7 @@ def predictions(history: History, step_seconds: float | None) -> str:
     return body
 
 
-def _plan_said(plan: dict[str, Any]) -> str:
+def _plan_text(plan: dict[str, Any]) -> str:
     """Describe what was chosen, and the bottleneck."""
     parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
     said = f"Planned: {', '.join(parts)} in host memory, {plan.get('delayed_fraction', 0.0):.0%} of updates delayed."
@@ -211,10 +211,10 @@ def _plan_said(plan: dict[str, Any]) -> str:
     return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
 
 
-def _light_said(light: dict[str, Any]) -> str:
+def _speed_of_light_text(light: dict[str, Any]) -> str:
     """Describe how near the steps came to the least time of their plan."""
     said = (
-        f"Steps ran at {' '.join(facts.light_said(light))}: the busiest lane works"
+        f"Steps ran at {' '.join(facts.describe_speed_of_light(light))}: the busiest lane works"
         f" {milliseconds(light['light_seconds'])} a step by the measured rates, and the median step took"
         f" {milliseconds(light['median_seconds'])}."
     )
@@ -226,11 +226,11 @@ def _light_said(light: dict[str, Any]) -> str:
 def happened(history: History) -> str:
     rows = [
         [_when(event), event["event"].replace("_", " "), _told(event)]
-        for event in history.told[-LAST_EVENTS:]
+        for event in history.other_events[-LAST_EVENTS:]
     ]
     if not rows:
         return absent("Nothing but steps.")
-    more = len(history.told) - len(rows)
+    more = len(history.other_events) - len(rows)
     note = paragraph(f"The last {len(rows)}; {more} before are in the log.", "soft") if more else ""
     return table(["when", "what", ""], rows) + note
 

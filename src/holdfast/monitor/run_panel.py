@@ -156,7 +156,7 @@ class LivePanel:
         said += [f"planned {milliseconds(predicted)}"] if predicted else []
         yield "speed", f"{milliseconds(found['seconds_per_step'])} a step", ", ".join(said)
         if light := found["speed_of_light"]:
-            yield "", *facts.light_said(light)
+            yield "", *facts.describe_speed_of_light(light)
         if found["stall_share"] is not None:
             yield "keeping", f"{found['stall_share']:.1%} of the time", "copies, and waiting for the disk"
         yield from self._lane_rows(found)

@@ -23,7 +23,7 @@ from .training_panel import number
 
 LOSS = Scale(number, from_zero=False)
 SECONDS = Scale(milliseconds)
-COUNT = Scale("{:,.0f}".format, whole=True)
+COUNT = Scale("{:,.0f}".format, are_counts=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def document(look: Look) -> dict[str, Any]:
         "durability": facts.durability(history),
         "commits": list(look.commits),
         "life": facts.life(history, look.drive),
-        "lines_not_understood": history.num_odd,
+        "lines_not_understood": history.num_unreadable,
     }
 
 
@@ -76,8 +76,9 @@ def html(look: Look) -> str:
         Section("What happened", happened(history)),
     ]
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.now))
-    odd = f" {counted(history.num_odd, 'line')} of the log could not be understood." * bool(history.num_odd)
-    foot = f"Made at {made} from {look.name}/events.jsonl. Only what was measured is shown.{odd}"
+    count = history.num_unreadable
+    unread = f" {counted(count, 'line')} of the log could not be understood." * bool(count)
+    foot = f"Made at {made} from {look.name}/events.jsonl. Only what was measured is shown.{unread}"
     return page(look.name, subtitle(history), _tiles(look), sections, foot)
 
 
@@ -114,7 +115,7 @@ def _tiles(look: Look) -> list[tuple[str, str]]:
         else []
     )
     light = facts.speed_of_light(history)
-    tiles += [("speed of light", facts.light_said(light)[0])] if light else []
+    tiles += [("speed of light", facts.describe_speed_of_light(light)[0])] if light else []
     tiles += [("written", format_bytes(life["written_bytes"]))] if life["written_bytes"] is not None else []
     return tiles
 

@@ -35,7 +35,7 @@ def chrome_trace(history: History, name: str) -> dict[str, Any]:
 def _origin(history: History) -> float:
     """Return the earliest time of any step or event."""
     times = [step.time - step.seconds * step.steps for sitting in history.sittings for step in sitting.steps]
-    times += [event["time"] for event in history.told if "time" in event]
+    times += [event["time"] for event in history.other_events if "time" in event]
     times += [timeline.began for sitting in history.sittings for timeline in sitting.timelines]
     return min(times, default=0.0)
 
@@ -49,7 +49,7 @@ def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
             yield _slice_of(step, origin, ended)
             yield from _counters(step, origin)
             ended = step.time
-    for event in history.told:
+    for event in history.other_events:
         args = {
             key: value for key, value in event.items() if key not in ("event", "time", "config", "sample")
         }

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..quantities import counted, format_bytes, format_seconds
-from .facts import light_said
+from .facts import describe_speed_of_light
 
 RECENT = 20
 """The number of steps that rates are taken over."""
@@ -46,8 +46,8 @@ class TrainingPanel:
     """A context manager around the training loop; call ``step`` after each step.
 
     ``steps`` is the last step of the run. ``host_budget`` is in bytes (None: no known limit). ``commit_every`` is in
-    steps (0: never). ``light`` is the busiest resource of the plan and the seconds that it works for a step (None: the
-    run was not planned by rates).
+    steps (0: never). ``busiest_seconds`` is the busiest resource of the plan and the seconds that it works for a step
+    (None: the run was not planned by rates).
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class TrainingPanel:
         steps: int,
         host_budget: int | None = None,
         commit_every: int = 1,
-        light: tuple[str, float] | None = None,
+        busiest_seconds: tuple[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.title, self.steps, self.host_budget = console, title, steps, host_budget
-        self.commit_every, self.light = commit_every, light
+        self.commit_every, self.busiest_seconds = commit_every, busiest_seconds
         self._clock = clock
         self._stopping = ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -153,10 +153,10 @@ class TrainingPanel:
     def _speed_of_light(self) -> str:
         """Describe the share of the speed of light; empty where it is not known. The oldest step may be the first."""
         seconds = [event["seconds"] for event in list(self._recent)[1:] if event["skipped"] is None]
-        if self.light is None or not seconds:
+        if self.busiest_seconds is None or not seconds:
             return ""
-        lane, least = self.light
-        return " ".join(light_said({"share": least / max(median(seconds), 1e-9), "lane": lane}))
+        lane, least = self.busiest_seconds
+        return " ".join(describe_speed_of_light({"share": least / max(median(seconds), 1e-9), "lane": lane}))
 
     def _durability(self, event: dict[str, Any]) -> str:
         behind = event["step"] - event["durable_step"]
@@ -189,23 +189,23 @@ class TrainingPanel:
 
 @dataclass(frozen=True)
 class Box:
-    """The picture of a run in a box: its ``name`` and what is ``said`` of its step above, its ``state`` below.
+    """The picture of a run in a box: its ``name`` and the ``caption`` of its step above, its ``state`` below.
 
     A name that does not fit loses its beginning.
     """
 
     name: str
-    said: str
+    caption: str
     state: Text
     parts: Sequence[RenderableType]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        name, columns = self.name, max(1, options.max_width - cell_len(self.said) - 8)
+        name, columns = self.name, max(1, options.max_width - cell_len(self.caption) - 8)
         while cell_len(name) > columns:
             name = f"…{name[2:]}" if len(name) > 2 else ""
         yield Panel(
             Group(*self.parts),
-            title=Text.assemble((name, "bold"), "  " * bool(name), self.said),
+            title=Text.assemble((name, "bold"), "  " * bool(name), self.caption),
             title_align="left",
             subtitle=self.state,
             subtitle_align="left",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..distributed import Ranks
 from ..errors import BadInput, HoldfastError, RunLocked
-from ..events import EventLog, said_lost, tell
+from ..events import EventLog, describe_lost_steps, tell
 from ..io.queue import IOQueue
 from ..optim.torch_threads import keep_torch_threads
 from ..regular_files import home_path
@@ -41,7 +41,7 @@ from .offload_options import IO, Clipping, Durability, Placement, Precision
 from .runtime import Runtime
 from .setup.builder import build, fill, stored_units
 from .setup.drive_setup import Drives
-from .setup.engine_resume import newest_commit, progress_here, same_files
+from .setup.engine_resume import newest_commit, progress_of_rank, same_files
 from .setup.equal_on_ranks import agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
 from .setup.preflight import Preflight, preflight_of, space_on
@@ -272,7 +272,7 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole())
+        return newest_commit(store, parts.unsharded())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read
@@ -280,7 +280,7 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
     if ref is None:
         return None
     with ranks.agreeing():
-        return progress_here(found or store.load(ref), ranks)
+        return progress_of_rank(found or store.load(ref), ranks)
 
 
 def _ready(
@@ -408,9 +408,9 @@ def _opened_engine(
             update_workers=given.io.update_workers, caches=made.caches,
         )  # fmt: skip
     if start.found is not None and told:
-        engine.said_lost = said_lost(log, start.found.step)
+        engine.lost_steps_text = describe_lost_steps(log, start.found.step)
         if given.say is None:
-            tell(f"{given.place} continues after step {start.found.step:,}. {engine.said_lost}")
+            tell(f"{given.place} continues after step {start.found.step:,}. {engine.lost_steps_text}")
     if start.found is None and given.before_first_commit is not None:
         made.fellows.control.first_does(given.before_first_commit)
     engine.begin(start.found, start.beginning)

@@ -49,8 +49,7 @@ from .reporting.step_reports import (
 from .runtime import Runtime, Step
 from .setup.calibration import Calibration
 from .setup.equal_on_ranks import digest, hyper_parameters_by_key, refuse_unlike
-from .setup.model_values import newest_values, state_dict, trained_values
-from .setup.model_values import told as told_of_edits
+from .setup.model_values import edits_text, newest_values, state_dict, trained_values
 from .setup.preflight import Preflight
 from .setup.process_settings import on_host_by_default
 from .setup.starting_state import StartingState
@@ -117,7 +116,7 @@ class Engine:
         self.steps_done = 0
         """Number of optimizer steps done, skipped ones included."""
         self.resumed_from: int | None = None
-        self.said_lost = ""
+        self.lost_steps_text = ""
         """Sentence about what is known to have been lost at the resume."""
         self.skipped_steps = 0
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
@@ -350,7 +349,7 @@ class Engine:
         self._shut_down()
         held.give_back({name: trained[name] for name in held.were_real})
         if edited:
-            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=3)
+            warnings.warn(f"{edits_text(edited)}: it was lost", stacklevel=3)
 
     def __enter__(self) -> Engine:
         return self
@@ -572,7 +571,7 @@ class Engine:
         with self._closing_on_error():
             self.held.undo_edits()
         raise BadInput(
-            f"{told_of_edits(edited)}. The run's values were put back, and the engine goes on with them. To change"
+            f"{edits_text(edited)}. The run's values were put back, and the engine goes on with them. To change"
             " them, take engine.state_dict() and close() the engine, load what you have changed into the model, and"
             " begin a run in another directory."
         )

@@ -21,10 +21,10 @@ from ..state.progress import (
     adopt,
     hyper_parameters,
     load_hyper_parameters,
+    override_warnings,
     random_state,
     refuse_other_ranks,
     refuse_place_of_first,
-    told_of_kept,
 )
 from ..state.schedules import UngivenSchedulers, needs_arguments
 
@@ -150,7 +150,7 @@ class UserState:
                 stacklevel=6,
             )
         before = progress.get("given", [])  # absent in a run of an earlier version
-        kept = told_of_kept(before, progress["groups"], self.given, "offload returns")
+        kept = override_warnings(before, progress["groups"], self.given, "offload returns")
         if kept is not None:
             warnings.warn(kept, stacklevel=6)
 

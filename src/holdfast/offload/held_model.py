@@ -72,7 +72,7 @@ class HeldModel:
 
     def edited(self) -> list[str]:
         """Return the names of values that the script has changed since the last step."""
-        return [] if self._edits is None else self._edits.found()
+        return [] if self._edits is None else self._edits.names()
 
     def undo_edits(self) -> None:
         """Put the run's values back. Nothing may be under way. Collective: every rank must call this."""

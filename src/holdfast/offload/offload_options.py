@@ -120,8 +120,8 @@ class Durability:
     """Number of newest commits that are kept."""
 
     def check(self) -> None:
-        require_whole("commit_every", self.commit_every, 0)
-        require_whole("retain", self.retain, 1)
+        require_integer("commit_every", self.commit_every, 0)
+        require_integer("retain", self.retain, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ class IO:
             raise BadInput(f"drives = {self.drives!r} is not a list of directories")
         if not isinstance(self.direct, bool):
             raise BadInput(f"direct = {self.direct!r} must be True or False")
-        require_whole("threads", self.threads, 1)
-        require_whole("update_workers", self.update_workers, 1)
+        require_integer("threads", self.threads, 1)
+        require_integer("update_workers", self.update_workers, 1)
         for name in ("read_limit", "write_limit", "total_limit"):
             rate = getattr(self, name)
             if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
@@ -167,7 +167,7 @@ class IO:
         return self.read_limit, self.write_limit, self.total_limit
 
 
-def require_whole(name: str, count: object, least: int) -> None:
+def require_integer(name: str, count: object, least: int) -> None:
     """Raise ``BadInput`` unless ``count`` is a whole number of at least ``least``."""
     if not isinstance(count, int) or count < least:
         raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")

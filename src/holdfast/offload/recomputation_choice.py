@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from .. import accelerators
 from ..measure.host_memory import free_host_bytes
 from ..quantities import round_up
-from ..schedule.memory_use import predict
+from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work
 from .model.graph_sizes import GraphGauge, GraphSizes
 from .runtime import Runtime, Step
@@ -37,11 +37,11 @@ from .setup.step_planning import LISTS, RunPlan
 if TYPE_CHECKING:
     from .steps import StepRules
 
-SPARED = 1 / 5
+FREE_RESERVE = 1 / 5
 """The part of the free memory that stays free."""
-EVERY = 1.0
+ALL_BLOCKS = 1.0
 """The fraction of a step that computes every block again."""
-Form = tuple[Any, tuple[tuple[int, torch.dtype, torch.Size], ...]]
+BatchSignature = tuple[Any, tuple[tuple[int, torch.dtype, torch.Size], ...]]
 """The names or number of a micro-batch's parts, and the tensors in it, by their position."""
 
 
@@ -55,19 +55,19 @@ class RecomputationChoice:
         """Flags per module: True if it was in training mode when the micro-batches were measured."""
         self._sizes: GraphSizes | None = None
         """The largest sizes that were measured."""
-        self._measured: list[Form] = []
-        self._covered: set[Form] = set()
-        """Forms that are no larger than a measured one."""
+        self._measured: list[BatchSignature] = []
+        self._covered: set[BatchSignature] = set()
+        """Signatures that are no larger than a measured one."""
         self._fractions: dict[int, float] = {}
         """The choices so far, by the number of micro-batches."""
-        self._new: dict[Form, int] = {}
-        """Forms that the next step measures, each with a micro-batch that has it."""
+        self._new: dict[BatchSignature, int] = {}
+        """Signatures that the next step measures, each with a micro-batch that has it."""
 
     def fraction(self, micro_batches: Sequence[Any]) -> float:
         """Return the fraction of the blocks that a step over ``micro_batches`` should compute again."""
         self._new = self._unmeasured(micro_batches)
         if self._new:
-            return EVERY
+            return ALL_BLOCKS
         count = len(micro_batches)
         if count not in self._fractions:
             self._fractions[count] = self._chosen(count)
@@ -86,37 +86,31 @@ class RecomputationChoice:
             self._covered.update(self._new)
             self._fractions.clear()
 
-    def _unmeasured(self, micro_batches: Sequence[Any]) -> dict[Form, int]:
-        """Return the forms that are larger than all measured ones, and for each a micro-batch that has it."""
+    def _unmeasured(self, micro_batches: Sequence[Any]) -> dict[BatchSignature, int]:
+        """Return the signatures that are larger than all measured ones, and for each a micro-batch that has it."""
         modes = [module.training for module in self._modules]
         if modes != self._modes:  # dropout, for one, holds more
             self._modes, self._sizes = modes, None
             self._measured, self._covered = [], set()
-        forms = {form_of(batch): m for m, batch in enumerate(micro_batches)}
-        new = {form: m for form, m in forms.items() if form not in self._covered}
-        found: dict[Form, int] = {}
-        for form, m in sorted(new.items(), key=lambda item: -_elements(item[0])):
-            if any(_covers(larger, form) for larger in self._measured):
-                self._covered.add(form)
-            elif not any(_covers(larger, form) for larger in found):
-                found[form] = m
+        signatures = {signature_of(batch): m for m, batch in enumerate(micro_batches)}
+        new = {signature: m for signature, m in signatures.items() if signature not in self._covered}
+        found: dict[BatchSignature, int] = {}
+        for signature, m in sorted(new.items(), key=lambda item: -_elements(item[0])):
+            if any(_covers(larger, signature) for larger in self._measured):
+                self._covered.add(signature)
+            elif not any(_covers(larger, signature) for larger in found):
+                found[signature] = m
         return found
 
     def _chosen(self, count: int) -> float:
         """Return the smallest fraction with which ``count`` micro-batches fit into memory."""
         rows, room = len(self._run.blocks) - 1, self._room()
         if self._sizes is None or room is None:
-            return EVERY
-        work, again = _with_sizes(self._plan.work, self._sizes), self._bytes(self._plan.work, count, EVERY)
-
-        def fits(kept: int) -> bool:
-            return self._bytes(work, count, (rows - kept) / rows) - again <= room
-
-        fitting, failing = (rows, rows + 1) if fits(rows) else (0, rows)
-        while failing - fitting > 1:
-            middle = (fitting + failing) // 2
-            fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
-        return (rows - fitting) / rows
+            return ALL_BLOCKS
+        work = _with_sizes(self._plan.work, self._sizes)
+        most = self._bytes(self._plan.work, count, ALL_BLOCKS) + room
+        kept = largest_fitting(0, rows, lambda n: self._bytes(work, count, (rows - n) / rows) <= most)
+        return (rows - kept) / rows
 
     def _bytes(self, work: Work, count: int, fraction: float) -> int:
         """Return the bytes of a step where activations are kept: on the device, which may be the host."""
@@ -129,10 +123,10 @@ class RecomputationChoice:
         if self._run.device.unified:
             most = most_process_bytes()
             free = free_host_bytes() / self._run.fellows.on_host
-            return None if most is None else (1 - SPARED) * free - max(most - process_bytes(), 0)
+            return None if most is None else (1 - FREE_RESERVE) * free - max(most - process_bytes(), 0)
         with suppress(AttributeError, RuntimeError):  # not every runtime counts its memory
             free = self._run.device.free_bytes()
-            return (1 - SPARED) * free - accelerators.given_back_bytes(self._run.device.torch_device)
+            return (1 - FREE_RESERVE) * free - accelerators.given_back_bytes(self._run.device.torch_device)
         return None
 
 
@@ -142,7 +136,7 @@ def can_measure() -> bool:
     return hasattr(torch._C._autograd.SavedTensor, "data")
 
 
-def form_of(batch: Any) -> Form:
+def signature_of(batch: Any) -> BatchSignature:
     """Return what decides on how much memory a micro-batch takes."""
     leaves = pytree.tree_leaves(batch)
     tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -150,17 +144,17 @@ def form_of(batch: Any) -> Form:
     return parts, tuple((i, tensor.dtype, tensor.shape) for i, tensor in tensors)
 
 
-def _covers(larger: Form, form: Form) -> bool:
-    """Return whether ``larger`` has the parts of ``form``, each at least as large in every dim."""
-    kinds = [[(i, dtype, len(shape)) for i, dtype, shape in tensors] for _, tensors in (larger, form)]
-    if larger[0] != form[0] or kinds[0] != kinds[1]:
+def _covers(larger: BatchSignature, signature: BatchSignature) -> bool:
+    """Return whether ``larger`` has the parts of ``signature``, each at least as large in every dim."""
+    kinds = [[(i, dtype, len(shape)) for i, dtype, shape in tensors] for _, tensors in (larger, signature)]
+    if larger[0] != signature[0] or kinds[0] != kinds[1]:
         return False
-    pairs = zip(larger[1], form[1], strict=True)
+    pairs = zip(larger[1], signature[1], strict=True)
     return all(n <= most for (_, _, a), (_, _, b) in pairs for most, n in zip(a, b, strict=True))
 
 
-def _elements(form: Form) -> int:
-    return sum(shape.numel() for _, _, shape in form[1])
+def _elements(signature: BatchSignature) -> int:
+    return sum(shape.numel() for _, _, shape in signature[1])
 
 
 def _with_sizes(work: Work, sizes: GraphSizes) -> Work:

@@ -1,7 +1,7 @@
 """The host optimizer: the user's own ``torch.optim`` class, applied to tensors in host memory or to slices of them.
 
-An update that can be sliced runs in tiles at multiples of 4096 elements from a tensor's start. Torch's fused kernels
-then give the same bits as on the whole tensor, and a tile's gradient, state and downcast stay in cache. Other
+An update that can be sliced runs in slices at multiples of 4096 elements from a tensor's start. Torch's fused kernels
+then give the same bits as on the whole tensor, and a slice's gradient, state and downcast stay in cache. Other
 optimizers get whole tensors. The user's optimizer instance is never stepped: its ``param_groups`` are read, and a
 private instance of the same class runs on each part, with the state bound to views.
 """
@@ -26,18 +26,18 @@ from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO
 from .torch_threads import Lane, limit_torch_threads, one_torch_thread, shared_out
 
-TILE_ELEMENTS = 256 * 1024
-"""The elements of one tile; a multiple of 4096."""
+SLICE_ELEMENTS = 256 * 1024
+"""The elements of one slice; a multiple of 4096."""
 
-SHARED_TILE_ELEMENTS = 16 * TILE_ELEMENTS
-"""The elements of one tile where several of torch's threads compute a fused kernel. Such kernels divide a tensor at
-cache lines, so the bits are those of one thread. A large tile takes less time in Python, in which only one thread at a
+SHARED_SLICE_ELEMENTS = 16 * SLICE_ELEMENTS
+"""The elements of one slice where several of torch's threads compute a fused kernel. Such kernels divide a tensor at
+cache lines, so the bits are those of one thread. A large slice takes less time in Python, in which only one thread at a
 time makes progress, the one that starts the device's work included."""
 
 HELPER_BYTES = 64 * MiB
 """Temporary bytes of one helper of a fused kernel. Measured: at most 16 per element (AdamW with amsgrad)."""
-TILE_HELPER_BYTES = 16 * MiB
-"""Temporary bytes of one helper of another kernel. Measured: at most 51 per element of a tile (AdamW8bit)."""
+SLICE_HELPER_BYTES = 16 * MiB
+"""Temporary bytes of one helper of another kernel. Measured: at most 51 per element of a slice (AdamW8bit)."""
 
 GRAD_BYTES = 4
 """Bytes of one element of a gradient: fp32."""
@@ -77,7 +77,7 @@ class _Worker(threading.local):
 
 @dataclass
 class _Part:
-    """The unit of an update: a flat tile of a parameter, or all of it."""
+    """The unit of an update: a flat slice of a parameter, or all of it."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -99,24 +99,24 @@ class HostOptimizer:
         self._optimizer = optimizer
         self._worker = _Worker()
         self._fused_helpers: Lane | None = None
-        self._tile_helpers: Lane | None = None
+        self._slice_helpers: Lane | None = None
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
     def start_helpers(self, count: int, threads: int) -> None:
         """Have fused kernels computed by ``count`` helpers with ``threads`` torch threads each, until ``close``.
 
-        Tiles of other kernels, which might round otherwise with several threads, are shared by as many helpers with one
-        thread each. Nothing changes if ``threads`` is 1.
+        Slices of other kernels, which might round otherwise with several threads, are shared by as many helpers with
+        one thread each. Nothing changes if ``threads`` is 1.
         """
         if threads > 1:
             self._fused_helpers = Lane(count, "holdfast-fused", partial(limit_torch_threads, threads))
-            self._tile_helpers = Lane(count * threads, "holdfast-tiles", one_torch_thread)
+            self._slice_helpers = Lane(count * threads, "holdfast-slices", one_torch_thread)
 
     def close(self) -> None:
         """End the helpers. Called when no update is under way."""
-        helpers = self._fused_helpers, self._tile_helpers
-        self._fused_helpers = self._tile_helpers = None
+        helpers = self._fused_helpers, self._slice_helpers
+        self._fused_helpers = self._slice_helpers = None
         for lane in helpers:
             if lane is not None:
                 lane.close()
@@ -189,12 +189,12 @@ class HostOptimizer:
             return scalars
 
         is_fused = bool(hyper.groups[state.group].get("fused"))
-        helpers = self._fused_helpers if is_fused else self._tile_helpers
-        if helpers is not None and kind.cut and state.param.numel() > TILE_ELEMENTS:
-            tile = SHARED_TILE_ELEMENTS if is_fused else TILE_ELEMENTS
-            (*_, scalars) = shared_out(helpers, step, _parts(state, slots, tile))
+        helpers = self._fused_helpers if is_fused else self._slice_helpers
+        if helpers is not None and kind.cut and state.param.numel() > SLICE_ELEMENTS:
+            elements = SHARED_SLICE_ELEMENTS if is_fused else SLICE_ELEMENTS
+            (*_, scalars) = shared_out(helpers, step, _parts(state, slots, elements))
         else:
-            (*_, scalars) = map(step, _parts(state, slots, TILE_ELEMENTS if kind.cut else 0))
+            (*_, scalars) = map(step, _parts(state, slots, SLICE_ELEMENTS if kind.cut else 0))
         for name, value in scalars.items():
             state.scalars[name].copy_(value)
         if STEP not in scalars:
@@ -276,22 +276,22 @@ class HostOptimizer:
         return values
 
 
-def _parts(state: ParameterState, slots: Slots, tile_elements: int) -> Iterator[_Part]:
-    """Yield the parameter in tiles, or as one part if ``tile_elements`` is 0."""
-    if not tile_elements:
+def _parts(state: ParameterState, slots: Slots, slice_elements: int) -> Iterator[_Part]:
+    """Yield the parameter in slices, or as one part if ``slice_elements`` is 0."""
+    if not slice_elements:
         yield _Part(state.param, state.grad, state.tensors, state.copy)
         return
-    for start, stop in tiles(state.param.numel(), tile_elements):
+    for start, stop in slices(state.param.numel(), slice_elements):
 
-        def tile(tensor: torch.Tensor, every: int = 1, start: int = start, stop: int = stop) -> torch.Tensor:
+        def part(tensor: torch.Tensor, every: int = 1, start: int = start, stop: int = stop) -> torch.Tensor:
             return tensor.view(-1)[start // every : -(-stop // every)]
 
-        tensors = {name: tile(tensor, slots.tensors[name].every) for name, tensor in state.tensors.items()}
-        copy = None if state.copy is None else tile(state.copy)
-        yield _Part(tile(state.param), tile(state.grad), tensors, copy)
+        tensors = {name: part(tensor, slots.tensors[name].every) for name, tensor in state.tensors.items()}
+        copy = None if state.copy is None else part(state.copy)
+        yield _Part(part(state.param), part(state.grad), tensors, copy)
 
 
-def tiles(elements: int, each: int) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of the tiles of a tensor; a single empty range for an empty tensor."""
+def slices(elements: int, each: int) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of the slices of a tensor; a single empty range for an empty tensor."""
     for start in range(0, max(1, elements), each):
         yield start, min(start + each, elements)

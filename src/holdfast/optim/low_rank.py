@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from ..state.tensor_entries import STEP
 from .adamw import adamw_, check_adam
 from .declared_state import Form, ShapedStateOptimizer, Slots
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ProjectedOptimizer(ShapedStateOptimizer):
@@ -46,15 +49,38 @@ class ProjectedOptimizer(ShapedStateOptimizer):
                 seed = torch.tensor(drawn(param_group["seed"], number))
                 self.state[param] = {STEP: torch.tensor(0.0), "seed": seed}
 
+    @classmethod
+    def forms(cls, group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        if len(shape) == 2 and group["rank"] is not None:
+            return cls.matrix_slots(group, min(group["rank"], *shape), max(shape))
+        return Slots(dict.fromkeys(MOMENTS, Form(shape)), {STEP: torch.float32})
 
-def is_projected(group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of ``shape`` has moments in few rows; otherwise AdamW updates it."""
-    return len(shape) == 2 and group["rank"] is not None
+    @staticmethod
+    @abstractmethod
+    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+        """Return the state of a matrix whose moments have ``rows`` rows and ``columns`` columns."""
 
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        if state.keys() == {*MOMENTS, STEP}:
+            adamw_(param, grad, state["exp_avg"], state["exp_avg_sq"], state[STEP], group)
+        else:
+            self.update_matrix(param, grad, state, group)
 
-def rows_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-    """Return the number of rows of a matrix's moments: ``rank``, but no more than the matrix has."""
-    return min(group["rank"], *shape)
+    @abstractmethod
+    def update_matrix(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Do one step for a matrix that has the state of ``matrix_slots``."""
 
 
 def drawn(seed: int, number: int) -> int:
@@ -111,24 +137,17 @@ class Apollo(ProjectedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
-        if not is_projected(group, shape):
-            moment, scalars = Form(shape), {STEP: torch.float32}
-        else:
-            moment = Form((rows_of(group, shape), max(shape)))
-            scalars = {STEP: torch.float32, "seed": torch.int64, "norm": torch.float32}
-        return Slots({"exp_avg": moment, "exp_avg_sq": moment}, scalars)
+    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+        scalars = {STEP: torch.float32, "seed": torch.int64, "norm": torch.float32}
+        return Slots(dict.fromkeys(MOMENTS, Form((rows, columns))), scalars)
 
-    def update(
+    def update_matrix(
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
         state: dict[str, torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        if "norm" not in state:
-            adamw_(param, grad, state["exp_avg"], state["exp_avg_sq"], state[STEP], group)
-            return
         state[STEP].add_(1)
         step, (beta1, beta2) = int(state[STEP]), group["betas"]
         tall = grad.size(0) > grad.size(1)
@@ -225,26 +244,19 @@ class Grass(ProjectedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
-        if not is_projected(group, shape):
-            return Slots({"exp_avg": Form(shape), "exp_avg_sq": Form(shape)}, {STEP: torch.float32})
-        rows = rows_of(group, shape)
-        moment = Form((rows, max(shape)))
-        tensors = {"exp_avg": moment, "exp_avg_sq": moment, "rows": Form((rows,), torch.int64)}
+    def matrix_slots(group: Mapping[str, Any], rows: int, columns: int) -> Slots:
+        tensors = {**dict.fromkeys(MOMENTS, Form((rows, columns))), "rows": Form((rows,), torch.int64)}
         if not group["sampled"]:
             return Slots(tensors, {STEP: torch.float32})
         return Slots({**tensors, "scales": Form((2, rows))}, {STEP: torch.float32, "seed": torch.int64})
 
-    def update(
+    def update_matrix(
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
         state: dict[str, torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        if "rows" not in state:
-            adamw_(param, grad, state["exp_avg"], state["exp_avg_sq"], state[STEP], group)
-            return
         period, since = divmod(int(state[STEP]), group["update_gap"])
         state[STEP].add_(1)
         tall = grad.size(0) > grad.size(1)

@@ -3,8 +3,8 @@
 Each step draws a direction ``z`` of normal numbers, measures the loss at ``w + epsilon z`` and ``w - epsilon z``, and
 moves along ``z`` in proportion to the difference. A step is thus described by a seed and one number (``Delta``).
 
-``z`` is drawn in tiles of ``TILE`` elements. The key of a tile is the parameter's seed, its number of steps, and the
-number of the tile, so any part of ``z`` can be drawn again at any time. Displaced weights are copies, and ``w`` itself
+``z`` is drawn in slices of ``SLICE_ELEMENTS``. The key of a slice is the parameter's seed, its number of steps, and the
+number of the slice, so any part of ``z`` can be drawn again at any time. Displaced weights are copies, and ``w`` itself
 stays: the usual method, which adds and subtracts in place, leaves a rounding error in every step.
 """
 
@@ -23,8 +23,8 @@ from ..errors import OptimizerNotSupported
 from ..state.tensor_entries import PENDING, SEED, STEP
 from .declared_state import ShapedStateOptimizer, Slots
 
-TILE = 256 * 1024
-"""The elements of a tile. It is part of the format: another size draws other numbers."""
+SLICE_ELEMENTS = 256 * 1024
+"""The elements of a slice. It is part of the format: another size draws other numbers."""
 
 
 class MeZO(ShapedStateOptimizer):
@@ -151,7 +151,7 @@ class Delta:
         if self.slope is None:
             return
         rate, decay = self.groups[group]["lr"], self.groups[group]["weight_decay"]
-        for start, stop in _tiles(first, first + len(values), elements):
+        for start, stop in _slices(first, first + len(values), elements):
             here = slice(max(start - first, 0), stop - first)
             z = noise(seed, step, start, stop)[max(first - start, 0) : first + len(values) - start]
             value = values[here].float()
@@ -174,18 +174,18 @@ def displace(
     A target is a distance and the tensor to fill.
     """
     flat, places = value.view(-1), [(by, target.view(-1)) for by, target in targets]
-    for start, stop in _tiles(0, value.numel(), value.numel()):
+    for start, stop in _slices(0, value.numel(), value.numel()):
         z = noise(int(seed), int(step), start, stop).to(value.device)
         for by, target in places:
             target[start:stop].copy_(flat[start:stop].float() + z * by)
 
 
 def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
-    """Return the direction of a parameter in the tile from ``start`` to ``stop``, drawn on the host for all devices.
+    """Return the direction of a parameter in the slice from ``start`` to ``stop``, drawn on the host for all devices.
 
     ``seed`` is the parameter's seed, ``step`` the number of steps that it has done.
     """
-    generator = torch.Generator().manual_seed(_drawn(seed, step, start // TILE))
+    generator = torch.Generator().manual_seed(_drawn(seed, step, start // SLICE_ELEMENTS))
     return torch.randn(stop - start, generator=generator)
 
 
@@ -208,10 +208,10 @@ def pending_of(progress: Mapping[str, Any]) -> tuple[Delta | None, dict[str, int
     return Delta.from_json(progress[PENDING]), members
 
 
-def _tiles(first: int, stop: int, elements: int) -> Iterator[tuple[int, int]]:
-    """Yield the tiles of a parameter of ``elements`` that contain elements ``first`` to ``stop``."""
-    for start in range(first // TILE * TILE, stop, TILE):
-        yield start, min(start + TILE, elements)
+def _slices(first: int, stop: int, elements: int) -> Iterator[tuple[int, int]]:
+    """Yield the slices of a parameter of ``elements`` that contain elements ``first`` to ``stop``."""
+    for start in range(first // SLICE_ELEMENTS * SLICE_ELEMENTS, stop, SLICE_ELEMENTS):
+        yield start, min(start + SLICE_ELEMENTS, elements)
 
 
 def _drawn(*numbers: int) -> int:

@@ -110,6 +110,16 @@ def _outlasting(ops: list[Op]) -> set[str]:
     return {name[0] for op in ops if op.key not in over for name in op.gives}
 
 
+def largest_fitting(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, by bisection between ``least``, which does, and ``most``, which may."""
+    if fits(most):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
 def buffers(ops: Iterable[Op]) -> Parts:
     """Return the most bytes of each class, by (place, class), whatever the speeds of the lanes."""
     sizes: dict[tuple[str, str, int], list[int]] = defaultdict(list)

@@ -202,7 +202,7 @@ class MemorySaving:
     resident_state: bool = True
     """True if the optimizer state of what lies outside the blocks stays in host memory."""
 
-    def said(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
         one = ["one buffer for gradients"] if self.grad_slots == 1 else []
         return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
@@ -232,11 +232,11 @@ class BlockPlacement:
             stays["activations"] = stays["activations"][:-1]
         return {kind: sum(which) / len(which) for kind, which in stays.items()}
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the placement as text for a person."""
         shares = self.shares
         stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
-        return "; ".join([f"{stays} in host memory", *self.saving.said()])
+        return "; ".join([f"{stays} in host memory", *self.saving.describe()])
 
     @classmethod
     def fractions(

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .layout.flat_ranges import FlatRange
-from .plain_tensors import TO_NAME, odd_kind, repeats_itself
+from .plain_tensors import TO_NAME, repeats_itself, unsupported_kind
 from .tensor_entries import WRAPPED
 
 AS_STORED = "_holdfast_as_stored"
@@ -142,7 +142,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
                     " its sizes."
                 )
             if parameter is not None:
-                _refuse_odd_parameter(join(path, name), parameter)
+                _refuse_unsupported_parameter(join(path, name), parameter)
                 known.add(join(plain[path], name), join(path, name), parameter)
                 names.setdefault(id(parameter), []).append(join(plain[path], name))
                 parameters[id(parameter)] = parameter
@@ -239,9 +239,9 @@ def storable(buffer: torch.Tensor) -> bool:
     return True
 
 
-def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
+def _refuse_unsupported_parameter(name: str, parameter: nn.Parameter) -> None:
     """Raise ``ModelNotSupported`` for a parameter whose value no file can hold, or not so that it could be restored."""
-    if kind := odd_kind(parameter):
+    if kind := unsupported_kind(parameter):
         raise ModelNotSupported(
             f"parameter {name} is {kind}, which commits do not hold. Make it a plain tensor (.to_dense(),"
             f" .dequantize()). If the script makes the same values anew and nothing trains them, keep it as a buffer:"
@@ -260,7 +260,7 @@ def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
-    if kind := odd_kind(buffer):
+    if kind := unsupported_kind(buffer):
         raise ModelNotSupported(
             f"buffer {name} is {kind}, which commits do not hold. Register it with persistent=False if the model makes"
             " it anew, or register the plain tensors that it is made of (indices() and values() of a sparse one)."

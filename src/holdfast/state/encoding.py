@@ -187,9 +187,9 @@ def _encode_of_torch(value: Any, where: str) -> Any:
 def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
     import torch
 
-    from .plain_tensors import TO_NAME, host_bytes, odd_kind
+    from .plain_tensors import TO_NAME, host_bytes, unsupported_kind
 
-    kind = "on meta" if value.is_meta else odd_kind(value)
+    kind = "on meta" if value.is_meta else unsupported_kind(value)
     if kind is None and type(value) not in (torch.Tensor, torch.nn.Parameter):
         kind = f"of the class {type(value).__name__}"
     if kind:

@@ -24,14 +24,14 @@ from .layout.overlaps import (
     OverlappingMemory,
     Shared,
     described,
+    key_names,
     overlaps,
     put_within,
-    said_keys,
     tensors_within,
 )
 from .layout.ownership import ReplicatedRegion, box_of, is_cut_alike, is_distributed, local_of
 from .layout.regions import Region
-from .plain_tensors import TO_NAME, is_plain, odd_kind
+from .plain_tensors import TO_NAME, is_plain, unsupported_kind
 from .tensor_entries import RESIDUAL, TensorEntry
 
 BUFFERS = "buffers"
@@ -156,11 +156,11 @@ class LiveState:
                 )
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
-    def refuse_odd_state(self) -> None:
+    def refuse_unsupported_state(self) -> None:
         """Raise ``BadInput`` if an optimizer holds something that no snapshot can. Takes longer than ``owned``."""
         for parameter in self.parameters:
             for key, (_, tensor) in self.owned(parameter).items():
-                if kind := "on meta" if tensor.is_meta else odd_kind(tensor):
+                if kind := "on meta" if tensor.is_meta else unsupported_kind(tensor):
                     raise _refused_kind(key, kind)
         self.values()
         self._refuse_shared_parts()
@@ -171,7 +171,7 @@ class LiveState:
             for name, slot, *_ in (key for key in group if key[1:] not in PLACED):
                 if is_distributed(self._state(self.parameter(name))[slot]):
                     raise BadInput(
-                        f"{said_keys(group)} are one memory, and a resume would give each its own. Have the optimizer"
+                        f"{key_names(group)} are one memory, and a resume would give each its own. Have the optimizer"
                         " keep copies: .clone()."
                     )
 
@@ -256,7 +256,7 @@ class LiveState:
                 made = memory.view(offset, strides, held[tuple(key)])
                 if made is None:
                     raise RunMismatch(
-                        f"{said_keys(tuple(key) for key, *_ in group)} were one memory in the run, and cannot be here."
+                        f"{key_names(tuple(key) for key, *_ in group)} were one memory in the run, and cannot be here."
                         " Resume with the model and optimizer, and as many ranks, as the run had."
                     )
                 slots = self._state(self.parameter(key[0]))
@@ -527,7 +527,7 @@ def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:
 
 def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[TensorEntry, torch.Tensor]]:
     if not is_plain(tensor):
-        raise _refused_kind(f"{name}/{slot}", odd_kind(tensor))
+        raise _refused_kind(f"{name}/{slot}", unsupported_kind(tensor))
     if tensor.dtype not in TO_NAME:
         raise _refused_kind(f"{name}/{slot}", str(tensor.dtype))
     tensor = local_of(tensor)

@@ -15,15 +15,15 @@ from .tensor_entries import TORCH_NAMES
 _DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
-def odd_kind(tensor: torch.Tensor) -> str | None:
+def unsupported_kind(tensor: torch.Tensor) -> str | None:
     """Return a description of ``tensor`` if its value is no plain array of elements, else None.
 
-    >>> odd_kind(torch.eye(2).to_sparse())
+    >>> unsupported_kind(torch.eye(2).to_sparse())
     'sparse (torch.sparse_coo)'
     """
     if type(tensor).__torch_dispatch__ is not _DEFAULT_DISPATCH:
         if hasattr(tensor, "to_local"):  # the local part of a DTensor may be of any kind
-            return odd_kind(tensor._local_tensor) if hasattr(tensor, "_local_tensor") else None
+            return unsupported_kind(tensor._local_tensor) if hasattr(tensor, "_local_tensor") else None
         return "nested" if tensor.is_nested else f"of the tensor class {type(tensor).__name__}"
     if tensor.is_nested:
         return "nested"
@@ -37,14 +37,14 @@ def odd_kind(tensor: torch.Tensor) -> str | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether ``odd_kind`` is None for ``tensor``, in a fraction of its time.
+    """Return whether ``unsupported_kind`` is None for ``tensor``, in a fraction of its time.
 
     Transforms of torch.func are not noticed.
     """
     kind = type(tensor)
     if kind.__torch_dispatch__ is _DEFAULT_DISPATCH and tensor.layout is torch.strided:
         return not (tensor.is_nested or tensor.is_quantized)
-    return odd_kind(tensor) is None
+    return unsupported_kind(tensor) is None
 
 
 def repeats_itself(tensor: torch.Tensor) -> bool:

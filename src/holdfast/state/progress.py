@@ -92,7 +92,7 @@ def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, 
                 group[key] = value
 
 
-def told_of_kept(
+def override_warnings(
     before: Sequence[Mapping[str, Any]],
     own: Sequence[Mapping[str, Any]],
     given: Sequence[Mapping[str, Any]],

@@ -93,9 +93,9 @@ class RunReader:
 
         None means the newest timeline that is begun and has commits.
         """
-        return self.line_and_odd()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
+        return self.line_and_damage()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
 
-    def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
+    def line_and_damage(self) -> tuple[list[CommitRef], list[Damaged]]:
         """Return the ``line`` and the damage of timeline records with higher numbers, which lead to no commit."""
         records, damaged = self.timelines()
         commits = self.commits()
@@ -140,10 +140,10 @@ class RunReader:
             self.disk.listdir("journal")
         )
         raise NoCommit(
-            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.said_of_timelines(step)}"
+            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.describe_timelines(step)}"
         )
 
-    def said_of_timelines(self, step: int) -> str:
+    def describe_timelines(self, step: int) -> str:
         """Return how to name ``step`` of an abandoned timeline, as text for an error.
 
         Empty if every timeline is part of the present line at ``step``.

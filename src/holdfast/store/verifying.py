@@ -66,7 +66,7 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
 
     Raises ``NoCommit`` for an empty run, ``Damaged`` if no commit is whole.
     """
-    line, damaged = store.line_and_odd()
+    line, damaged = store.line_and_damage()
     line = line or store.commits()  # without readable timeline records, no commit's line is known
     for ref in line:
         try:

@@ -79,7 +79,7 @@ class MutationCheck:
         """Return whether anything differs from the state known last."""
         return any(self._now(place) != marks for place, marks in enumerate(self._marks))
 
-    def found(self, updated: bool, index: int | None = None) -> bool:
+    def changed_unexpectedly(self, updated: bool, index: int | None = None) -> bool:
         """Return whether anything unknown changed the state, or that of optimizer ``index``, and accept the state as
         known.
 
@@ -174,28 +174,28 @@ def _changes(things: Sequence[Any]) -> list[Any]:
         return [changes_of(thing) if isinstance(thing, torch.Tensor) else mark_of(thing) for thing in things]
 
 
-def mark_of(value: Any, odd: list[Any] | None = None) -> Any:
+def mark_of(value: Any, opaque: list[Any] | None = None) -> Any:
     """Return a mark that differs once ``value``, or anything in it, was changed in place or replaced.
 
     Args:
         value: A value of an optimizer's state, or of an attribute.
-        odd: Collects everything in the value that is neither a number, text or tensor nor a plain container of these.
+        opaque: Collects what is neither a number, text or tensor nor a plain container of these.
     """
     kind = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        if odd is not None and (kind not in _TENSORS or value.layout != torch.strided):
-            odd.append(value)
+        if opaque is not None and (kind not in _TENSORS or value.layout != torch.strided):
+            opaque.append(value)
         return (id(value), None if kind is torch.nn.Parameter else changes_of(value))
     if kind in (list, tuple, deque):
-        return (kind, *[mark_of(item, odd) for item in value])
+        return (kind, *[mark_of(item, opaque) for item in value])
     if isinstance(value, dict):
-        if odd is not None and kind is not dict:
-            odd.append(value)
-        return tuple((mark_of(key, odd), mark_of(item, odd)) for key, item in value.items())
-    if odd is not None:
-        odd.append(value)
+        if opaque is not None and kind is not dict:
+            opaque.append(value)
+        return tuple((mark_of(key, opaque), mark_of(item, opaque)) for key, item in value.items())
+    if opaque is not None:
+        opaque.append(value)
     if isinstance(value, GENERATORS):
         return _hashed(generator_state(value))
     if isinstance(value, (np.ndarray, set, bytearray)):

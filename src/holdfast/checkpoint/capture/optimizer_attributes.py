@@ -62,7 +62,7 @@ Path = tuple[tuple[str, Any], ...]
 
 ``state`` is an item of an optimizer's state.
 """
-Told = list[list[Any]]
+Leaves = list[list[Any]]
 """Leaves as JSON: the path and the value of each; no value for a leaf that was removed."""
 
 
@@ -80,7 +80,7 @@ class OptimizerAttributes:
         self._marks: dict[Path, Any] = {}
         self._values: dict[Path, Any] = {}
         """The leaves of the last scan."""
-        self._odd: set[Path] = set()
+        self._opaque: set[Path] = set()
         """Leaves that hold anything besides numbers, texts, tensors and plain containers of these."""
         self._begun = self._was_trained = False
         self.lost: str | None = None
@@ -107,15 +107,15 @@ class OptimizerAttributes:
         self._marks = self._now()
 
     def _now(self) -> dict[Path, Any]:
-        """Return the mark of each leaf, and note the leaves that cannot be compared fully (``_odd``)."""
+        """Return the mark of each leaf, and note the leaves that cannot be compared fully (``_opaque``)."""
         found: dict[Path, Any] = {}
-        self._odd.clear()
+        self._opaque.clear()
         self._values = dict(self._leaves()) if self.watched else {}
         for path, value in self._values.items():
-            odd: list[Any] = []
-            found[path] = mark_of(value, odd)
-            if odd:
-                self._odd.add(path)
+            opaque: list[Any] = []
+            found[path] = mark_of(value, opaque)
+            if opaque:
+                self._opaque.add(path)
         return found
 
     @property
@@ -123,7 +123,7 @@ class OptimizerAttributes:
         """Return whether any leaf differs from what the last step left."""
         return self._now() != self._marks
 
-    def changed(self, state: LiveState) -> Told | None:
+    def changed(self, state: LiveState) -> Leaves | None:
         """Return the leaves changed since the last step, as JSON; None if there are none.
 
         Leaves that cannot be stored are left out.
@@ -148,7 +148,7 @@ class OptimizerAttributes:
         before, self._marks = self._marks, self._now()
         for path, value in self._values.items() if before != self._marks else ():
             if before.get(path, self) != self._marks[path] and not self._is_known(path, value):
-                self.lost = self.lost or said(path)
+                self.lost = self.lost or path_text(path)
         self._values = {}
 
     def _is_known(self, path: Path, value: Any) -> bool:
@@ -157,11 +157,11 @@ class OptimizerAttributes:
             return path in self._digests
         if any(path[:depth] not in self._objects for depth in range(1, len(path))):
             return False
-        return path not in self._odd or can_be_stored(value)
+        return path not in self._opaque or can_be_stored(value)
 
     # In snapshots
 
-    def carried(self, state: LiveState) -> Told:
+    def carried(self, state: LiveState) -> Leaves:
         """Return as JSON all leaves that differ from those of a newly made optimizer."""
         found = []
         for path, value in self._leaves() if self.watched else ():
@@ -173,7 +173,7 @@ class OptimizerAttributes:
                 found.append([self._path_json(state, path), told])
         return found
 
-    def restore(self, state: LiveState, carried: Told) -> None:
+    def restore(self, state: LiveState, carried: Leaves) -> None:
         """Restore what ``carried`` returned; every other leaf becomes as the optimizer was made."""
         if not self.watched:
             return
@@ -184,7 +184,7 @@ class OptimizerAttributes:
                 self._put(state, path, self._given[path])
         self.apply(state, carried)
 
-    def apply(self, state: LiveState, told: Told) -> None:
+    def apply(self, state: LiveState, told: Leaves) -> None:
         """Set the leaves to the values in ``told``."""
         for way, *value in told:
             path = tuple((kind, decode(key, lambda each: self._resolved(state, each))) for kind, key in way)
@@ -442,10 +442,10 @@ def _set_generator(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def said(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Return the name of a leaf as a person writes it.
 
-    >>> said((("attr", "warmup"), ("item", 0), ("attr", "steps")))
+    >>> path_text((("attr", "warmup"), ("item", 0), ("attr", "steps")))
     'warmup[0].steps'
     """
     text = ""

@@ -24,7 +24,7 @@ from holdfast import failpoints
 from ...errors import BadInput
 from ...state.layout.ownership import is_distributed, local_of
 from ...state.live_state import LiveState
-from ...state.plain_tensors import is_plain, odd_kind
+from ...state.plain_tensors import is_plain, unsupported_kind
 from ...state.progress import hyper_parameters
 from ..compression.codecs import Codec, Trained, trained_of
 from .closures import WAY_OUT, ComputedClosure
@@ -219,7 +219,7 @@ class OptimizerHooks:
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
         """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
         self._settled = not self.changed and not any(self._open)
-        if self._settled and self._changes.found(updated, index):
+        if self._settled and self._changes.changed_unexpectedly(updated, index):
             self.lost = self.lost or (
                 "parameters or an optimizer's state were changed otherwise than by an optimizer's step"
             )
@@ -310,7 +310,7 @@ class OptimizerHooks:
             if parameter.grad is None:
                 without.append(name)
             else:
-                _refuse_odd(name, parameter.grad)
+                _refuse_unsupported(name, parameter.grad)
                 trained.append((name, parameter))
         return trained, without
 
@@ -448,10 +448,10 @@ def _refuse_closure(closure: Any) -> None:
         )
 
 
-def _refuse_odd(name: str, grad: torch.Tensor) -> None:
+def _refuse_unsupported(name: str, grad: torch.Tensor) -> None:
     if not is_plain(grad):
         raise BadInput(
-            f"the gradient of {name} is {odd_kind(grad)}, which records do not hold. Build an embedding with"
+            f"the gradient of {name} is {unsupported_kind(grad)}, which records do not hold. Build an embedding with"
             " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
         )
 

@@ -147,7 +147,7 @@ class TransientBuffers:
             stacklevel=6,
         )
 
-    def told(self, state: LiveState) -> dict[str, Any]:
+    def recorded_attributes(self, state: LiveState) -> dict[str, Any]:
         """Return the module attributes that records hold for carried buffers, as JSON; empty without such buffers."""
         if not self.carried:
             return {}

@@ -85,7 +85,7 @@ def compact(root: Path, to: int | None, watch: RecoveryProgress | None = None) -
         others = [store.load(ref) for ref in store.commits() if ref != old.ref]
         reach = reach_of_lines(store, [*others, old])
         left = {step for step in lost_of(store, reach, reach, without=[old.ref]) if step > to}
-        unread = tuple(reach.told) if reach.needs_alone(old.ref) else ()
+        unread = tuple(reach.reasons) if reach.needs_alone(old.ref) else ()
         if not left and not unread:
             store.retire([old.ref], reach_needs(reach, others))
         return Compacted(new, old.step, not left and not unread, tuple(in_spans(left)), unread)
@@ -116,7 +116,7 @@ def _alone(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> M
     """Make the snapshot of one process, replayed in ``state``. It is durable on return."""
     store, target, [stream] = line.store, line.step, line.chains
     found = recover(store, state, NoScriptState(), ranks=Ranks(), target=target, watch=watch)
-    _refuse_earlier(line, target, found.point.step, found.odd)
+    _refuse_earlier(line, target, found.point.step, found.problems)
     files, index = _written(store, state, found.point)
     progress = _progress(line, stream, state)
     return store.insert(found.point, files, store.put_index(index), progress)
@@ -133,7 +133,7 @@ def _shared(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> 
     point = line.point
     try:
         for stream, ghost in line.parts(state):
-            _refuse_earlier(line, target, line.step, [str(line.odd)])
+            _refuse_earlier(line, target, line.step, [str(line.damage)])
             files, index = _written(store, ghost, point, f"{stream}.")
             progress = _progress(line, stream, ghost)
             steps = dict.fromkeys(files, target)
@@ -144,12 +144,12 @@ def _shared(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> 
     return store.insert_shares(point, shares)
 
 
-def _refuse_earlier(line: Lineage, target: int, step: int, odd: list[str]) -> None:
+def _refuse_earlier(line: Lineage, target: int, step: int, problems: list[str]) -> None:
     """Raise ``BadInput`` where replay ended before ``target``."""
     if step != target:
         raise BadInput(
             f"{line.store.root} cannot be replayed to step {target} without its script: "
-            f"{(odd or ['the records end before it.'])[0]} Nothing was removed."
+            f"{(problems or ['the records end before it.'])[0]} Nothing was removed."
         )
 
 

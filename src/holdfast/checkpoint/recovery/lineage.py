@@ -24,7 +24,7 @@ from ...optim.kinds import is_elementwise
 from ...state.capture import CapturedParameter
 from ...state.joined_buffers import BUFFER, arrange_buffers
 from ...state.layout.flat_ranges import AnyRegion
-from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, placed, said_keys
+from ...state.layout.overlaps import PARAMETERS, OverlappingMemory, Shared, key_names, placed
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.plain_tensors import TO_NAME
 from ...state.tensor_entries import RESIDUAL, TensorEntry
@@ -34,7 +34,7 @@ from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
 from ..compression.codecs import Spreads
 from ..log.recorder import BOUND
-from ..numerics import computing_as, needs_threads, told_in
+from ..numerics import computing_as, needs_threads, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
 from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
@@ -44,14 +44,14 @@ from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprin
 class Lineage:
     """A snapshot with its log records, all cut to the same last ``step``.
 
-    ``chains`` holds the records by stream. ``odd`` is the reason why there are no more, if that is known.
+    ``chains`` holds the records by stream. ``damage`` is the reason why there are no more, if that is known.
     """
 
     store: LocalStore
     base: Manifest
     chains: dict[str, Chain]
     step: int
-    odd: Damaged | None
+    damage: Damaged | None
     watch: RecoveryProgress = field(default_factory=RecoveryProgress)
     """Observer of the recovery's progress."""
     acknowledged: int = -1
@@ -75,8 +75,10 @@ class Lineage:
         for chain in chains.values():
             chain.cut_to(shortest.last.step)
         step = shortest.last.step
-        odd = shortest.odd or (None if step == target else _left_out(shortest, journals[shortest.stream]))
-        return cls(store, base, chains, step, odd, acknowledged=acknowledged)
+        damage = shortest.damage or (
+            None if step == target else _left_out(shortest, journals[shortest.stream])
+        )
+        return cls(store, base, chains, step, damage, acknowledged=acknowledged)
 
     @property
     def point(self) -> Point:
@@ -167,7 +169,7 @@ class Lineage:
             as_here = lies in placed(self._shared(stream) or []).values()
             if not together or (is_cut_alike and not as_here):
                 raise RunMismatch(
-                    f"{said_keys(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
+                    f"{key_names(sorted(keys))} are one memory here, and were not in the run, or otherwise, so not all"
                     " of their values could be brought back. Build the model as the run's was, each with memory of its"
                     " own (.clone())."
                 )
@@ -176,7 +178,7 @@ class Lineage:
         """Return the names of parameters that shared memory in the run and do not here, by group."""
         here = placed(state.shared(), PARAMETERS)
         there = placed(self._shared(stream) or [], PARAMETERS)
-        return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
+        return [key_names(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
         """Raise ``RunMismatch`` where tensors do not share memory here, but replay needs them to."""
@@ -299,7 +301,7 @@ class Lineage:
                     raise Unreadable(error, step) from error
                 step += 1
                 taken = [each.of(record, parts) for each, record, parts in records]
-                how = told_in(taken[0].about["progress"], records[0][0].share.progress)
+                how = recorded_settings(taken[0].about["progress"], records[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
@@ -338,10 +340,10 @@ class Lineage:
 
         False if a later step is known to have been durable.
         """
-        return self.odd is not None and self.odd.offset is not None and self.step >= self.acknowledged
+        return self.damage is not None and self.damage.offset is not None and self.step >= self.acknowledged
 
     def _end_at(self, step: int, why: Damaged | None) -> None:
-        self.step, self.odd = step, why
+        self.step, self.damage = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
 

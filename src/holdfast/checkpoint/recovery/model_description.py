@@ -24,7 +24,7 @@ from ...quantities import packed
 from ...state.capture import CapturedParameter
 from ...state.encoding import encode
 from ...state.layout.flat_ranges import AnyRegion
-from ...state.layout.overlaps import said_keys
+from ...state.layout.overlaps import key_names
 from ...state.layout.ownership import local_of
 from ...state.layout.regions import Region
 from ...state.live_state import LiveState, Rounds, counts_on_host
@@ -165,7 +165,7 @@ def _refuse_shared(state: LiveState) -> None:
     """Raise ``BadInput`` for tensors that share memory. Buffers may, because records hold these by value."""
     shared = [[tuple(key) for key, *_ in group] for group in state.shared()]
     if trained := [keys for keys in shared if any(key[1:] != ("buffer",) for key in keys)]:
-        names = said_keys(trained[0])
+        names = key_names(trained[0])
         raise BadInput(f"{names} are one memory, and would not be in a replica. {_INSTEAD}")
 
 

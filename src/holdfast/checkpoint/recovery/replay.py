@@ -175,7 +175,7 @@ def apply(
 
 
 @torch.no_grad()
-def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
+def clip_as_recorded(record: dict[str, Any], parts: list[memoryview]) -> None:
     """Multiply the gradients by the recorded clipping factors, so that they are as consumed."""
     for update in record["updates"]:
         if "coefficient" in update:

@@ -27,7 +27,7 @@ from ...store.log.segments import streams
 from ...store.remote.object_store import Url
 from ...store.run_store import LocalStore
 from ...store.verifying import NONE_WHOLE
-from ..numerics import needs_threads, told_in, told_of_other
+from ..numerics import needs_threads, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
 from .lineage import Lineage, ReplayMismatch
@@ -80,19 +80,19 @@ def recover(
             continue
         search.refuse_end(line)
         return search.restored(line)
-    raise search.none_whole(bases)
+    raise search.no_intact_snapshot(bases)
 
 
 @dataclass
 class RecoveryResult:
     """The point where the run continues.
 
-    ``odd`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its number
-    stored, and does the same after updates. Records may then follow the existing ones.
+    ``problems`` holds what was wrong with later steps. ``same_cut`` is true if every rank stores what the rank of its
+    number stored, and does the same after updates. Records may then follow the existing ones.
     """
 
     point: Point
-    odd: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     same_cut: bool = True
     residuals_lost: bool = False
     """True if steps have changed residuals since the snapshot's copy, so that residuals begin at zero."""
@@ -135,12 +135,12 @@ class _Kept(NoScriptState):
         self.progress = progress
 
 
-def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+def require_intact_snapshot(store: LocalStore, target: int | None, tip: int | None = None) -> None:
     """Raise ``Damaged`` if no snapshot at or before ``target`` is whole, before anything live is touched.
 
     Reads one snapshot in full. Considers those of the timeline that ``recover`` uses.
     """
-    odd: list[Damaged] = []
+    problems: list[Damaged] = []
     for ref in store.line(tip):
         if target is None or ref.step <= target:
             try:
@@ -149,9 +149,9 @@ def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int |
                 found = [error]
             if not found:
                 return
-            odd += found
-    if odd:
-        raise odd[0]
+            problems += found
+    if problems:
+        raise problems[0]
 
 
 @dataclass
@@ -170,7 +170,7 @@ class _Search:
     watch: RecoveryProgress | None
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
-    odd: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     unread: dict[str, int] = field(default_factory=dict)
     """The step of each snapshot that the device did not return, by the device's message."""
 
@@ -217,7 +217,7 @@ class _Search:
         while True:
             outcomes = self.ranks.all_do(attempt)
             said = {each.why: each for each in outcomes if each.why is not None}
-            self.odd += [why for why in said if why not in self.odd]
+            self.problems += [why for why in said if why not in self.problems]
             self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
             reachable = [each.could for each in outcomes if each.could is not None]
             if len(reachable) < len(outcomes):
@@ -252,23 +252,23 @@ class _Search:
             self.watch.ended()
         if not self.exact or line.step == self.target:
             return
-        if self.continuing and line.odd is None:
+        if self.continuing and line.damage is None:
             raise NoCommit(
                 f"{root} cannot be brought to step {self.target} so that training goes on as it did: residuals are"
                 f" part of bases alone, and the newest at or before it is of step {line.step}. Resume there, or with"
                 ' exactness="state".'
             )
-        why = self.odd[-1] if self.odd else "No later step of this line can be resumed."
+        why = self.problems[-1] if self.problems else "No later step of this line can be resumed."
         raise NoCommit(
             f"{root} cannot be brought to step {self.target}: after step {line.step} the records end."
-            f" {why}{self._said_of_timelines()}"
+            f" {why}{self._describe_timelines()}"
         )
 
-    def _said_of_timelines(self) -> str:
+    def _describe_timelines(self) -> str:
         """Return a sentence about abandoned timelines that may have the one step that was requested."""
         if not self.exact or self.tip is not None or self.target is None:
             return ""
-        return self.store.said_of_timelines(self.target)
+        return self.store.describe_timelines(self.target)
 
     def restored(self, line: Lineage) -> RecoveryResult:
         """Restore user state and residuals at the end of ``line``, whose tensors the live state has.
@@ -278,7 +278,7 @@ class _Search:
         rank = self.ranks.rank
         if self.target is None and not self.continuing:
             # without a log the store is a replica's, whose timelines fork from steps that were in memory alone
-            _tell_lost(line, line.acknowledged if streams(self.store.disk) else -1, self.odd)
+            _tell_lost(line, line.acknowledged if streams(self.store.disk) else -1, self.problems)
         others = _other_members(line, self.state)
         same_cut = self._has_same_cut(line, others)
         own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
@@ -286,11 +286,11 @@ class _Search:
         if lost or line.residuals_dropped:
             self.state.forget_residuals()
         progress = line.progress(rank)
-        self.odd += self._told_of_changes(line, others)
+        self.problems += self._told_of_changes(line, others)
         self.script.restore(progress)
         if rank >= len(line.chains):
             self.script.scatter(rank)
-        return RecoveryResult(line.point, self.odd, same_cut, lost, line.trained(rank), progress)
+        return RecoveryResult(line.point, self.problems, same_cut, lost, line.trained(rank), progress)
 
     def _has_same_cut(self, line: Lineage, others: Mapping[str, str]) -> bool:
         """Return whether every rank stores what the rank of its number stored, and does the same after updates.
@@ -307,25 +307,27 @@ class _Search:
         """Return a warning for each thing that is not as the run had it, and that the run continues without."""
         rank, base = self.ranks.rank, line.base.progress_of(line.base.streams[0])
         progress = line.progress(rank)
-        odd = self.script.told_of_kept(base, progress)
-        odd += _told_of_thawed(line.base, self.state, line.trained(rank))
-        odd += [text for text in others.values() if text]
-        odd += [
+        problems = self.script.override_warnings(base, progress)
+        problems += _told_of_thawed(line.base, self.state, line.trained(rank))
+        problems += [text for text in others.values() if text]
+        problems += [
             f"{names} were one memory in the run and are not here: from here on each is trained by itself."
             for names in line.apart(self.state, line.stream_of(rank))
         ]
-        return odd + told_of_other(told_in(progress, base), needs_threads(self.state, self.after_update))
+        return problems + settings_warnings(
+            recorded_settings(progress, base), needs_threads(self.state, self.after_update)
+        )
 
-    def none_whole(self, bases: list[CommitRef]) -> Exception:
+    def no_intact_snapshot(self, bases: list[CommitRef]) -> Exception:
         """Return the error for a run of which none of ``bases`` can be used."""
         root = self.store.root
         if not bases:
             return NoCommit(
-                f"{root} has no commit of step {self.target} or before it.{self._said_of_timelines()}"
+                f"{root} has no commit of step {self.target} or before it.{self._describe_timelines()}"
             )
         if self.unread:
             return DiskFailed(f"no base of {root} can be read. {next(iter(self.unread))}")
-        return Damaged(f"no commit of {root} is whole: {self.odd[0]} {NONE_WHOLE}")
+        return Damaged(f"no commit of {root} is whole: {self.problems[0]} {NONE_WHOLE}")
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,8 @@ class _Outcome:
     """True if the device did not return the snapshot, or what follows the step that the rank could reach."""
 
 
-def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
-    """Add to ``odd`` which steps up to ``durable_step`` are lost.
+def _tell_lost(line: Lineage, durable_step: int, problems: list[str]) -> None:
+    """Add to ``problems`` which steps up to ``durable_step`` are lost.
 
     Raises ``Damaged`` where the log itself is missing.
     """
@@ -362,7 +364,7 @@ def _tell_lost(line: Lineage, durable_step: int, odd: list[str]) -> None:
     several = f"Steps {step + 1} to {durable_step} had been durable, and are lost."
     one = f"Step {durable_step} had been durable, and is lost."
     lost = one if durable_step == step + 1 else several
-    odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
+    problems[-1:] = [f"{problems[-1]} {lost}" if problems else lost]
 
 
 def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
@@ -474,4 +476,4 @@ def _said_end(line: Lineage) -> str | None:
     harmless = (
         " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
     )
-    return None if line.odd is None else f"{line.odd}{harmless}"
+    return None if line.damage is None else f"{line.damage}{harmless}"

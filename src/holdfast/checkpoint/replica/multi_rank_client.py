@@ -89,7 +89,7 @@ class Replicas(Replica):
         self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
     ) -> RecoveryResult:
         """Recover as a single replica does: from memory if all ranks can reach the same step there."""
-        ranks, odd = self._ranks, list[str]()
+        ranks, problems = self._ranks, list[str]()
         mine = [each for each in self._kept(store) if each.cut == cut_of(self._state, ranks)]
         newest = ranks.first_does(lambda: retained_state.newest(store, target))
         there = ranks.everyone(mine)
@@ -99,12 +99,12 @@ class Replicas(Replica):
             assert own is not None
             progress: dict[str, Any] = {}
             wrong = ranks.all_do(lambda: self._load(own, found.step, script, progress))
-            odd = [
+            problems = [
                 f"what the replica of rank {rank} kept is not whole: {text}"
                 for rank, text in enumerate(wrong)
                 if text
             ]
-            if not odd:
+            if not problems:
                 if own.folder == retained_state.SYNC and not self._told_of_stray(own):
                     retained_state.take_sync(self._place)
                 give_to_others(self._state, ranks)
@@ -113,10 +113,10 @@ class Replicas(Replica):
                 return RecoveryResult(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
-        if target is None and not odd:
+        if target is None and not problems:
             without = [rank for rank, each in enumerate(there) if not each]
-            odd = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
-        return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
+            problems = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
+        return replace(recovered, problems=problems + recovered.problems, same_cut=True, residuals_lost=False)
 
     def _load(
         self, own: retained_state.RetainedState, step: int, script: ScriptState, progress: dict[str, Any]

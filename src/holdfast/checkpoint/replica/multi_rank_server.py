@@ -19,7 +19,7 @@ from ...errors import HoldfastError
 from ...store.format.manifest import Timeline
 from ...store.log.journal import Record
 from ...store.run_store import LocalStore
-from ..recovery.replay import clip_as_told
+from ..recovery.replay import clip_as_recorded
 from . import retained_state, shared_memory
 from .channel import Channel, Message
 from .replica_liveness import HERE, KEPT, ReplicaNotes
@@ -214,7 +214,7 @@ class MultiRankReplicaServer(ReplicaServer):
                 break
             if "about" in message.about:
                 record, parts = message.about["about"], self._parts_of(message)
-                clip_as_told(record, parts)
+                clip_as_recorded(record, parts)
                 records.append(Record(message.about["step"], record, tuple(parts)))
         return records
 

@@ -185,7 +185,7 @@ class Replica:
         self, store: LocalStore, script: ScriptState, *, target: int | None, exact: bool
     ) -> RecoveryResult:
         """Recover as ``recovery.recover`` does, or from memory if a replica kept a step that is at least as new."""
-        odd: list[str] = []
+        problems: list[str] = []
         mine = self._kept(store)
         found = retained_state.agreed([mine], retained_state.newest(store, target), target, exact)
         own = None if found is None else retained_state.leading_to(found.step, mine)
@@ -194,16 +194,16 @@ class Replica:
                 with shared_memory.opened(own.path) as memory:
                     progress = recover(memory, self._state, script, ranks=Ranks()).progress
             except Damaged as error:
-                odd.append(f"what the replica kept is not whole: {error}")
+                problems.append(f"what the replica kept is not whole: {error}")
             else:
                 durable = self._helper.durable_step = retained_state.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
                 return RecoveryResult(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
-        if target is None and not odd:
-            odd = self._not_used(store, recovered.point.step, "which go with other ranks than these")
-        return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
+        if target is None and not problems:
+            problems = self._not_used(store, recovered.point.step, "which go with other ranks than these")
+        return replace(recovered, problems=problems + recovered.problems, same_cut=True, residuals_lost=False)
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
         """Return a warning if memory has newer steps than ``step``, which was found on the disk."""

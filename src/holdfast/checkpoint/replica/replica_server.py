@@ -42,7 +42,7 @@ from ..capture import state_digests
 from ..log.recorder import InlineRecorder
 from ..numerics import computing_as, needs_threads
 from ..recovery.model_description import RankState, adopt, rebuild, updating_devices
-from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_told, fingerprint
+from ..recovery.replay import FlatViews, ReplayRecord, apply, clip_as_recorded, fingerprint
 from ..recovery.run_recovery import BY, recover
 from ..snapshot.snapshot_state import beside_records
 from ..snapshot.snapshot_writer import SnapshotWriter
@@ -239,7 +239,7 @@ class ReplicaServer:
             failpoints.reach("before_replica_update")
             try:
                 with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
-                    clip_as_told(record, parts)
+                    clip_as_recorded(record, parts)
                     apply(self._state, [ReplayRecord(record, parts)])
                 failpoints.reach("after_replica_update")
                 standing = {**self._state.standing(), **beside_records(self._progress)}

@@ -232,7 +232,7 @@ class SnapshotScheduler:
         if self._means.when_behind == "block" and self._together is None:
             self.save_snapshot(step)
         else:
-            self.open_gap(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
+            self.open_gap(step, f"its record is not within storage = {format_bytes(store.run_cap_bytes)}")
 
     def fits(self, nbytes: int) -> bool:
         """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""

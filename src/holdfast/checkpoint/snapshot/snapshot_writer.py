@@ -326,7 +326,7 @@ class SnapshotWriter:
             least = int((store.used_bytes + nbytes + self.full_bytes) / store.cap_share)
             who = "what this rank stores" if store.cap_share < 1 else "the run"
             raise DoesNotFit(
-                f"storage = {format_bytes(store.told_cap_bytes)} is too little: of"
+                f"storage = {format_bytes(store.run_cap_bytes)} is too little: of"
                 f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
                 f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give more than {least} bytes,"
                 " since records take some as well."

@@ -361,7 +361,7 @@ def _memory_text(best: Solution) -> str:
         places.append(
             f"about {used['device_bytes']} of {format_bytes(machine.device_memory_bytes)} on the device"
         )
-    saved = best.setting.saving.said()
+    saved = best.setting.saving.describe()
     saving = f"; to save memory: {', '.join(saved)}" if saved else ""
     return ", ".join([*places, f"{used['ssd_bytes']} on the SSDs"]) + saving
 

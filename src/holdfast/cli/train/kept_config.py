@@ -35,7 +35,7 @@ def write_record(config: Config) -> None:
     run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
     if config.offload.ssd:  # an absolute path works from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
-    config = _found_anywhere(config)
+    config = _with_absolute_paths(config)
     for directory in dict.fromkeys((state, run)):
         disk = Disk(directory)
         disk.makedirs("")
@@ -127,7 +127,7 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
 
     ``stated`` are the keys given by ``--set``. Raises ``RunMismatch`` for a change that is not allowed.
     """
-    config, run = _with_rate(_found_anywhere(config)), Path(config.run.dir)
+    config, run = _with_rate(_with_absolute_paths(config)), Path(config.run.dir)
     state = state_directory(run, config)
     record = _binding_record(run)
     if record is not None:
@@ -155,7 +155,7 @@ def _with_rate(config: Config) -> Config:
     return replace(config, train=replace(config.train, learning_rate=config.train.highest_rate))
 
 
-def _found_anywhere(config: Config) -> Config:
+def _with_absolute_paths(config: Config) -> Config:
     """Return ``config`` with absolute paths of the drives, which work from any working directory."""
     drives = tuple(str(Path(drive).absolute()) for drive in config.offload.drives)
     return replace(config, offload=replace(config.offload, drives=drives))

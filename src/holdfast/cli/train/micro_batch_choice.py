@@ -28,7 +28,7 @@ from .engine_build import make_engine
 from .recipe import Recipe
 
 
-def refuse_unplanned(config: Config, num_ranks: int) -> None:
+def require_planned_steps(config: Config, num_ranks: int) -> None:
     """Raise ``ConfigError`` if "auto" cannot be chosen, because the steps of ``config`` are not planned by rates."""
     reason = ""
     if num_ranks > 1:

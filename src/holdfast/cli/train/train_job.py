@@ -51,7 +51,7 @@ from .kept_config import (
     state_directory,
     write_record,
 )
-from .micro_batch_choice import refuse_unplanned, with_chosen_count
+from .micro_batch_choice import require_planned_steps, with_chosen_count
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .sizing import Wish, may_change, shared_out, sized
@@ -83,13 +83,13 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
     config = ranks.first_does(lambda: with_kept_count(config))
     with ranks.agreeing():
         if config.train.micro_batches == "auto":
-            refuse_unplanned(config, ranks.world_size)
+            require_planned_steps(config, ranks.world_size)
         else:
             share_of(config, ranks)
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
     done = ranks.first_does(lambda: newest_step(state))
-    if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
+    if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
@@ -180,7 +180,7 @@ class Job:
             steps=config.train.steps,
             host_budget=engine.preflight.host_budget,
             commit_every=config.durability.every,
-            light=prediction.light if prediction else None,
+            busiest_seconds=prediction.busiest_seconds if prediction else None,
         )
 
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
@@ -208,7 +208,9 @@ class Job:
         first, values = self.engine.steps_done, to_values(self.config)
         self.events.emit("run", first_step=first, pid=os.getpid(), config=values, changed=changed)
         if self.engine.resumed_from:  # step 0 is where a folder's weights begin
-            self.say(f"Continuing after step {first:,}, the newest that is whole. {self.engine.said_lost}")
+            self.say(
+                f"Continuing after step {first:,}, the newest that is whole. {self.engine.lost_steps_text}"
+            )
         if changed:
             self.say(f"Changed from here on: {describe(changed)}.")
 
@@ -296,7 +298,7 @@ def newest_step(state: Path) -> int:
     return 0 if newest is None else newest.step
 
 
-def is_whole(console: Console, state: Path) -> bool:
+def newest_step_verifies(console: Console, state: Path) -> bool:
     """Return whether the newest step of a finished run verifies.
 
     Damage is reported when the run continues from an older step.

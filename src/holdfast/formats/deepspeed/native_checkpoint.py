@@ -101,7 +101,7 @@ class NativeCheckpoint(WithNumbers):
                         f"{self.path}: mp_rank_{missing[0]:02d} has no {name}, others have", path=self.path
                     )
                 is_buffer = "buffer" in stage[0][name].pieces
-                whole = info.whole(name, [rank[name] for rank in stage[: 1 if is_buffer else None]])
+                whole = info.join(name, [rank[name] for rank in stage[: 1 if is_buffer else None]])
                 if name not in found:
                     found[name] = whole
                 elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):

@@ -67,7 +67,7 @@ class Info:
                 raise BadInput(f"{path} has {key}, which is not read")
         self._used: set[str] = set()
 
-    def whole(self, name: str, parts: Sequence[LocalParameter]) -> PlacedParameter:
+    def join(self, name: str, parts: Sequence[LocalParameter]) -> PlacedParameter:
         """Join a parameter from ``parts``, one for each rank in order. Raises ``Damaged`` if they do not fit."""
         first = parts[0]
         for part in parts[1:]:
@@ -107,7 +107,7 @@ class Info:
             for rank, part in enumerate(parts)
         }
         try:
-            return cut.whole(laid, len(parts), {})
+            return cut.join(laid, len(parts), {})
         except ValueError as error:
             of = f" in parts of {widths}" if widths else ""
             raise Damaged(

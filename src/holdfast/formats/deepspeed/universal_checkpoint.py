@@ -61,7 +61,7 @@ class UniversalCheckpoint(WithNumbers):
         self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
         info = Info(None, 1, first.archive.path)
         for key, local in beside(self, models, set(trained), folder.partitioned).items():
-            add_parameter(self, names[key], info.whole(key, [local]))
+            add_parameter(self, names[key], info.join(key, [local]))
 
     def _add_group(self, root: Path, named: dict[str, Shape], names: Names, common: Archive) -> None:
         """Add parameters of one group, which must all have the same slots."""

@@ -67,7 +67,7 @@ class Buffers:
     unpadded: dict[int, list[int]] = field(default_factory=dict)
     """Bucket sizes by rank without the padding at their ends, which older versions store too."""
     joined: bool = False
-    odd: str = ""
+    unsupported: str = ""
     """The first tensor that is unsupported: of a second buffer, or of one of several optimizers."""
 
     def add_tensor(self, key: str, flat: ModelTensor) -> None:
@@ -75,7 +75,7 @@ class Buffers:
         self.held[key] = flat
         match = _BUCKET.fullmatch(key)
         if match is None:
-            self.odd = self.odd or key
+            self.unsupported = self.unsupported or key
             return
         self.dtypes.add(DTYPES.get(match["dtype"], match["dtype"]))
         self._slots(int(match["rank"])).setdefault(match["slot"], {})[int(match["bucket"])] = flat
@@ -115,7 +115,7 @@ class Buffers:
             name = f"{key}.{which[0]}.{slot}"
             flat = self.held[name] = ModelTensor(ShapeAndType(tensor.shape, tensor.storage.dtype), pieces)
             if which[0] != 0 or key.startswith("chained_"):
-                self.odd = self.odd or name
+                self.unsupported = self.unsupported or name
             self.dtypes.add(which[1][0])
             self._slots(rank).setdefault(slot, {})[0] = flat
 
@@ -129,9 +129,9 @@ class Buffers:
 
         Raises ``BadInput`` if the places are unknown, ``Damaged`` if the masters are not those of the model.
         """
-        if self.odd or len(self.dtypes) != 1:
+        if self.unsupported or len(self.dtypes) != 1:
             raise BadInput(
-                f"{self.odd or sorted(self.dtypes)}: of several buffers it is not known what is in them"
+                f"{self.unsupported or sorted(self.dtypes)}: of several buffers it is not known what is in them"
             )
         weights = {name: whole for name, whole in weights.items() if whole.kind.dtype in self.dtypes}
         found = self._found(Mesh.of(arguments), weights)

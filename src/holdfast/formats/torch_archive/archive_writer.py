@@ -233,7 +233,7 @@ def _of_torch(obj: Any) -> Any:
     """Return the stand-in for an object of torch; any other object unchanged."""
     import torch
 
-    from ...state.plain_tensors import TO_NAME, host_bytes, odd_kind
+    from ...state.plain_tensors import TO_NAME, host_bytes, unsupported_kind
 
     if isinstance(obj, torch.Size):
         return Size(obj)
@@ -241,7 +241,7 @@ def _of_torch(obj: Any) -> Any:
         return _Made(_DEVICE, (str(obj),))
     if not isinstance(obj, torch.Tensor):
         return obj
-    if obj.dtype not in TO_NAME or (kind := odd_kind(obj)):
+    if obj.dtype not in TO_NAME or (kind := unsupported_kind(obj)):
         what = f"of {obj.dtype}" if obj.dtype not in TO_NAME else kind
         raise BadInput(f"a tensor that is {what} cannot be put into a file of torch here")
     flat = host_bytes(obj)

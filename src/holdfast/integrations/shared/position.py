@@ -33,7 +33,7 @@ class LoaderPlace:
         self._order = Order(self._inside, self._watched.inner)
         self._begun: dict[str, Any] | None = None
         """The generators that the order of the epoch was drawn from."""
-        self._found: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
         """The place of the run, until its epoch continues."""
         self._random: dict[str, Any] = {}
 
@@ -55,11 +55,11 @@ class LoaderPlace:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
-        self._found = state if self._begun is not None else None
+        self._restored = state if self._begun is not None else None
 
     def leave(self) -> None:
         """Skip an epoch that the run had completed. Its order is drawn, because drawing advances the generators."""
-        if self._found is not None:
+        if self._restored is not None:
             now = random_state()
             next(iter(self._watched), None)
             restore_random_state(now)
@@ -74,7 +74,7 @@ class LoaderPlace:
         _set_indices(self._inside, self._watched.inner)
 
     def _begin(self) -> None:
-        found, self._found = self._found, None
+        found, self._restored = self._restored, None
         if found is None:
             self._begun = self._order.now()
             return
@@ -112,7 +112,7 @@ class Batches:
         """The number of passes that have ended."""
         self.count = 0
         """The number of batches of the current pass that were handed out."""
-        self._found: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -134,15 +134,15 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place.check(state)
-        self._found = state
+        self._restored = state
 
     def resumed(self) -> None:
         """Continue from the restored state. Called when the generators are where the run had them."""
-        if self._found is not None:
-            self.place.load(self._found, random_state())
-            self.epoch, self.count = self._found["epoch"], self._found["count"]
-            if self._found["iteration"] is not None:
-                self.loader.iteration = self._found["iteration"]
+        if self._restored is not None:
+            self.place.load(self._restored, random_state())
+            self.epoch, self.count = self._restored["epoch"], self._restored["count"]
+            if self._restored["iteration"] is not None:
+                self.loader.iteration = self._restored["iteration"]
 
 
 def _watched(loader: DataLoader) -> WatchedBatches:

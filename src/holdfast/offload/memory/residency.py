@@ -111,14 +111,14 @@ class Residency:
         self.resident_grads = Gradients(self._resident_sums, None, set())
         return self.resident_grads
 
-    def free_grads(self, block: int, lent: bool) -> None:
+    def free_grads(self, block: int, in_inputs: bool) -> None:
         """Release the gradients of ``block``, if there are any here.
 
-        Memory that is ``lent`` from block inputs goes to the next inputs.
+        With ``in_inputs``, the memory is that of block inputs and goes to the next inputs.
         """
         held = self.grads.pop(block, None)
         if held is not None and held.buffer is not None:
-            (self.pool.drop if lent else self.pool.give)(held.buffer)
+            (self.pool.drop if in_inputs else self.pool.give)(held.buffer)
 
     def leaf(
         self,

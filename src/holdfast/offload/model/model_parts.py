@@ -16,12 +16,12 @@ from torch import nn
 
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
-from ...optim.host_optimizer import HELPER_BYTES, TILE_HELPER_BYTES, HostOptimizer
+from ...optim.host_optimizer import HELPER_BYTES, SLICE_HELPER_BYTES, HostOptimizer
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, TileWork, Work
 from ...state.capture import Captured, CapturedParameter, buffer_at, capture
-from ...state.layout.overlaps import Key, overlaps, said_keys
+from ...state.layout.overlaps import Key, key_names, overlaps
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..setup.block_measurement import MeasuredBlocks
@@ -87,7 +87,7 @@ class ModelParts:
             _check_layouts(unit, host, ranks)
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
-    def whole(self) -> ModelParts:
+    def unsharded(self) -> ModelParts:
         """Return the description that one process by itself would have."""
         if self.world_size == 1:
             return self
@@ -113,7 +113,7 @@ class ModelParts:
             guesses: True if updates of blocks leave their gradients unchanged and work on copies.
         """
         threads = update_threads(unified, update_workers)
-        helper_bytes = max(HELPER_BYTES, threads * TILE_HELPER_BYTES) if threads > 1 else 0
+        helper_bytes = max(HELPER_BYTES, threads * SLICE_HELPER_BYTES) if threads > 1 else 0
         return Work(
             blocks=tuple(
                 BlockWork(
@@ -202,7 +202,7 @@ def _check_memory(captured: Captured) -> None:
     for group in overlaps(held):
         if trained.intersection(group):
             raise ModelNotSupported(
-                f"{said_keys(group)} are one memory, and each would get its own out of core. Tie parameters as one"
+                f"{key_names(group)} are one memory, and each would get its own out of core. Tie parameters as one"
                 " object (head.weight = embedding.weight), or give each its own (.clone())."
             )
 

@@ -30,7 +30,7 @@ def download(run: Runtime, op: Op, step: Step) -> None:
 def _on_host(run: Runtime, op: Op, held: Gradients) -> Gradients:
     """Return the gradients that a download brings: in a buffer of their own, or in the space of block inputs."""
     residency = run.residency
-    if _lent(op):
+    if _in_inputs(op):
         (flat,) = run.device.download([held.flat], residency.lender("kept inputs", from_top=True))
         return Gradients(flat, None, held.touched)
     buffer = held.buffer or residency.pool.take(held.flat.nbytes, "gradients")
@@ -38,7 +38,7 @@ def _on_host(run: Runtime, op: Op, held: Gradients) -> Gradients:
     return Gradients(flat, buffer, held.touched)
 
 
-def _lent(op: Op) -> bool:
+def _in_inputs(op: Op) -> bool:
     """Return whether the gradients that ``op`` makes lie in the space of block inputs."""
     return any(hold.kind == "kept_inputs" for hold in op.takes)
 
@@ -61,7 +61,7 @@ def reduce(run: Runtime, op: Op, step: Step) -> None:
     block, pool = op.key.block, run.residency.pool
     unit, summed = run.blocks[block], run.residency.grads[block]
     buffer = None
-    if _lent(op) and not run.device.unified:
+    if _in_inputs(op) and not run.device.unified:
         flat, _ = run.residency.lend(unit.share_grad_bytes, "kept inputs", from_top=True)
     else:
         buffer = pool.take(unit.share_grad_bytes, "gradients")

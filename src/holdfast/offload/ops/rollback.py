@@ -51,7 +51,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
             copy.fill(unit, tile, image)
         failpoints.reach("after_redone_update")
     if state_ops.is_last(unit, tile):
-        run.residency.free_grads(block, lent=False)
+        run.residency.free_grads(block, in_inputs=False)
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:

@@ -49,7 +49,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
         image, copy = as_tensor(run.residency.images[block, tile.index]), UpdatedCopy.of(run, block, tile)
         apply(run, step, unit, tile, image, run.residency.grads[block], copy, guess)
     if not guess and is_last(unit, tile):
-        run.residency.free_grads(block, lent=any(name[0] == "kept_inputs" for name in op.gives))
+        run.residency.free_grads(block, in_inputs=any(name[0] == "kept_inputs" for name in op.gives))
 
 
 def is_last(unit: BlockState, tile: StateTile) -> bool:

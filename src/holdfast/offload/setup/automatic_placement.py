@@ -63,10 +63,10 @@ class Prediction:
     @property
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and the fraction of a step's time during which it is busy."""
-        return self.light[0], self.choice.simulation.speed_of_light
+        return self.busiest_seconds[0], self.choice.simulation.speed_of_light
 
     @property
-    def light(self) -> tuple[str, float]:
+    def busiest_seconds(self) -> tuple[str, float]:
         """The busiest resource, and the seconds that it works for a step: no step with these operations takes less."""
         return self.choice.simulation.busiest()
 
@@ -80,7 +80,7 @@ class Prediction:
         seconds = self.choice.step_seconds
         time = f"{seconds * 1e3:.0f} ms" if seconds < 1 else format_seconds(seconds)
         busy = f"{RESOURCE_NAMES.get(name, name)} busy {part:.0%} of it"
-        return f"{self.choice.placement.said()}{turned}; about {time} a step, {busy}"
+        return f"{self.choice.placement.describe()}{turned}; about {time} a step, {busy}"
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the "plan" event."""

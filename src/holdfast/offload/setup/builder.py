@@ -79,7 +79,9 @@ def build(
             resident=resident,
             placement=plan.placement,
             optimizer=parts.optimizer,
-            residency=Residency(pool, parts.units, resident, device.torch_device, kept, _largest_lent(plan)),
+            residency=Residency(
+                pool, parts.units, resident, device.torch_device, kept, _largest_input_bytes(plan)
+            ),
             store=store,
             patch=Patch(parts.blocks, hand_over(parts.blocks)),
             stored=stored,
@@ -99,7 +101,7 @@ def build(
     return run
 
 
-def _largest_lent(plan: RunPlan) -> int:
+def _largest_input_bytes(plan: RunPlan) -> int:
     """Return the most bytes that the plan needs for one input of a block, or for its gradient."""
     holds = (hold for op in plan.operations for hold in op.takes)
     return round_up(max((hold.nbytes for hold in holds if hold.kind in ("inputs", "input_grads")), default=0))

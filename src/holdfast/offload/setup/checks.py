@@ -214,7 +214,7 @@ def check_zeroth(
         raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
 
 
-def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
+def warn_of_resident(model: nn.Module, blocks: Blocks) -> None:
     """Warn if blocks chosen by default have less than half of the parameters, and others might be added."""
     streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
     others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
@@ -225,7 +225,7 @@ def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
             f"blocks are {blocks.summary}, with {streamed / whole:.0%} of the parameters; all others stay in memory,"
             f" with their optimizer state. {name} has {parameter_bytes(other) / whole:.0%}: to stream both, pass"
             " blocks=[*one, *other], in the order in which they run",
-            stacklevel=1 + stacklevel,
+            stacklevel=5,
         )
 
 
@@ -233,7 +233,7 @@ MANY = 4
 """Factor by which matrix products must be faster in fp32 than in bf16 for a warning."""
 
 
-def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
+def warn_of_slow_bf16(device: torch.device, dtype: str) -> None:
     """Warn if ``dtype`` is bf16 and ``device`` computes many times faster in fp32 or fp16.
 
     Such a device is a processor that was timed, or an accelerator that reports that it emulates bf16.
@@ -242,13 +242,13 @@ def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None
         warnings.warn(
             f'precision="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
             ' "fp16" or "fp32" trains faster. A run keeps what it began with',
-            stacklevel=1 + stacklevel,
+            stacklevel=5,
         )
     if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
         warnings.warn(
             f'precision="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so "fp32" may'
             " train that much faster. A run keeps what it began with",
-            stacklevel=1 + stacklevel,
+            stacklevel=5,
         )
 
 

@@ -116,7 +116,7 @@ def _converted(raw: bytearray, atom: dict[str, Any], dtype: str) -> bytes:
     return target.view(torch.uint8).numpy().tobytes()
 
 
-def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
+def progress_of_rank(manifest: Manifest, ranks: Ranks) -> Manifest:
     """Return ``manifest`` with the progress of this rank, or that of the first rank if this rank has none."""
     streams = [ranks.stream, *manifest.streams]
     stream = next(each for each in streams if each in manifest.streams)

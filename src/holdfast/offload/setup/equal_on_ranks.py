@@ -41,7 +41,7 @@ def agree_on_choices(
     if ranks.alone:
         return
     loss_scale = None if rules.loss_scale is None else asdict(rules.loss_scale)
-    atoms = {key: [atom["dtype"], atom["shape"]] for key, atom in parts.whole().index()["atoms"].items()}
+    atoms = {key: [atom["dtype"], atom["shape"]] for key, atom in parts.unsharded().index()["atoms"].items()}
     mine = {
         **choices,
         "schedule": rules.schedule,

@@ -111,7 +111,7 @@ class ExternalEdits:
             if buffer is not None
         ]
 
-    def found(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of what was changed, for a person."""
         told = [
             f"parameter {name}"
@@ -143,7 +143,7 @@ class ExternalEdits:
         self._look()
 
 
-def told(found: Collection[str]) -> str:
+def edits_text(found: Collection[str]) -> str:
     """Return the message about edits, without the advice."""
     first, more = min(found), f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (

@@ -32,7 +32,7 @@ from ..memory.device import Device, open_device
 from ..model.model_parts import ModelParts
 from ..model.quantised_layers import open_layers
 from ..model.takeover import refuse_held, refuse_open
-from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_whole
+from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
 from ..recomputation_choice import can_measure
 from ..steps import StepRules
 from .automatic_placement import Planner, to_standard_error
@@ -128,7 +128,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         refuse_prepared(given.model)
         check_recorded(given.model)
         check_renormalised(given.model)
-        require_whole("micro_batches", given.micro_batches, 1)
+        require_integer("micro_batches", given.micro_batches, 1)
         check_stateful(given.scheduler, given.loader)
         check_budget(given.budget)
         check_source(given.source)
@@ -159,9 +159,9 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         device = open_device(given.device)
         check_graphs(device.torch_device, parts.blocks)
         if fellows.rank == 0:
-            warn_of_slow_bf16(device.torch_device, given.precision.dtype, stacklevel=4)
+            warn_of_slow_bf16(device.torch_device, given.precision.dtype)
             if given.blocks is None:
-                warn_of_resident(given.model, parts.blocks, stacklevel=4)
+                warn_of_resident(given.model, parts.blocks)
         budget = AUTO if given.budget == "auto" else given.budget or Budget()
         budget = budget.resolved(device, fellows.on_host)
 

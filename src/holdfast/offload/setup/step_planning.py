@@ -118,7 +118,7 @@ class RunPlan:
         """The choice as one line for a person; None where everything was given."""
         if self.prediction is not None:
             return self.prediction.line()
-        return f"{self.placement.said()}, by what fits" if self.filled else None
+        return f"{self.placement.describe()}, by what fits" if self.filled else None
 
     @property
     def param_scratch_bytes(self) -> int:

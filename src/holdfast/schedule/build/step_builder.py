@@ -109,7 +109,7 @@ class StepBuilder:
         """Return whether ``block`` is updated before the norm is known, and again where the norm is not as guessed."""
         return self.shape.clipping == "speculate" and not delayed_blocks(self.shape, self.count)[block]
 
-    def lent(self, block: int) -> int:
+    def borrowed_buffers(self, block: int) -> int:
         """Return how many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their
         own."""
         if not self.delayed[block] or not self.placement.gradients[block] or not self.work.input_bytes:
@@ -128,7 +128,7 @@ class StepBuilder:
     @cached_property
     def kept_slots(self) -> int:
         """Number of buffers for kept inputs, and for the gradients that are kept in them."""
-        lends = any(self.lent(block) for block in range(self.count))
+        lends = any(self.borrowed_buffers(block) for block in range(self.count))
         return AS_LISTED if lends else self.kept_inputs
 
     @cached_property

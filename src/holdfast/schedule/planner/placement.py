@@ -14,7 +14,7 @@ from math import inf
 from ...config import Fraction
 from ...errors import BadInput, DoesNotFit
 from ...quantities import ample_budget, format_bytes
-from ..memory_use import MakesOps, Memory, predict
+from ..memory_use import MakesOps, Memory, largest_fitting, predict
 from ..mezo_schedule import zeroth
 from ..vertical import vertical
 from ..work import FASTEST, MEMORY_SAVINGS, BlockPlacement, MemorySaving, StepShape, Work
@@ -124,17 +124,9 @@ class _Search:
 
     def largest(self, fractions: dict[str, float], kind: str) -> float:
         """Return the largest fraction of ``kind`` that fits beside the others."""
-        if self.fits({**fractions, kind: 1.0}):
-            return 1.0
         rows = max(len(self.work.blocks) - (kind == "activations"), 1)
-        fitting, failing = round(fractions[kind] * rows), rows
-        while failing - fitting > 1:
-            middle = (fitting + failing) // 2
-            if self.fits({**fractions, kind: middle / rows}):
-                fitting = middle
-            else:
-                failing = middle
-        return fitting / rows
+        least = round(fractions[kind] * rows)
+        return largest_fitting(least, rows, lambda n: self.fits({**fractions, kind: n / rows})) / rows
 
 
 def savings_of(schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS) -> list[MemorySaving]:

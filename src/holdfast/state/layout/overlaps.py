@@ -196,10 +196,10 @@ def put_within(value: Any, way: Sequence[Any], tensor: torch.Tensor) -> Any:
     return value
 
 
-def said_keys(keys: Iterable[Key]) -> str:
+def key_names(keys: Iterable[Key]) -> str:
     """Return the names of tensors that overlap, for a person.
 
-    >>> said_keys([("a.weight", "param"), ("b.table", "buffer"), ("b.weight", "exp_avg")])
+    >>> key_names([("a.weight", "param"), ("b.table", "buffer"), ("b.weight", "exp_avg")])
     'a.weight, b.table and b.weight/exp_avg'
     """
     texts = [str(key[0]) if key[1:] in PLACED else "/".join(map(str, key)) for key in keys]

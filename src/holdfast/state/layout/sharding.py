@@ -64,7 +64,7 @@ class Sharding:
 
     axes: tuple[str, ...]
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         """Return the tensor of which each of ``count`` ranks holds one of ``parts``.
 
         Raises ``ValueError`` if the parts do not fit together.
@@ -78,7 +78,7 @@ class Sharding:
 class Unique(Sharding):
     """A tensor that one of the ranks has."""
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if len(parts) > 1:
             raise ValueError(f"{len(parts)} of {count} have it, at {_listed(parts)}: it should be at one")
         return next(iter(parts.values()))
@@ -90,7 +90,7 @@ class Replicate(Sharding):
 
     some: bool = False
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if not self.some:
             _need_all(parts, count)
         first, *others = (parts[number] for number in sorted(parts))
@@ -106,7 +106,7 @@ class Replicate(Sharding):
 class Average(Sharding):
     """A tensor whose value is the mean over all ranks."""
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         laid = [parts[number] for number in sorted(parts)]
         for other in laid[1:]:
@@ -132,7 +132,7 @@ class Shard(Sharding):
     widths: Widths = None
     size: Expression | None = None
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         first = next(iter(parts.values()))
         _need_dim(first, self.dim)
         stored = {number: laid.shape[self.dim] for number, laid in parts.items()}
@@ -170,7 +170,7 @@ class Blocks(Sharding):
     sizes: tuple[Expression, ...]
     widths: tuple[Widths, ...]
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         first = parts[0]
         _need_dim(first, self.dim)
@@ -212,7 +212,7 @@ class RegionSharding(Sharding):
 
     at: tuple[Region | None, ...]
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         if len(self.at) != count:
             raise ValueError(f"{len(self.at)} boxes are given, of {count} ranks")
         first = next(iter(parts.values()))
@@ -239,7 +239,7 @@ class Flat(Sharding):
 
     shape: tuple[Expression, ...]
 
-    def whole(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
+    def join(self, parts: Mapping[int, TensorLayout], count: int, names: Names) -> TensorLayout:
         _need_all(parts, count)
         shape = tuple(size.value(names) for size in self.shape)
         need, first, at, cells = Region.whole(shape).elements, parts[0], 0, []

@@ -210,7 +210,7 @@ def _together(rows: Sequence[Row], levels: Sequence[Sharding]) -> TensorLayout:
     if scalar and not isinstance(cut, Unique | Average):
         cut = Replicate(cut.axes, some=True)
     try:
-        return cut.whole(parts, count, rows[0].names)
+        return cut.join(parts, count, rows[0].names)
     except ValueError as error:
         raise ValueError(f"{cut}: {error}") from None
 

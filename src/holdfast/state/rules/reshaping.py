@@ -105,7 +105,7 @@ def _one_of(parts: Mapping[int, TensorLayout], dim: int) -> TensorLayout:
     """Return the tensors joined along ``dim``, or the common value of scalars for whole tensors."""
     scalars = all(not laid.shape for laid in parts.values())
     cut = Replicate(()) if scalars else Shard((), dim)
-    return cut.whole(parts, len(parts), {})
+    return cut.join(parts, len(parts), {})
 
 
 def _permuted(permute: Permute, laid: TensorLayout, names: Names) -> TensorLayout:
@@ -173,7 +173,7 @@ def _stacked(rule: Rule, slices: Mapping[int, TensorLayout], row: Row) -> Tensor
         shape = (*laid.shape[:dim], 1, *laid.shape[dim:])
         return laid.changed(shape, lambda pieces: pieces.lifted(0).permuted(axes))
 
-    return Shard((), dim).whole({at: lifted(laid) for at, laid in slices.items()}, number, {})
+    return Shard((), dim).join({at: lifted(laid) for at, laid in slices.items()}, number, {})
 
 
 def _need_these(verb: str, held: Mapping[K, TensorLayout], wanted: Collection[K]) -> None:

@@ -121,7 +121,7 @@ class WrittenCommits(RetainedCommits):
         self._check_fence()
         with self._failing():
             for unit, (generation, _) in files.items():
-                self._units[unit].check_there(generation)
+                self._units[unit].check_exists(generation)
             self._write(manifest, data)
             for unit, (generation, _) in files.items():
                 self._units[unit].release(generation)
@@ -269,7 +269,7 @@ class RankCommits(WrittenCommits):
         share = RankShare("", 0, "", step, refs, index, progress)
         with self._failing():
             for unit, (generation, _) in files.items():
-                self._units[unit].check_there(generation)
+                self._units[unit].check_exists(generation)
         return replace(share, **self._put_named(json.dumps(share.to_json()).encode()))
 
     def publish_shares(self, refs: dict[str, dict[str, Any]]) -> Manifest:

@@ -107,7 +107,7 @@ class Generations:
             _path(folder, self.name, generation)
             for folder in folders(self._disk)
             if folder != self.folder
-            for generation in generations_there(self._disk, folder, self.name, self._retained())
+            for generation in existing_generations(self._disk, folder, self.name, self._retained())
         }
         self.trim()
 
@@ -142,7 +142,7 @@ class Generations:
 
     def _others(self) -> set[int]:
         """Return the generations beyond ``copies`` that are on disk, in any order."""
-        found = generations_there(self._disk, self.folder, self.name)
+        found = existing_generations(self._disk, self.folder, self.name)
         return {k for k in found if k >= self.copies and self._usable(self.path(k))}
 
     def missing_bytes(self) -> int:
@@ -294,7 +294,7 @@ class Generations:
         """Return whether a ``write`` with these checksums has ended since ``generation`` was acquired."""
         return self._synced.get(generation) == checksums
 
-    def check_there(self, generation: int) -> None:
+    def check_exists(self, generation: int) -> None:
         """Raise ``DiskFailed`` unless the file of ``generation`` is still the one that was written.
 
         Its name, its size and the open file must agree. Called before a manifest names the file.
@@ -350,7 +350,7 @@ class Generations:
         failpoints.reach("before_data_sync")
         self._disk.sync(file, why="unit data")
         failpoints.reach("after_data_sync")
-        self.check_there(generation)
+        self.check_exists(generation)
         self._synced[generation] = tuple(checksums)
         return tuple(checksums)
 
@@ -365,7 +365,7 @@ class Generations:
 def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
     """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
     for folder in folders(disk):
-        for generation in generations_there(disk, folder, unit, retained):
+        for generation in existing_generations(disk, folder, unit, retained):
             path = _path(folder, unit, generation)
             if path not in retained:
                 with unneeded(disk, folder):
@@ -379,7 +379,7 @@ def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
             disk.unlink(path)
 
 
-def generations_there(
+def existing_generations(
     disk: AnyDisk, folder: str, unit: str, retained: Collection[str] | None = None
 ) -> list[int]:
     """Return the generations of ``unit`` that have a file in ``folder``, by name alone.

@@ -92,7 +92,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     ]
     return Pruning(
         tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
-        tuple(in_spans(lost_of(reader, before, after))), tuple(needed), tuple(before.told),
+        tuple(in_spans(lost_of(reader, before, after))), tuple(needed), tuple(before.reasons),
     )  # fmt: skip
 
 
@@ -147,12 +147,12 @@ class RecordReach:
     Attributes:
         lines: By line and commit, the last step that can be recovered.
         unread: By line, the commits whose own or later log records cannot be read.
-        told: The reasons for ``unread``.
+        reasons: The reasons for ``unread``.
     """
 
     lines: dict[int, dict[CommitRef, int]] = field(default_factory=dict)
     unread: dict[int, set[CommitRef]] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
     def needs_alone(self, ref: CommitRef) -> bool:
         """Return whether an unreadable record of some line may follow ``ref`` and no other commit."""
@@ -195,8 +195,8 @@ def _add_line(
                     steps.append(error.step if isinstance(error, Unreadable) else -1)
                     unread.add(manifest.ref)
                     text = str(error.error if isinstance(error, Unreadable) else error)
-                    if text not in reach.told:
-                        reach.told.append(text)
+                    if text not in reach.reasons:
+                        reach.reasons.append(text)
         except Damaged:
             continue
         if min(steps) >= manifest.step:
@@ -254,10 +254,10 @@ def in_spans(steps: set[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def said_spans(spans: Collection[tuple[int, int]]) -> str:
+def spans_text(spans: Collection[tuple[int, int]]) -> str:
     """Return ``spans`` as text for a person.
 
-    >>> said_spans([(2, 4), (7, 7)])
+    >>> spans_text([(2, 4), (7, 7)])
     '2 to 4, 7'
     """
     return ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)

@@ -81,7 +81,7 @@ class RetainedCommits(RunReader):
         return sum(map(self._own_bytes, filter(None, alone)))
 
     @property
-    def told_cap_bytes(self) -> int:
+    def run_cap_bytes(self) -> int:
         """The cap of the whole run in bytes."""
         return int((self.cap_bytes or 0) / self.cap_share)
 

@@ -75,13 +75,13 @@ def _parts(view: memoryview, record: StoredRecord) -> list[memoryview]:
 class Chain:
     """A snapshot (``base``) and the usable log records that follow it on its timeline.
 
-    ``odd`` is the damage that ended the chain, or None where the log simply ends.
+    ``damage`` is the damage that ended the chain, or None where the log simply ends.
     """
 
     base: Manifest
     stream: str
     records: list[StoredRecord]
-    odd: Damaged | None = None
+    damage: Damaged | None = None
 
     @property
     def last(self) -> Point:
@@ -117,7 +117,7 @@ class Journal:
     """The log records of one timeline by step, with the damage found in its segments."""
 
     records: dict[int, StoredRecord] = field(default_factory=dict)
-    odd: dict[int, Damaged | DiskFailed] = field(default_factory=dict)
+    errors: dict[int, Damaged | DiskFailed] = field(default_factory=dict)
     """The error that ended each segment early, by the last readable step before it."""
     acknowledged: int = -1
     """A step that certainly was durable: a later segment was begun after it, or a resume reached it."""
@@ -127,10 +127,11 @@ class Journal:
 
         An unreadable segment may hold every step up to the next record that is there.
         """
-        before = [end for end, odd in self.odd.items() if end <= step and isinstance(odd, DiskFailed)]
-        if step not in self.odd and before and not any(max(before) < each <= step for each in self.records):
-            return self.odd[max(before)]
-        return self.odd.get(step)
+        before = [end for end, error in self.errors.items() if end <= step and isinstance(error, DiskFailed)]
+        last = max(before, default=step)
+        if step not in self.errors and before and not any(last < each <= step for each in self.records):
+            return self.errors[last]
+        return self.errors.get(step)
 
 
 def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
@@ -147,10 +148,10 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
-        found, odd = read_what_can_be(store.disk, ref)
+        found, damage = read_what_can_be(store.disk, ref)
         known = timelines.get(ref.timeline)
         if found and known is not None and found[0].key != known.key:
-            odd, found = (
+            damage, found = (
                 Damaged(f"{ref.path} is a segment of another run, or of a copy of this one", path=ref.path),
                 [],
             )
@@ -158,8 +159,8 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
             if limit is None or record.step <= limit:
                 journal.records[record.step] = record
         end = found[-1].step if found else ref.first_step - 1
-        if odd is not None and (limit is None or end < limit):
-            journal.odd[end] = odd
+        if damage is not None and (limit is None or end < limit):
+            journal.errors[end] = damage
             if limit is None and following is not None and following.timeline == ref.timeline:
                 journal.acknowledged = max(journal.acknowledged, following.first_step - 1)
     return journal
@@ -175,17 +176,17 @@ def chain_of(base: Manifest, stream: str, journal: Journal, target: int | None) 
     """
     records: list[StoredRecord] = []
     first = base.oldest_step_of(stream)
-    step, odd = first, None
+    step, damage = first, None
     while target is None or step < target:
         record = journal.records.get(step + 1)
         if record is None:
             found = journal.end_after(step)
             if isinstance(found, DiskFailed):
                 raise found if step < base.step else Unreadable(found, step)
-            odd = found
+            damage = found
             break
         if records and record.previous != _digest_before(record, records[-1]):
-            odd = Damaged(
+            damage = Damaged(
                 f"the record of step {step + 1} in {record.path} does not follow that of step {step}: it is of another"
                 " chain",
                 path=record.path,
@@ -196,10 +197,10 @@ def chain_of(base: Manifest, stream: str, journal: Journal, target: int | None) 
     if step < base.step:
         raise Damaged(
             f"{base.path} needs the records of steps {first + 1} to {base.step}, and that of step"
-            f" {step + 1} cannot be used. {odd or 'It is missing.'}",
+            f" {step + 1} cannot be used. {damage or 'It is missing.'}",
             path=base.path,
         )
-    return Chain(base, stream, records, odd)
+    return Chain(base, stream, records, damage)
 
 
 def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
@@ -232,9 +233,9 @@ def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]
     """
     steps, damaged = [], []
     for stream in base.streams:
-        step, odd = _verify_stream(store, base, stream)
+        step, damage = _verify_stream(store, base, stream)
         steps.append(step)
-        damaged += odd
+        damaged += damage
     if not store.is_listed(base):  # the log records that only this snapshot needed were removed with it
         raise store.retired(base.ref)
     return min(steps, default=base.step), damaged
@@ -262,4 +263,4 @@ def _verify_once(store: RunReader, base: Manifest, stream: str) -> tuple[int, li
         return step, [error]
     finally:
         queue.close()
-    return step, [] if chain.odd is None else [chain.odd]
+    return step, [] if chain.damage is None else [chain.damage]

@@ -50,8 +50,8 @@ class PushResult:
 class RecordsCopy:
     """The headers of the log records in an object store, and the copying of further ones."""
 
-    def __init__(self, here: AnyDisk, there: ObjectDisk) -> None:
-        self._here, self._there = here, there
+    def __init__(self, source: AnyDisk, target: ObjectDisk) -> None:
+        self._source, self._target = source, target
         self._found: dict[str, dict[tuple[int, int], StoredRecord]] = {}
         self._last: dict[tuple[str, int], int] = {}
         self._ends: dict[SegmentRef, int] = {}
@@ -59,14 +59,14 @@ class RecordsCopy:
 
     def look(self) -> None:
         """Read the headers of the records that the object store has."""
-        for stream in streams(self._there):
-            for ref in segments(self._there, stream):
-                self._add(stream, read_segment(self._there, ref)[0])
+        for stream in streams(self._target):
+            for ref in segments(self._target, stream):
+                self._add(stream, read_segment(self._target, ref)[0])
 
     def push(self, done: PushResult) -> None:
         """Copy the records of all streams that the object store lacks."""
-        for stream in streams(self._here):
-            refs = segments(self._here, stream)
+        for stream in streams(self._source):
+            refs = segments(self._source, stream)
             for ref, following in pairwise([*refs, None]):
                 assert ref is not None
                 ended = following is not None and following.timeline == ref.timeline
@@ -85,7 +85,7 @@ class RecordsCopy:
         Damage counts only in a segment that another one has followed. At the end of the log, the record may still be
         on its way, or its writer was stopped.
         """
-        found, odd = read_segment(self._here, ref, self._ends.get(ref, 0))
+        found, odd = read_segment(self._source, ref, self._ends.get(ref, 0))
         left = [record for record in found if record.step > self._last_of(ref)]
         if found and not left:  # all of it is there
             self._ends[ref] = found[-1].end
@@ -109,18 +109,18 @@ class RecordsCopy:
         place = ref._replace(first_step=group[0].step)
         if is_long(group):
             try:
-                self._there.put(place.path, blocks_of(self._here, group[0]))
+                self._target.put(place.path, blocks_of(self._source, group[0]))
             except Damaged as error:
                 return 0, error
             count, wrong = 1, None
         else:
-            data, count, wrong = read_group(self._here, group)
-            if count and not self._there.put_new(place.path, data):  # another process pushes as well
-                there = {record.step for record in read_segment(self._there, place)[0]}
+            data, count, wrong = read_group(self._source, group)
+            if count and not self._target.put_new(place.path, data):  # another process pushes as well
+                there = {record.step for record in read_segment(self._target, place)[0]}
                 count, wrong = sum(record.step in there for record in group), None
                 if not count:
                     raise Damaged(
-                        f"{self._there.root / place.path} does not hold what it is named", path=place.path
+                        f"{self._target.root / place.path} does not hold what it is named", path=place.path
                     )
         self._add(ref.stream, group[:count])
         done.records += count

@@ -68,15 +68,15 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("elements", SIZES)
-def test_tiles_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elements):
-    monkeypatch.setattr(host, "TILE_ELEMENTS", 4096)
+def test_slices_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elements):
+    monkeypatch.setattr(host, "SLICE_ELEMENTS", 4096)
     same(by_the_host(kind, (elements,), 7), plain(kind, (elements,), 7))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_threads_that_share_tiles_leave_the_bits(monkeypatch, kind):
-    monkeypatch.setattr(host, "TILE_ELEMENTS", 4096)
-    monkeypatch.setattr(host, "SHARED_TILE_ELEMENTS", 16 * 4096)
+def test_threads_that_share_slices_leave_the_bits(monkeypatch, kind):
+    monkeypatch.setattr(host, "SLICE_ELEMENTS", 4096)
+    monkeypatch.setattr(host, "SHARED_SLICE_ELEMENTS", 16 * 4096)
     same(by_the_host(kind, (200_007,), 4, threads=3), plain(kind, (200_007,), 4))
 
 
@@ -112,7 +112,7 @@ def test_idle_cores_help_beside_a_device(monkeypatch, cores, unified, count):
 def test_a_whole_tensor_is_updated_at_once(monkeypatch, kind, shape):
     if kind is torch.optim.Muon and len(shape) != 2:
         return
-    monkeypatch.setattr(host, "TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(host, "SLICE_ELEMENTS", 4096)
     same(by_the_host(kind, shape, 7), plain(kind, shape, 7))
 
 

@@ -96,7 +96,7 @@ def test_an_expert_that_is_missing_is_damage(tmp_path):
         (lambda f: (f / "config.json").write_text("[]"), BadInput, "is no JSON object"),
         (lambda f: changed(f, model_type="nothing"), ModelNotSupported, "is no causal language model"),
         (lambda f: changed(f, model_type="vit"), ModelNotSupported, "is no causal language model"),
-        (lambda f: changed(f, quantization_config={"bits": 4}), ModelNotSupported, "quantised weights"),
+        (lambda f: changed(f, quantization_config={"bits": 4}), ModelNotSupported, "quantised by something"),
         (
             lambda f: changed(f, auto_map={"AutoModel": "m.M"}),
             ModelNotSupported,

@@ -159,7 +159,7 @@ def test_names_of_what_unpacks():
 
 
 def test_a_model_of_a_folder_is_trained_again_after_its_run_was_closed(tmp_path):
-    model, weights = holdfast.pretrained(quantised(tmp_path, "nf4"))
+    model, weights = holdfast.pretrained(write_quantised(tmp_path, "nf4"))
     model = adapted(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []

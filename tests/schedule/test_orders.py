@@ -72,7 +72,7 @@ def expected_traffic(
         moved["load_resident"] = work.resident_state_bytes
     if not work.unified:
         moved["download_resident_grads"] = work.resident_grad_bytes
-        moved["upload_resident"] = work.resident_param_bytes
+        moved["upload_resident"] = work.resident_trained_param_bytes
     return {(LANES[kind.split("_")[0]], kind): nbytes for kind, nbytes in moved.items() if nbytes}
 
 

@@ -65,7 +65,7 @@ class Work:
     resident_reduce_bytes: int = 0
     """Bytes of the resident gradients that the other ranks send."""
     resident_trained_param_bytes: int = 0
-    """Bytes of the resident compute copy that an update rewrites; used only by the zeroth-order step."""
+    """Bytes of the resident compute copy that an update rewrites."""
     update_bytes: int = 0
     """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
     workspace_bytes: int = 0

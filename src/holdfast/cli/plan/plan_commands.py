@@ -73,7 +73,11 @@ Lora = Annotated[
 ]
 Base = Annotated[
     str | None,
-    _placement("--base", "With --lora, what frozen linear layers are stored in: bf16, fp8, int8 or nf4."),
+    _placement(
+        "--base",
+        "With --lora, what frozen linear layers are stored in: bf16, fp8, int8 or nf4.",
+        metavar="FORMAT",
+    ),
 ]
 Host = Annotated[Quantity, _placement("--host", "Host memory; else the machine's.", metavar="256GB")]
 Ssds = Annotated[int | None, _placement("--ssds", "How many SSDs; else the machine's.", min=1)]

@@ -173,7 +173,7 @@ def upload_resident(run: Runtime, op: Op, step: Step) -> None:
     for member in run.resident.trained:
         source = run.resident.copy_view(run.resident_copy, member)
         run.device.refresh(run.resident_leaves[member.name].data, source)
-    run.moved[op.lane, op.key.kind] += run.resident.copy_bytes
+    run.moved[op.lane, op.key.kind] += run.resident.trained_copy_bytes
 
 
 def update_resident(run: Runtime, op: Op, step: Step) -> None:

@@ -218,7 +218,7 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
         s.add(
             Key("upload_resident"),
             operations.UPLOAD,
-            nbytes=work.resident_param_bytes,
+            nbytes=work.resident_trained_param_bytes,
             needs=(ready,),
             gives=(copy,),
         )

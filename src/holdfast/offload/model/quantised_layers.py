@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
@@ -291,7 +290,7 @@ class _Open4bit(_OpenLayer):
             offset=offset,
             state2=scales,
         )
-        if isinstance(weight.data, FakeTensor):  # which cannot be of a further class
+        if type(weight.data) is not torch.Tensor:  # one of a class of its own cannot be of a further class
             weight.quant_state = state
             return weight
         return _library("nn.modules").Params4bit(
@@ -323,7 +322,7 @@ class _Open8bit(_OpenLayer):
 
     def made(self, weight: Any) -> Any:
         scales = self._part("SCB")
-        if isinstance(weight.data, FakeTensor):
+        if type(weight.data) is not torch.Tensor:
             weight.CB, weight.SCB = weight.data, scales
             return weight
         kind = _library("nn.modules").Int8Params

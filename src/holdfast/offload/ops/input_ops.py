@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
+from ...quantities import PAGE
 from ...schedule.operations import Op
 from ...schedule.work import input_stays
 from ..memory.block_states import as_tensor
@@ -82,7 +83,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read the moving inputs of a block back."""
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
-    nbytes = packed_bytes(boundary.forms)
+    nbytes = max(packed_bytes(boundary.forms), PAGE)  # of a block before which nothing is trained, only filler
     if run.device.unified:
         buffer = run.residency.inputs[place] = run.residency.pool.take(nbytes, "block inputs")
         flat, view = as_tensor(buffer), buffer.view

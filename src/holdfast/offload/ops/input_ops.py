@@ -83,7 +83,8 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read the moving inputs of a block back."""
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
-    nbytes = max(packed_bytes(boundary.forms), PAGE)  # of a block before which nothing is trained, only filler
+    # an input that needs no gradient moves nothing, and its file is one page of filler
+    nbytes = max(packed_bytes(boundary.forms), PAGE)
     if run.device.unified:
         buffer = run.residency.inputs[place] = run.residency.pool.take(nbytes, "block inputs")
         flat, view = as_tensor(buffer), buffer.view

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput, Damaged, ModelNotSupported
-from holdfast.models.quantised_weights import is_packed
+from holdfast.models.quantised_weights import unpacks_weight
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -124,7 +124,9 @@ def test_what_unpacks_a_weight_is_missed_by_name(tmp_path):
     for text in (b"{", b"[]", b'{"shape": [24, 16], "dtype": "nothing"}'):
         numbers = {name: torch.tensor([*text], dtype=torch.uint8)}
         save_file(tensors | numbers, path)
-        with pytest.raises(Damaged, match=r"numbers of model\.layers\.1\.mlp\.up_proj that cannot be read"):
+        with pytest.raises(
+            Damaged, match=r"quant state of model\.layers\.1\.mlp\.up_proj that cannot be read"
+        ):
             holdfast.pretrained(folder)
 
 
@@ -154,8 +156,9 @@ def test_without_the_library_one_error_says_what_to_install(tmp_path, monkeypatc
 
 
 def test_names_of_what_unpacks():
-    assert is_packed("a.SCB") and is_packed("a.weight.quant_state.bitsandbytes__nf4")
-    assert not is_packed("a.bias") and not is_packed("model.weight_norm.scale")
+    assert unpacks_weight("a.SCB") and unpacks_weight("a.weight.quant_state.bitsandbytes__nf4")
+    assert not unpacks_weight("a.bias") and not unpacks_weight("model.weight_norm.scale")
+    assert not unpacks_weight("conv.parametrizations.weight.original0")
 
 
 def test_a_model_of_a_folder_is_trained_again_after_its_run_was_closed(tmp_path):

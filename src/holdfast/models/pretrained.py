@@ -61,8 +61,8 @@ def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) 
     """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
 
     It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
-    that. Raises ``ModelNotSupported`` for models that need code of their own, and for weights that are quantised:
-    always, or with ``quantised`` in another way than by bitsandbytes.
+    that. Raises ``ModelNotSupported`` for models that need code of their own, and for quantised weights. With
+    ``quantised``, weights that bitsandbytes has quantised are accepted.
     """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
@@ -94,7 +94,7 @@ def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) 
     model.config.use_cache = False
     if packed:
         with deferred(), empty_parameters():
-            quantised_weights.pack(model, path)
+            quantised_weights.insert_quantised_layers(model, path)
     return model.train()
 
 
@@ -133,11 +133,11 @@ class Weights:
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
 
-        It is known where all of the folder's floating-point tensors have one dtype of 16 bits, besides those of
-        quantised layers.
+        It is known if all floating-point tensors of the folder have one dtype of 16 bits. Scales and tables of
+        quantised layers do not count.
         """
         atoms = [stored.atom for stored in SafetensorsFiles(self.path).atoms.values()]
-        found = {atom.dtype for atom in atoms if not quantised_weights.is_packed(atom.name)}
+        found = {atom.dtype for atom in atoms if not quantised_weights.unpacks_weight(atom.name)}
         narrow = [
             FROM_NAME[name] for name in found if name in FROM_NAME and FROM_NAME[name].is_floating_point
         ]

@@ -1,7 +1,7 @@
-"""The weights of folders that bitsandbytes has quantised, as the quantised layers of their models.
+"""Model folders that bitsandbytes has quantised: their models get quantised layers on ``meta``, without the weights.
 
-transformers puts these layers into a model. Their shapes are known from the headers of the folder's files, so nothing
-but a few numbers of each layer is read for this.
+transformers puts these layers into a model. Shapes and dtypes are in the headers of the folder's files. Values are read
+only of the quant state of each 4-bit layer (block sizes, dtypes and shape, as JSON). Called by ``pretrained``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from torch import nn
 from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
-from ..offload.model.quantised_layers import NUMBERS, expect, is_quantised, missing
+from ..offload.model.quantised_layers import QUANT_STATE, is_quantised, missing_tensors, open_on_meta
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from .naming import names_by_model
 
 LIBRARY = "bitsandbytes"
-_TENSOR = re.compile(r"(?P<layer>.+?)\.(?P<tensor>weight|weight\..+|SCB|weight_format)")
-_PACKED = re.compile(r".+\.(weight\..+|SCB|weight_format)")
+_UNPACKING = r"weight\.(?:nested_)?(?:absmax|quant_map)|weight\.quant_state\..+|SCB|weight_format"
+_UNPACKING_TENSOR = re.compile(rf".+\.(?:{_UNPACKING})")
+_LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{_UNPACKING})")
 
 
-def is_packed(name: str) -> bool:
-    """Return whether the tensor ``name`` of a folder unpacks a weight.
+def unpacks_weight(name: str) -> bool:
+    """Return whether the tensor ``name`` of a folder has the scales, values or quant state that unpack a weight.
 
-    >>> is_packed("layers.0.up.weight.absmax"), is_packed("layers.0.up.weight")
+    >>> unpacks_weight("layers.0.up.weight.absmax"), unpacks_weight("layers.0.up.weight")
     (True, False)
     """
-    return _PACKED.fullmatch(name) is not None
+    return _UNPACKING_TENSOR.fullmatch(name) is not None
 
 
-def refuse_unknown(path: Path, told: Any) -> None:
-    """Raise unless ``told``, the ``quantization_config`` of a folder, is of a kind that can be trained on.
+def refuse_unknown(path: Path, config: Any) -> None:
+    """Raise unless adapters can train on the folder ``path``, whose ``quantization_config`` is ``config``.
 
     Raises ``ModelNotSupported`` for another kind, and ``BadInput`` if the library is not installed.
     """
-    kind = told.get("quant_method") if isinstance(told, dict) else told
-    in_bits = isinstance(told, dict) and (told.get("load_in_4bit") or told.get("load_in_8bit"))
+    kind = config.get("quant_method") if isinstance(config, dict) else config
+    in_bits = isinstance(config, dict) and (config.get("load_in_4bit") or config.get("load_in_8bit"))
     if kind not in (None, LIBRARY) or not in_bits:
         raise ModelNotSupported(
             f"{path} holds weights that were quantised by {kind or 'something unknown'}, and adapters train on those of"
@@ -56,10 +57,10 @@ def refuse_unknown(path: Path, told: Any) -> None:
         ) from error
 
 
-def pack(model: Any, path: Path) -> None:
-    """Replace the layers of ``model`` on ``meta`` that are quantised in the folder ``path``, and open them.
+def insert_quantised_layers(model: Any, path: Path) -> None:
+    """Put the quantised layers of the folder ``path`` into ``model``, which is on ``meta``, and open them.
 
-    Raises ``Damaged`` if the folder lacks a tensor of one of them.
+    Raises ``Damaged`` if the folder lacks a tensor of a layer, or has a quant state that cannot be read.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -71,31 +72,29 @@ def pack(model: Any, path: Path) -> None:
     for name, layer in layers.items():
         tensors = found.get(name, {})
         try:
-            if lacking := missing(layer, tensors):
+            if lacking := missing_tensors(layer, tensors):
                 raise Damaged(f"{path} lacks {name}.{lacking[0]}, which unpacks the layer", path=str(path))
-            expect(layer, tensors)
+            open_on_meta(layer, tensors)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(
-                f"{path} has numbers of {name} that cannot be read: {error!r}", path=str(path)
+                f"{path} has a quant state of {name} that cannot be read: {error!r}", path=str(path)
             ) from error
 
 
 def _tensors_of(
     layers: dict[str, nn.Module], model: nn.Module, source: SafetensorsFiles
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of each of ``layers`` in the folder, by name: the numbers with values, others on ``meta``."""
-    matches = {
-        atom.name: _TENSOR.fullmatch(atom.name) for atom in (each.atom for each in source.atoms.values())
-    }
-    ends = {match["tensor"] for match in matches.values() if match}
+    """Return the tensors of each of ``layers`` in ``source``, by name: quant states with values, others on ``meta``."""
+    matches = [_LAYER_TENSOR.fullmatch(stored.atom.name) for stored in source.atoms.values()]
+    ends = {match["tensor"] for match in matches if match}
     here = dict.fromkeys(f"{layer}.{end}" for layer in layers for end in ends)
     names = names_by_model(source, model, here)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for stored in source.atoms.values():
-        match = _TENSOR.fullmatch(names.get(stored.atom.name, ""))
+        match = _LAYER_TENSOR.fullmatch(names.get(stored.atom.name, ""))
         if match is None or match["layer"] not in layers:
             continue
-        if match["tensor"].startswith(NUMBERS):
+        if match["tensor"].startswith(QUANT_STATE):
             (tensor,) = read_tensors(source, [(stored, Region.whole(stored.atom.shape))])
         else:
             tensor = torch.empty(stored.atom.shape, dtype=FROM_NAME[stored.atom.dtype], device="meta")

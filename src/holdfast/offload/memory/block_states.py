@@ -38,7 +38,7 @@ from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
-from ..model.quantised_layers import adopt, has_numbers
+from ..model.quantised_layers import is_quant_state, set_quant_state
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
 ALIGN = 256
@@ -471,21 +471,23 @@ class BlockState:
         for piece in file.pieces:
             self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
 
-    def numbers_in(self, image: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the tensors with the numbers of quantised layers, by name, as far as they are in this rank's ``image``
-        of the frozen file. Without an image all are returned, as zeros. They are too small to be divided over ranks.
+    def quant_states_in(self, image: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return the quant states of 4-bit layers in this rank's ``image`` of the frozen file, by parameter name.
+
+        Those of all ranks if ``image`` is None, filled with zeros. Each is whole on one rank: it is too small to be
+        divided.
         """
-        wanted = {m.name: m for m in self.frozen if any(has_numbers(*place) for place in m.owned.places)}
+        wanted = {m.name: m for m in self.frozen if any(is_quant_state(*place) for place in m.owned.places)}
         if image is None:
             return {name: torch.zeros(m.shape, dtype=m.copy_dtype) for name, m in wanted.items()}
         held = {piece.name for piece in self.frozen_pieces} & wanted.keys()
         return {name: self.frozen_file.view(image, name).clone() for name in held}
 
-    def tell_layers(self, numbers: Mapping[str, torch.Tensor]) -> None:
-        """Tell quantised layers their ``numbers``, which they need before they compute."""
+    def set_quant_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Have 4-bit layers read their quant ``states``, which they need before they compute."""
         for member in self.frozen:
-            for module, name in member.owned.places if member.name in numbers else ():
-                adopt(module, name, numbers[member.name])
+            for module, name in member.owned.places if member.name in states else ():
+                set_quant_state(module, name, states[member.name])
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.
@@ -589,7 +591,10 @@ def _alignment(owned: Sequence[Owned]) -> int:
 
 
 def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
-    """Return whether frozen parameters are stored as the device computes with them: packed or in 16 bits, in order."""
+    """Return whether frozen parameters are stored as the device computes with them.
+
+    Each is packed or in 16 bits, and in the usual memory order.
+    """
     frozen = [one for one in owned if not one.captured.trained]
     if dtype == torch.float32 and not any(one.captured.as_stored for one in frozen):
         return False

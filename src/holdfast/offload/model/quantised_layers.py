@@ -1,11 +1,15 @@
 """Quantised linear layers of bitsandbytes, with all that they compute with as parameters.
 
-Such a layer keeps its weight packed, and what unpacks it (scales, tables of values) in attributes that no
-``parameters()`` lists. Out of core they all are streamed with the block. ``open_layers`` lists them as frozen
-parameters, under the names that they have in published files. The layer's ``weight`` is made of them whenever it is
-asked for, so the library's own code and kernels compute as before, and PEFT's do. ``close_layers`` undoes it.
+Such a layer keeps its weight packed. The scales and tables that unpack it are attributes, which ``parameters()`` does
+not list. Out of core they must move with the block. ``open_layers`` therefore makes them frozen parameters, under the
+names that they have in published files. The ``weight`` of an open layer is a property that puts an object of the
+library's class together from these parameters, in their memory. The kernels of the library, and PEFT, compute with it
+as before. ``close_layers`` undoes it.
 
-Nothing is imported for this: a model that has such layers has imported the library.
+The quant state of a 4-bit layer (block sizes, dtypes, shape, offset of the scales) is needed on the host before the
+layer computes. It is a parameter as well, and the layer reads it (``set_quant_state``) whenever files are read.
+
+bitsandbytes is not imported here: a model that has such layers has imported it.
 """
 
 from __future__ import annotations
@@ -24,17 +28,17 @@ from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
 
 LIBRARY = "bitsandbytes.nn.modules"
-NUMBERS = "weight.quant_state.bitsandbytes__"
-"""The beginning of the name of a 4-bit layer's tensor that holds its numbers and shapes, as JSON."""
+QUANT_STATE = "weight.quant_state.bitsandbytes__"
+"""The beginning of the name of the tensor that holds the quant state of a 4-bit layer, as JSON."""
 
 
 def open_layers(model: nn.Module) -> None:
-    """List what the quantised layers of ``model`` compute with as frozen parameters. Open layers stay as they are.
+    """Make what the quantised layers of ``model`` compute with frozen parameters. Open layers stay as they are.
 
-    Raises ``ModelNotSupported`` for a layer that has not quantised its weight yet, or has packed it anew for inference,
-    with nothing changed.
+    Raises ``ModelNotSupported``, with nothing changed, for a layer that has not quantised its weight yet, or has packed
+    it anew for inference.
     """
-    found = [(module, opened) for module in model.modules() if (opened := _opened(module))]
+    found = [(module, opened) for module in model.modules() if (opened := _open_class(module))]
     names = {id(module): name for name, module in model.named_modules()}
     for module, opened in found:
         if not opened.is_ready(module):
@@ -47,30 +51,31 @@ def open_layers(model: nn.Module) -> None:
                 f"{names[id(module)]} was packed anew when the model ran in evaluation mode on this CPU, which rounds"
                 " its scales. Load the model again, and let the engine evaluate it: engine.evaluate."
             )
-    every = [
-        module.state_dict() for module, _ in found
-    ]  # before the first is open, as layers may share a weight
+    # all before the first is open, as layers may share a weight
+    every = [module.state_dict() for module, _ in found]
     for (module, opened), tensors in zip(found, every, strict=True):
-        opened.forget(module)
+        opened.drop_tensors(module)
         _open(module, opened, tensors)
 
 
-def expect(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Open a quantised layer on ``meta``, which will have ``tensors``, by their names below the layer's own.
+def open_on_meta(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Open a quantised layer on ``meta``, with the shapes and dtypes of ``tensors``.
 
-    Those on ``meta`` tell shapes and dtypes; the one with the layer's numbers has values.
+    Args:
+        module: The layer.
+        tensors: The layer's tensors by their names in it, on ``meta`` except for the quant state, which has values.
     """
-    opened = _opened(module)
+    opened = _open_class(module)
     assert opened is not None
     module._parameters["weight"] = nn.Parameter(tensors["weight"].to("meta"), requires_grad=False)
-    opened.forget(module)
+    opened.drop_tensors(module)
     _open(module, opened, tensors)
 
 
 def close_layers(model: nn.Module) -> None:
-    """Make the layers that ``open_layers`` has opened what they were, with the values of their parameters.
+    """Turn open layers back into layers of the library, with the values of their parameters.
 
-    Those on ``meta`` stay open: the library has no such layers.
+    Layers on ``meta`` stay open: the library has none there.
     """
     for module in model.modules():
         close_layer(module)
@@ -91,12 +96,12 @@ def close_layer(module: nn.Module) -> None:
 
 def is_quantised(module: nn.Module) -> bool:
     """Return whether ``module`` is a quantised layer that is not open."""
-    return _opened(module) is not None
+    return _open_class(module) is not None
 
 
-def missing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def missing_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of the tensors that a quantised layer needs and that are not among ``tensors``."""
-    opened = _opened(module)
+    opened = _open_class(module)
     return [] if opened is None else [name for name in opened.needed(tensors) if name not in tensors]
 
 
@@ -105,30 +110,31 @@ def is_open(module: nn.Module) -> bool:
     return isinstance(module, _OpenLayer)
 
 
-def has_numbers(module: nn.Module, name: str) -> bool:
-    """Return whether the parameter ``name`` of ``module`` has numbers that the layer needs before it computes."""
-    return isinstance(module, _OpenLayer) and name.startswith(NUMBERS)
+def is_quant_state(module: nn.Module, name: str) -> bool:
+    """Return whether the parameter ``name`` of ``module`` is the quant state of an open layer."""
+    return isinstance(module, _OpenLayer) and name.startswith(QUANT_STATE)
 
 
-def adopt(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Tell a layer the value of its parameter ``name``, if that has its numbers."""
-    if isinstance(module, _OpenLayer) and has_numbers(module, name):
-        module.adopt(value)
+def set_quant_state(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Have an open layer read its quant state from ``value``, if its parameter ``name`` is the quant state."""
+    if isinstance(module, _OpenLayer) and is_quant_state(module, name):
+        module.read_quant_state(value)
 
 
-def _opened(module: nn.Module) -> type[_OpenLayer] | None:
+def _open_class(module: nn.Module) -> type[_OpenLayer] | None:
     """Return the class of ``module`` once it is open; None unless it is a quantised layer that is not open."""
     library = sys.modules.get(LIBRARY)
     if library is None or isinstance(module, _OpenLayer):
         return None
     for name, mixin in (("Linear4bit", _Open4bit), ("Linear8bitLt", _Open8bit)):
         if isinstance(module, getattr(library, name)):
-            return _class(mixin, type(module))
+            return _subclass(mixin, type(module))
     return None
 
 
 @cache
-def _class(mixin: type, kind: type) -> type[_OpenLayer]:
+def _subclass(mixin: type, kind: type) -> type[_OpenLayer]:
+    """Return the class ``kind`` of the library with the methods of an open layer; each class is made once."""
     return type(kind.__name__, (mixin, kind), {})
 
 
@@ -140,23 +146,23 @@ def _open(module: Any, opened: type[_OpenLayer], tensors: Mapping[str, torch.Ten
     module.__class__ = opened
     for name, tensor in tensors.items():
         if name not in module._parameters:
-            meta = weight.device if weight.is_meta else tensor.device
-            module._parameters[name] = part = nn.Parameter(tensor.detach().to(meta), requires_grad=False)
+            device = weight.device if weight.is_meta else tensor.device
+            module._parameters[name] = part = nn.Parameter(tensor.detach().to(device), requires_grad=False)
             setattr(part, AS_STORED, 0)
-            adopt(module, name, tensor)
+            set_quant_state(module, name, tensor)
 
 
 class _OpenLayer:
-    """A layer whose ``weight`` is made of its parameters, in their memory.
+    """A layer whose ``weight`` is put together from its parameters, in their memory.
 
-    A weight that is set anew, as PEFT does where it merges an adapter, closes the layer.
+    Setting the weight closes the layer: PEFT does that where it merges an adapter.
     """
 
     _parameters: dict[str, Any]
 
     @staticmethod
     def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of the tensors that a layer with ``tensors``, if all are there, has."""
+        """Return the names of the tensors that the layer needs, as far as ``tensors`` tell."""
         raise NotImplementedError
 
     @staticmethod
@@ -165,32 +171,32 @@ class _OpenLayer:
         raise NotImplementedError
 
     @staticmethod
-    def forget(module: Any) -> None:
+    def drop_tensors(module: Any) -> None:
         """Remove the attributes of ``module`` that would keep its tensors in memory."""
         raise NotImplementedError
 
-    def made(self, weight: Any) -> Any:
-        """Return what the library takes as weight."""
+    def library_weight(self, weight: Any) -> Any:
+        """Return the packed parameter ``weight`` as an object of the library's class."""
         raise NotImplementedError
 
-    def adopt(self, value: torch.Tensor) -> None:
-        """Read the layer's numbers."""
+    def read_quant_state(self, value: torch.Tensor) -> None:
+        """Read the quant state. Only 4-bit layers have one."""
 
     def close(self) -> None:
-        """Remove the parameters that ``open_layers`` has listed, and be a layer of the library again."""
+        """Remove the parameters that ``open_layers`` has added, and become a layer of the library again."""
         for name in [name for name, part in self._parameters.items() if getattr(part, AS_STORED, 1) == 0]:
             del self._parameters[name]
         self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
 
     @property
     def weight(self) -> Any:
-        """The weight as the library has it."""
-        pinned = self.__dict__.get("_pinned")
-        return self.made(self._parameters["weight"]) if pinned is None else pinned
+        """The weight as an object of the library's class."""
+        pinned = self.__dict__.get("_weight_in_pass")
+        return self.library_weight(self._parameters["weight"]) if pinned is None else pinned
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias; within a pass in the dtype of the pass, as the library would give the parameter other memory."""
+        """The bias. Within a pass it has its dtype, or the library would give the parameter other memory."""
         bias, dtype = self._parameters["bias"], self.__dict__.get("_bias_dtype")
         return bias if bias is None or dtype is None else bias.to(dtype)
 
@@ -206,12 +212,12 @@ class _OpenLayer:
         nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.__dict__["_pinned"] = self.weight  # it is asked for several times
+        self.__dict__["_weight_in_pass"] = self.weight  # a pass reads it several times
         self.__dict__["_bias_dtype"] = self.bias_dtype(x)
         try:
             return super().forward(x)  # type: ignore[misc]
         finally:
-            del self.__dict__["_pinned"], self.__dict__["_bias_dtype"]
+            del self.__dict__["_weight_in_pass"], self.__dict__["_bias_dtype"]
 
     def _save_to_state_dict(self, *args: Any) -> None:
         nn.Module._save_to_state_dict(self, *args)  # type: ignore[arg-type]
@@ -221,13 +227,13 @@ class _OpenLayer:
 
 
 class _Open4bit(_OpenLayer):
-    """A layer of 4-bit values in blocks, each block with a scale. The scales may be quantised in their turn."""
+    """A layer of 4-bit values in blocks, each block with a scale. The scales may be quantised as well."""
 
-    _numbers: dict[str, Any]
+    _quant_state: dict[str, Any]
 
     @staticmethod
     def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        numbers = next((name for name in tensors if name.startswith(NUMBERS)), f"{NUMBERS}nf4")
+        numbers = next((name for name in tensors if name.startswith(QUANT_STATE)), f"{QUANT_STATE}nf4")
         needed = ["weight", "weight.absmax", "weight.quant_map", numbers]
         if numbers in tensors and "nested_offset" in _parsed(tensors[numbers]):
             needed += ["weight.nested_absmax", "weight.nested_quant_map"]
@@ -238,12 +244,12 @@ class _Open4bit(_OpenLayer):
         return getattr(module.weight, "quant_state", None) is not None and not module.weight.requires_grad
 
     @staticmethod
-    def forget(module: Any) -> None:
+    def drop_tensors(module: Any) -> None:
         module.quant_state = None
 
     @property
     def support_avx512bf16_for_cpu(self) -> bool:
-        """False: in an evaluation the library would pack the weight anew, in memory that is lent."""
+        """False: in an evaluation the library would pack the weight anew, in memory that the next block uses."""
         return False
 
     def bias_dtype(self, x: torch.Tensor) -> torch.dtype:
@@ -252,7 +258,7 @@ class _Open4bit(_OpenLayer):
             return x.dtype
         return told or x.dtype
 
-    def adopt(self, value: torch.Tensor) -> None:
+    def read_quant_state(self, value: torch.Tensor) -> None:
         numbers = _parsed(value)
         numbers["dtype"] = getattr(torch, numbers["dtype"])
         if "nested_offset" in numbers:
@@ -263,11 +269,11 @@ class _Open4bit(_OpenLayer):
                 f"a 4-bit layer of {shape[1]} inputs and {shape[0]} outputs has a weight that was quantised as"
                 f" {numbers['shape']}. Quantise it with the library's present version."
             )
-        self.__dict__["_numbers"] = numbers
+        self.__dict__["_quant_state"] = numbers
         self.__dict__.pop("_offset", None)
 
-    def made(self, weight: Any) -> Any:
-        numbers, offset, scales = self._numbers, None, None
+    def library_weight(self, weight: Any) -> Any:
+        numbers, offset, scales = self._quant_state, None, None
         if nested := "nested_offset" in numbers:
             offset = self.__dict__.get("_offset")
             if offset is None or offset.device != weight.device:
@@ -290,7 +296,7 @@ class _Open4bit(_OpenLayer):
             offset=offset,
             state2=scales,
         )
-        if type(weight.data) is not torch.Tensor:  # one of a class of its own cannot be of a further class
+        if type(weight.data) is not torch.Tensor:  # a fake tensor, say, cannot become a Params4bit
             weight.quant_state = state
             return weight
         return _library("nn.modules").Params4bit(
@@ -317,10 +323,10 @@ class _Open8bit(_OpenLayer):
         return scales is not None and not module.state.has_fp16_weights
 
     @staticmethod
-    def forget(module: Any) -> None:
+    def drop_tensors(module: Any) -> None:
         module.state.CB = module.state.SCB = None
 
-    def made(self, weight: Any) -> Any:
+    def library_weight(self, weight: Any) -> Any:
         scales = self._part("SCB")
         if type(weight.data) is not torch.Tensor:
             weight.CB, weight.SCB = weight.data, scales
@@ -330,8 +336,8 @@ class _Open8bit(_OpenLayer):
 
     @property
     def state(self) -> Any:
-        """The library's record of a layer for its kernels: a new one for each use, as memory is lent."""
-        if (pinned := self.__dict__.get("_pinned_state")) is not None:
+        """The library's record of a layer for its kernels. Each use gets a new one, as parameters change their memory."""
+        if (pinned := self.__dict__.get("_state_in_pass")) is not None:
             return pinned
         fresh = copy.copy(self.__dict__["state"])
         fresh.CB, fresh.SCB = self._parameters["weight"].data, self._part("SCB")
@@ -342,11 +348,11 @@ class _Open8bit(_OpenLayer):
         self.__dict__["state"] = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.__dict__["_pinned_state"] = self.state
+        self.__dict__["_state_in_pass"] = self.state
         try:
             return super().forward(x)
         finally:
-            del self.__dict__["_pinned_state"]
+            del self.__dict__["_state_in_pass"]
 
 
 def _parsed(numbers: torch.Tensor) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     unit, pool, is_resident = run.units[block], run.residency.pool, block == len(run.blocks)
     stays = run.state_stays(block)
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
-    numbers = unit.numbers_in(None)
+    quant_states = unit.quant_states_in(None)
     target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
     for file in unit.files:
         kind = "frozen parameters"
@@ -177,14 +177,14 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
         fill(file, image)
         unit.write_copy(file, as_tensor(image), target, start)
         if file is unit.frozen_file:
-            numbers |= unit.numbers_in(as_tensor(image))
+            quant_states |= unit.quant_states_in(as_tensor(image))
         if stays and isinstance(file, StateTile):
             run.residency.images[block, file.index] = image
         else:
             pool.give(image)
-    for name, value in numbers.items():
+    for name, value in quant_states.items():
         run.fellows.gather_value(unit, name, value)
-    unit.tell_layers(numbers)
+    unit.set_quant_states(quant_states)
     if copy is None:
         run.fellows.gather_copy(unit, run.resident_copy)
     else:

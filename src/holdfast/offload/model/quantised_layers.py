@@ -191,8 +191,8 @@ class _OpenLayer:
     @property
     def weight(self) -> Any:
         """The weight as an object of the library's class."""
-        pinned = self.__dict__.get("_weight_in_pass")
-        return self.library_weight(self._parameters["weight"]) if pinned is None else pinned
+        weight = self.__dict__.get("_weight_in_pass")
+        return self.library_weight(self._parameters["weight"]) if weight is None else weight
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -336,9 +336,9 @@ class _Open8bit(_OpenLayer):
 
     @property
     def state(self) -> Any:
-        """The library's record of a layer for its kernels. Each use gets a new one, as parameters change their memory."""
-        if (pinned := self.__dict__.get("_state_in_pass")) is not None:
-            return pinned
+        """The library's record of a layer for its kernels: a new one for each use, as parameters are moved."""
+        if (state := self.__dict__.get("_state_in_pass")) is not None:
+            return state
         fresh = copy.copy(self.__dict__["state"])
         fresh.CB, fresh.SCB = self._parameters["weight"].data, self._part("SCB")
         return fresh

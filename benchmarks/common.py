@@ -132,7 +132,7 @@ def spread(values: list[float], digits: int = 2) -> list[str]:
 
 
 def fast_precision() -> str:
-    """Return "bf16", or "fp32" on a processor without arithmetic for it, which multiplies matrices far faster so."""
+    """Return "fp32" if this processor multiplies matrices more than 4 times as fast in it as in bf16, else "bf16"."""
     from holdfast.measure.hardware_rates import product_seconds
 
     return "fp32" if product_seconds("bfloat16") > 4 * product_seconds("float32") else "bf16"
@@ -143,7 +143,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @contextmanager
 def hard_limit(nbytes: int) -> Iterator[Path | None]:
-    """A memory cgroup (version 1) of ``nbytes`` for processes; None where there can be none."""
+    """Yield the folder of a memory cgroup (version 1) with a limit of ``nbytes``; None if none can be made."""
     group = GROUPS / f"holdfast-{os.getpid()}"
     try:
         group.mkdir()
@@ -161,7 +161,7 @@ def hard_limit(nbytes: int) -> Iterator[Path | None]:
 
 
 def memory_of_process(name: str) -> int:
-    """Return the bytes that a line of /proc/self/status tells."""
+    """Return the bytes in the line ``name`` of /proc/self/status."""
     found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, name
     return int(found[1]) * 1024

@@ -3,7 +3,8 @@
     python benchmarks/memory_floor.py [--before CHECKOUT] [--only CASE] [--folder FOLDER] [--keep] [--small]
 
 Cases: a decoder of which embedding and head are most ("words"), one of wide blocks ("wide"), and one of many tokens and
-words ("tokens"). Each has two micro-batches, AdamW and one thread, and computes in bf16, or fp32 where that is faster.
+words ("tokens"). Each has two micro-batches, AdamW and one thread. It
+computes in bf16, or in fp32 if that is over 4 times as fast.
 
 1. A process asks ``offload`` for the least budget.
 2. Another one trains three steps in it (one of many tokens), and is killed in the middle of the next.

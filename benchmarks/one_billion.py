@@ -1,17 +1,18 @@
 """A folder of 1.2 billion parameters trained whole within 4 GiB, and its 4-bit copy with adapters within 2 GiB.
 
-    python benchmarks/one_billion.py [--folder FOLDER] [--keep] [--small]
+    python benchmarks/one_billion.py [--only WAY] [--folder FOLDER] [--keep] [--small]
 
 The folder is a Llama of the sizes of Llama-3.2-1B (128,256 words) with random weights in bf16; bitsandbytes makes the
-copy (NF4, quantised scales). Each is trained by three processes under a hard limit (a memory cgroup of version 1, as
-root; without one, the result says so):
+copy (NF4, quantised scales). Processes train each under a hard limit (a memory cgroup of version 1, as root;
+if there can be none, the result says `held: false`):
 
-1. One trains three steps, and is killed in the middle of the next.
-2. Another one continues that run for a step.
-3. The third one exports: the whole model by `holdfast convert`, the adapter from the run by `save_pretrained`.
+1. The first trains three steps, and is killed in the middle of the next.
+2. The second continues that run for a step. An adapter is then exported by `save_pretrained`.
+3. The third exports a whole model by `holdfast convert`.
 
-Then transformers and PEFT load what was exported, without a limit, and the loss of one batch is compared with that of
-the run. The peak is the most that a process holds, files that it has mapped included, which the limit does not count.
+Then transformers and PEFT load what was exported, without a limit. The loss that they find is shown beside that of the
+run, for the same batch. The time of a step is the least of the three. The peak is the most that a process holds. It
+includes files that the process has mapped, which the limit does not count, so it can be above the limit.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def say(**what: object) -> None:
 
 
 def run(group: Path | None, **order: object) -> tuple[int, dict]:
-    """Return the exit code of a process in ``group``, and what it said, merged; of peaks the highest."""
+    """Return the exit code of a process in ``group``, and its events in one dict, with the highest peak."""
     procs = None if group is None else group / "cgroup.procs"
     done = subprocess.run(
         [sys.executable, __file__, "--measure", json.dumps(order)],
@@ -168,7 +169,7 @@ def run(group: Path | None, **order: object) -> tuple[int, dict]:
 
 
 def figures(kind: str, folder: Path, order: dict) -> dict:
-    """Return what one way of training took."""
+    """Return the limit, bytes, seconds and losses of one way of training."""
     order = {**order, "kind": kind, "folder": str(folder)}
     with hard_limit(LIMITS[kind]) as group:
         code, first = run(group, **order, what="train", steps=STEPS, dies=True)

@@ -304,7 +304,10 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
             [*GPT, "--clipping", "speculate", "--commit-every", "2"],
             "--commit-every 2 with --clipping speculate: a wrong guess is undone from the commit",
         ),
-        ([*GPT, "--base", "nf4"], "--base nf4 is of frozen layers, and without --lora all are trained"),
+        (
+            [*GPT, "--base", "nf4"],
+            "--base nf4 is the format of frozen layers, and without --lora all layers are trained",
+        ),
         ([*GPT, "--lora", "8", "--base", "nf5"], "--base is bf16 or fp8 or int8 or nf4, not 'nf5'"),
         ([*GPT, "--lora", "0"], "--lora"),
         ([*GPT, "--order", "zigzag"], "order is plain or snake, not 'zigzag'"),

@@ -108,8 +108,8 @@ def verify(commit: str, *, as_json: bool) -> bool:
 def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
     """Verify a commit with the log records after it. Records that end before a clean end are damaged."""
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
-    last, odd = verify_records(reader, manifest)
-    damaged += odd
+    last, damage = verify_records(reader, manifest)
+    damaged += damage
     if as_json:
         print_json(
             summary(manifest)

@@ -3,7 +3,7 @@
 Every linear layer of every block has an adapter of rank R (LoRA): two matrices, inputs x R and R x outputs. Adapters
 alone are trained. The weights of these layers are stored and read in the format of the base; while a block computes,
 one of them at a time is unpacked to 16 bits on the device. Biases, norms, embedding and head are frozen in 16 bits.
-The planner plans it in the place of a ``ModelProfile``. Made by the planning commands.
+The planner takes an ``AdaptedModel`` where it takes a ``ModelProfile``. The planning commands make it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ FROZEN_BYTES = 2
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """The format of the frozen weights of linear layers. ``scale_bytes`` are those of one layer's scales."""
+    """The format in which frozen weights of linear layers are stored."""
 
     name: str
     bits: int
     """Bits of one weight, without scales."""
     scale_bytes: Callable[[LinearLayer], int]
+    """Returns the bytes of the scales of one layer."""
 
     def layer_bytes(self, layer: LinearLayer) -> int:
         """Return the bytes of the weight of ``layer`` as it is stored, with its scales."""
@@ -46,9 +47,9 @@ def _row_scales(layer: LinearLayer) -> int:
 
 
 def _double_scales(layer: LinearLayer) -> int:
-    """Return the bytes of a scale of one byte for 64 elements, and of an fp32 scale for 256 of these scales.
+    """Return the bytes of a one-byte scale for 64 elements, and of an fp32 scale for 256 of those scales.
 
-    bitsandbytes calls it double quantisation.
+    bitsandbytes calls this double quantisation.
     """
     scales = -(-layer.elements // 64)
     return scales + 4 * -(-scales // 256)
@@ -168,14 +169,14 @@ class AdaptedModel:
 
     @property
     def head_flop(self) -> float:
-        """The operations of head and loss for one micro-batch, forward and backward: the head has no gradients."""
+        """The operations of head and loss for one micro-batch, forward and backward, without gradients of the head."""
         return self.profile.head_flop * 2 / 3
 
     @property
     def workspace_bytes(self) -> int:
         """An estimate of the activation bytes of one micro-batch in the last block, and in the head and the loss.
 
-        It holds one unpacked weight and, for each adapter, R elements a token. A frozen head has no sum of gradients.
+        It includes one unpacked weight and, for each adapter, R elements a token. A frozen head has no gradients.
         """
         adapters = FROZEN_BYTES * self.tokens * self.rank * len(self.profile.linear_layers)
         return self.profile.activation_bytes + adapters + self.unpacked_bytes + self.profile.logits_bytes

@@ -89,8 +89,8 @@ def _computes_otherwise(parameter: nn.Parameter) -> bool:
 
 
 QUANTISED_ADVICE = (
-    "An adapter trains out of core on linear layers of bitsandbytes in 4 or 8 bits, or on a base in bf16: load the"
-    " model with such a quantization_config=, or without one"
+    "Out of core, adapters train on linear layers of bitsandbytes in 4 or 8 bits, or on a base in bf16:"
+    " load the model with such a quantization_config=, or without one"
 )
 
 ELSEWHERE = (

@@ -45,7 +45,7 @@ SIZES = {
 Engine = tuple[Solution, Simulation] | DoesNotFit
 """The engine's version of a plan and its simulated steps, or the reason why it does not fit."""
 ON_HOST = ("params", "optimizer", "activations")
-"""The kinds whose fractions a run is given."""
+"""The kinds of which a run gets fractions to hold in host memory."""
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
 ENGINE_BASES = ("bf16", "int8", "nf4")
 """The formats of a frozen base that the engine of this version reads."""
@@ -128,11 +128,11 @@ def rate_text(rate: float) -> str:
 
 
 def _under_adapters(model: ModelProfile, given: Mapping[str, Any]) -> ModelProfile | AdaptedModel:
-    """Return ``model`` as --lora and --base say that it is trained. Raises ``ConfigError``."""
+    """Return ``model``, under adapters if --lora is given. Raises ``ConfigError`` for a --base that cannot be used."""
     rank, base = given["lora"], given["base"]
     if rank is None and base is not None:
         raise ConfigError(
-            f"--base {base} is of frozen layers, and without --lora all are trained. Give --lora R"
+            f"--base {base} is the format of frozen layers, and without --lora all layers are trained. Give --lora R"
         )
     if base is not None and base not in BASES:
         raise ConfigError(f"--base is {' or '.join(BASES)}, not {base!r}")
@@ -196,7 +196,7 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
 
 
 def _adapters_document(model: ModelProfile | AdaptedModel) -> dict[str, Any] | None:
-    """Return what is trained on which base as JSON; None where all parameters are trained."""
+    """Return the adapters and the format of the frozen base as JSON; None if all parameters are trained."""
     if not isinstance(model, AdaptedModel):
         return None
     return {

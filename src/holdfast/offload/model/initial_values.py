@@ -38,8 +38,8 @@ def initial_values(
     lacking = [m.name for m in members if m.owned.captured.as_stored and originals[m.name].is_meta]
     if lacking:
         raise ModelNotSupported(
-            f"parameter {lacking[0]} of a quantised layer is on meta, and nothing makes such values. Pass source=, the"
-            " weights that holdfast.pretrained(FOLDER) returns."
+            f"parameter {lacking[0]} of a quantised layer is on meta, without values, and cannot be initialised. Pass"
+            " source=, the weights that holdfast.pretrained(FOLDER) returns."
         )
     made = {name: nn.Parameter(_fresh(p), p.requires_grad) for name, p in originals.items()}
     missing = {id(made[name]) for name, p in originals.items() if p.is_meta}

@@ -134,8 +134,8 @@ def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
 
 def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     size = s.work.blocks[block].kept_grad_bytes
-    if lent := s.borrowed_buffers(block):
-        names = [("kept_inputs", "grads", block, index) for index in range(lent)]
+    if count := s.borrowed_buffers(block):
+        names = [("kept_inputs", "grads", block, index) for index in range(count)]
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
     if s.waits(block) and s.placement.gradients[block]:
         return (Hold(("kept_grads", block), size),)

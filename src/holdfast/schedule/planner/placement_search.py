@@ -403,7 +403,7 @@ class MeasuredModel:
 
     @property
     def frozen_resident_bytes(self) -> int:
-        """Nothing: a proposal does not count them, and whole blocks are checked by the memory of the list."""
+        """Zero: proposals leave them out, and the check of a proposal counts them by its operation list."""
         return 0
 
     @property

@@ -128,9 +128,9 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
         return
     manifest = store.load(newest)
     damaged = store.verify(manifest)
-    last, odd = verify_records(store, manifest)
+    last, damage = verify_records(store, manifest)
     if last < manifest.step:
-        damaged += odd
+        damaged += damage
     if damaged:
         raise Damaged(
             f"nothing was removed, since step {newest.step}, which is kept, is damaged: {damaged[0]}",

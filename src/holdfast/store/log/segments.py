@@ -168,10 +168,10 @@ def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[S
     The damage is None at the clean end. The payloads are not read; the last one may be torn. A segment that was
     removed since it was listed has no records. Raises ``DiskFailed`` for a header that cannot be read.
     """
-    found, odd = read_what_can_be(disk, ref, start)
-    if isinstance(odd, DiskFailed):
-        raise odd
-    return found, odd
+    found, error = read_what_can_be(disk, ref, start)
+    if isinstance(error, DiskFailed):
+        raise error
+    return found, error
 
 
 def read_what_can_be(

@@ -85,7 +85,7 @@ class RecordsCopy:
         Damage counts only in a segment that another one has followed. At the end of the log, the record may still be
         on its way, or its writer was stopped.
         """
-        found, odd = read_segment(self._source, ref, self._ends.get(ref, 0))
+        found, damage = read_segment(self._source, ref, self._ends.get(ref, 0))
         left = [record for record in found if record.step > self._last_of(ref)]
         if found and not left:  # all of it is there
             self._ends[ref] = found[-1].end
@@ -95,9 +95,9 @@ class RecordsCopy:
             if pushed:
                 self._ends[ref] = group[pushed - 1].end
             left = left[pushed:] if wrong is None else left[pushed + 1 :] if ended else []
-            odd = wrong or odd
-        if odd is not None and ended:
-            done.damaged.append(odd)
+            damage = wrong or damage
+        if damage is not None and ended:
+            done.damaged.append(damage)
 
     def _push_group(
         self, ref: SegmentRef, group: list[StoredRecord], done: PushResult

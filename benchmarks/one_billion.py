@@ -182,6 +182,7 @@ def figures(kind: str, folder: Path, order: dict) -> dict:
             assert code == 0, code
             peaks.append(exported["peak"])
     loaded = run(None, **order, what="load")[1]["loss"]
+    assert abs(loaded - again["loss"]) < 0.01 * again["loss"], (kind, loaded, again["loss"])
     return {
         "limit": LIMITS[kind], "held": group is not None, "predicted": first["predicted"], "peak": max(peaks),
         "seconds_per_step": first["seconds"], "read_bytes_per_step": first["read"],

@@ -335,3 +335,14 @@ def test_quantised_weights_are_not_converted_to_another_dtype(tmp_path):
     assert not written.exists()
     convert(str(tmp_path / "run"), written, ConvertOptions(to="safetensors"), as_json=True)
     assert written.exists()
+
+
+def test_a_resume_says_that_layers_compute_in_another_dtype(tmp_path):
+    train(adapted(load(tmp_path / "folder", "nf4")), tmp_path / "run", range(1))
+    other = adapted(load(tmp_path / "folder", "nf4"))
+    for module in other.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.compute_dtype = torch.bfloat16
+    said = r"compute_dtype of quantised layers was \['torch.float32'\] and is \['torch.bfloat16'\]"
+    with pytest.warns(UserWarning, match=said):
+        train(other, tmp_path / "run", range(1, 2))

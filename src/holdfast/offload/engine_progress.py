@@ -28,7 +28,12 @@ from ..state.progress import (
 )
 from ..state.schedules import UngivenSchedulers, needs_arguments
 
-SAID = {"dtype": "precision", "clip_norm": "the norm of clipping", "clipping": "the mode of clipping"}
+SAID = {
+    "dtype": "precision",
+    "clip_norm": "the norm of clipping",
+    "clipping": "the mode of clipping",
+    "quantised_compute_dtype": "compute_dtype of quantised layers",
+}
 """The word for a setting in messages, where its key in a commit is another one."""
 
 

@@ -105,6 +105,12 @@ def missing_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> l
     return [] if opened is None else [name for name in opened.needed(tensors) if name not in tensors]
 
 
+def compute_dtypes(model: nn.Module) -> list[str]:
+    """Return the dtypes that 4-bit layers of ``model`` were told to compute in, whatever their input is."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, _Open4bit)]
+    return sorted({str(each.compute_dtype) for each in layers if each.compute_dtype is not None})
+
+
 def is_open(module: nn.Module) -> bool:
     """Return whether ``module`` is a quantised layer that ``open_layers`` has opened."""
     return isinstance(module, _OpenLayer)
@@ -206,7 +212,8 @@ class _OpenLayer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            if value.data_ptr() == self._parameters["weight"].data_ptr():
+            here = self._parameters["weight"]
+            if value is not None and not here.is_meta and value.data_ptr() == here.data_ptr():
                 return  # DoRA puts the weight back that it has read
             self.close()
         nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]

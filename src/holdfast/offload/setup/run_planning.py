@@ -30,7 +30,7 @@ from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
 from ..model.model_parts import ModelParts
-from ..model.quantised_layers import open_layers
+from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
 from ..recomputation_choice import can_measure
@@ -265,6 +265,7 @@ def _settings(given: Arguments, rules: StepRules) -> dict[str, Any]:
         "clipping": "per_block" if given.clipping.mode == "per_block" else "global",
         "normalize": rules.normalize_name,
         "order": given.order,
+        **({"quantised_compute_dtype": dtypes} if (dtypes := compute_dtypes(given.model)) else {}),
     }
 
 

@@ -46,4 +46,4 @@ def test_bits_depend_on_no_placement_and_no_resume(tmp_path, kind):
     assert found == expected
     assert differing(*map(read_atoms, runs)) == []
     on_host = train(folder, tmp_path / "host", 3, "cpu", precision="fp32")
-    assert found == pytest.approx(on_host, rel=1e-3 if kind == "int8" else 1e-6)
+    assert found == pytest.approx(on_host, rel=1e-3 if kind == "int8" else 1e-5)

@@ -174,6 +174,16 @@ def test_a_file_in_the_place_of_the_run_is_told_before_the_text_is_encoded(tmp_p
     assert "encoding" not in result.out and run.read_text() == "mine"
 
 
+def test_a_quantised_folder_is_refused_as_nothing_but_embeddings_would_be_trained(tmp_path, holdfast, text):
+    folder, run = write_folder(tmp_path / "folder"), tmp_path / "run"
+    told = json.loads((folder / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(told))
+    result = holdfast("train", "--model", folder, *arguments(run, text, 1))
+    assert result.code == 2 and "holds quantised weights (quantization_config)" in result.err
+    assert not run.exists()
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, holdfast, text):
     folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(vocab_size=300))
     result = holdfast("train", "--model", folder, *arguments(tmp_path / "run", text, 2))

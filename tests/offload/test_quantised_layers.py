@@ -10,7 +10,7 @@ import holdfast
 from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.model.quantised_layers import close_layers, is_open, open_layers
+from holdfast.offload.model.quantised_layers import close_layers, open_layers
 from holdfast.offload.setup.block_measurement import measure
 from training import differing, state_of, stored
 
@@ -31,6 +31,10 @@ KINDS = {
     "fp4": FOUR | {"bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
+
+
+def is_open(module):
+    return hasattr(module, "library_weight")
 
 
 def layer(kind):

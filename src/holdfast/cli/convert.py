@@ -264,8 +264,12 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
 
 def _refuse_packed(source: Source, how: ConvertOptions) -> None:
     """Raise ``BadInput`` if ``source`` has quantised weights: another dtype would change what they stand for."""
+    from ..models.quantised_weights import (
+        unpacks_weight,  # with torch, which tensors of another dtype need anyway
+    )
+
     for stored in source.atoms.values():
-        if ".weight.quant_state." in stored.atom.name or stored.atom.name.endswith(".SCB"):
+        if unpacks_weight(stored.atom.name):
             raise BadInput(
                 f"--dtype {how.dtype} would round the scales of quantised weights ({stored.atom.name}). Leave it out"
             )

@@ -41,7 +41,7 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
         engine = holdfast.offload(model, optimizer, "runs/tuned", source=weights)
     """
     path = checked(folder)
-    _refuse_others(path)
+    refuse_other_formats(path)
     model = empty_model(path, quantised=True)
     return model, Weights(path, model)
 
@@ -109,7 +109,8 @@ def _told(path: Path) -> dict[str, Any]:
     return told
 
 
-def _refuse_others(path: Path) -> None:
+def refuse_other_formats(path: Path) -> None:
+    """Raise ``BadInput`` if the folder ``path`` has no weights in safetensors."""
     if is_safetensors(path):
         return
     others = sorted(each.name for each in path.iterdir() if each.suffix in OTHER_WEIGHTS)
@@ -147,7 +148,7 @@ class Weights:
 
     def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
-        _refuse_others(checked(self.path))
+        refuse_other_formats(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         return _Begins(source, self._named, self.path)
 

@@ -21,8 +21,8 @@ from ...data.loader import Stack
 from ...data.tokens import encoded
 from ...errors import BadInput, ConfigError
 from ...models.decoder import Decoder, DecoderConfig
-from ...models.keeping import MODEL, keep, kept_folder
-from ...models.pretrained import Weights, empty_model, pretrained
+from ...models.keeping import MODEL, checked, keep, kept_folder
+from ...models.pretrained import Weights, empty_model, refuse_other_formats
 from ...models.tokenizer import Tokenizer
 from ...offload.model.blocks import empty_parameters
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
@@ -126,7 +126,11 @@ class FolderRecipe:
         self._state = state_directory(self._run, config)
         kept = kept_folder(self._run)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
-        self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
+        if kept is None:
+            refuse_other_formats(checked(self._folder))
+        self.model: nn.Module = empty_model(
+            kept or checked(self._folder)
+        )  # whole, so not of quantised weights
         self.source: Weights | None = Weights(self._folder, self.model)  # read by a run without a commit
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)

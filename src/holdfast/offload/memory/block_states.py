@@ -38,7 +38,6 @@ from ...state.plain_tensors import FROM_NAME, TO_NAME
 from ...state.tensor_entries import STEP, TensorEntry
 from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
-from ..model.quantised_layers import is_quant_state, set_quant_state
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
 ALIGN = 256
@@ -76,6 +75,11 @@ class ParameterEntry:
     grad_offset: int
     copy_dtype: torch.dtype
     """The dtype in which the parameter is computed with."""
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of its values outside of files and copies: fp32, or its own if it is kept as stored."""
+        return self.copy_dtype if self.owned.captured.as_stored else torch.float32
 
     @property
     def name(self) -> str:
@@ -470,24 +474,6 @@ class BlockState:
         """
         for piece in file.pieces:
             self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
-
-    def quant_states_in(self, image: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the quant states of 4-bit layers in this rank's ``image`` of the frozen file, by parameter name.
-
-        Those of all ranks if ``image`` is None, filled with zeros. Each is whole on one rank: it is too small to be
-        divided.
-        """
-        wanted = {m.name: m for m in self.frozen if any(is_quant_state(*place) for place in m.owned.places)}
-        if image is None:
-            return {name: torch.zeros(m.shape, dtype=m.copy_dtype) for name, m in wanted.items()}
-        held = {piece.name for piece in self.frozen_pieces} & wanted.keys()
-        return {name: self.frozen_file.view(image, name).clone() for name in held}
-
-    def set_quant_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Have 4-bit layers read their quant ``states``, which they need before they compute."""
-        for member in self.frozen:
-            for module, name in member.owned.places if member.name in states else ():
-                set_quant_state(module, name, states[member.name])
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.

@@ -38,22 +38,23 @@ def open_layers(model: nn.Module) -> None:
     Raises ``ModelNotSupported``, with nothing changed, for a layer that has not quantised its weight yet, or has packed
     it anew for inference.
     """
-    found = [(module, opened) for module in model.modules() if (opened := _open_class(module))]
-    names = {id(module): name for name, module in model.named_modules()}
-    for module, opened in found:
+    found = [
+        (name, module, opened) for name, module in model.named_modules() if (opened := _open_class(module))
+    ]
+    for name, module, opened in found:
         if not opened.is_ready(module):
             raise ModelNotSupported(
-                f"{names[id(module)]} ({type(module).__name__}) has not quantised its weight. That happens when the"
+                f"{name} ({type(module).__name__}) has not quantised its weight. That happens when the"
                 ' model is moved to a device: model.to("cpu"). Weights that are trained cannot be quantised.'
             )
         if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
             raise ModelNotSupported(
-                f"{names[id(module)]} was packed anew when the model ran in evaluation mode on this CPU, which rounds"
+                f"{name} was packed anew when the model ran in evaluation mode on this CPU, which rounds"
                 " its scales. Load the model again, and let the engine evaluate it: engine.evaluate."
             )
     # all before the first is open, as layers may share a weight
-    every = [module.state_dict() for module, _ in found]
-    for (module, opened), tensors in zip(found, every, strict=True):
+    every = [module.state_dict() for _, module, _ in found]
+    for (_, module, opened), tensors in zip(found, every, strict=True):
         opened.drop_tensors(module)
         _open(module, opened, tensors)
 
@@ -111,19 +112,14 @@ def compute_dtypes(model: nn.Module) -> list[str]:
     return sorted({str(each.compute_dtype) for each in layers if each.compute_dtype is not None})
 
 
-def is_open(module: nn.Module) -> bool:
-    """Return whether ``module`` is a quantised layer that ``open_layers`` has opened."""
-    return isinstance(module, _OpenLayer)
-
-
 def is_quant_state(module: nn.Module, name: str) -> bool:
     """Return whether the parameter ``name`` of ``module`` is the quant state of an open layer."""
-    return isinstance(module, _OpenLayer) and name.startswith(QUANT_STATE)
+    return isinstance(module, _Open4bit) and name.startswith(QUANT_STATE)
 
 
 def set_quant_state(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Have an open layer read its quant state from ``value``, if its parameter ``name`` is the quant state."""
-    if isinstance(module, _OpenLayer) and is_quant_state(module, name):
+    if isinstance(module, _Open4bit) and is_quant_state(module, name):
         module.read_quant_state(value)
 
 
@@ -184,9 +180,6 @@ class _OpenLayer:
     def library_weight(self, weight: Any) -> Any:
         """Return the packed parameter ``weight`` as an object of the library's class."""
         raise NotImplementedError
-
-    def read_quant_state(self, value: torch.Tensor) -> None:
-        """Read the quant state. Only 4-bit layers have one."""
 
     def close(self) -> None:
         """Remove the parameters that ``open_layers`` has added, and become a layer of the library again."""

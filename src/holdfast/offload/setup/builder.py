@@ -31,6 +31,7 @@ from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values
 from ..model.microbatches import hand_over
 from ..model.model_parts import ModelParts
+from ..model.quantised_layers import is_quant_state, set_quant_state
 from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import ReshardedCommit, other_layout
@@ -167,7 +168,6 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     unit, pool, is_resident = run.units[block], run.residency.pool, block == len(run.blocks)
     stays = run.state_stays(block)
     copy = None if is_resident else pool.take(unit.share_copy_bytes, "parameters")
-    quant_states = unit.quant_states_in(None)
     target, start = (run.resident_copy, None) if copy is None else (as_tensor(copy), 0)
     for file in unit.files:
         kind = "frozen parameters"
@@ -177,18 +177,32 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
         fill(file, image)
         unit.write_copy(file, as_tensor(image), target, start)
         if file is unit.frozen_file:
-            quant_states |= unit.quant_states_in(as_tensor(image))
+            _set_quant_states(run, unit, as_tensor(image))
         if stays and isinstance(file, StateTile):
             run.residency.images[block, file.index] = image
         else:
             pool.give(image)
-    for name, value in quant_states.items():
-        run.fellows.gather_value(unit, name, value)
-    unit.set_quant_states(quant_states)
     if copy is None:
         run.fellows.gather_copy(unit, run.resident_copy)
     else:
         _place_copy(run, block, unit, copy)
+
+
+def _set_quant_states(run: Runtime, unit: BlockState, image: torch.Tensor) -> None:
+    """Have the 4-bit layers of a unit read their quant states, which they need before they compute.
+
+    ``image`` is this rank's image of the frozen file. Each state is whole in that of one rank: it is too small to be
+    divided. Collective: every rank must call this.
+    """
+    held = {piece.name for piece in unit.frozen_pieces}
+    for member in unit.frozen:
+        for module, name in member.owned.places:
+            if is_quant_state(module, name):
+                state = torch.zeros(member.shape, dtype=member.value_dtype)
+                if member.name in held:
+                    state.copy_(unit.frozen_file.view(image, member.name))
+                run.fellows.gather_value(unit, member.name, state)
+                set_quant_state(module, name, state)
 
 
 def _values(
@@ -198,10 +212,10 @@ def _values(
     if run.fellows.rank == 0:
         values = _own_values(run, unit, init, beginning)
     else:
-        values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in unit.members}
+        values = {m.name: torch.empty(m.shape, dtype=m.value_dtype) for m in unit.members}
     if run.fellows.alone:
         return values
-    values = {member.name: values[member.name].to("cpu", torch.float32) for member in unit.members}
+    values = {member.name: values[member.name].to("cpu", member.value_dtype) for member in unit.members}
     run.fellows.from_first(list(values.values()))
     return values
 

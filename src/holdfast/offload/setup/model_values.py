@@ -79,7 +79,9 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
             raw = reader.read_atom(manifest, atom)
             return torch.frombuffer(raw, dtype=FROM_NAME[atom["dtype"]]).view(atom["shape"])
 
-        found = {name: value(name, "param").float() for name in names}
+        packed = {m.name for unit in run.units for m in unit.members if m.owned.captured.as_stored}
+        read = {name: value(name, "param") for name in names}
+        found = {name: each if name in packed else each.float() for name, each in read.items()}
         for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
             assert delta is not None
             seed, step = value(name, SEED), value(name, STEP)
@@ -172,11 +174,7 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 
 def _empty(members: list[ParameterEntry]) -> dict[str, torch.Tensor]:
-    return {m.name: torch.empty(m.shape, dtype=_value_dtype(m)) for m in members}
-
-
-def _value_dtype(member: ParameterEntry) -> torch.dtype:
-    return member.copy_dtype if member.owned.captured.as_stored else torch.float32
+    return {m.name: torch.empty(m.shape, dtype=m.value_dtype) for m in members}
 
 
 def _copy_values(

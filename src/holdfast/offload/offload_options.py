@@ -7,7 +7,7 @@ of all. Each raises ``BadInput``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +42,21 @@ class Placement:
     """Fraction of the blocks that is computed again in the backward pass (activation checkpointing). What the others
     compute in the forward pass stays in device memory, for every micro-batch, with their parameters. Under
     ``torch.autocast`` all are computed again."""
+    embedding_and_head: Literal["resident", "streamed"] | None = None
+    """"streamed": embedding and head come and go as blocks do, each by itself, which takes least memory. "resident":
+    their compute copies and gradients stay on the device. None: as the run has had it so far; a fresh run streams them
+    where a budget could not be kept to otherwise. Tied ones, which are one parameter, always stay."""
+
+    @property
+    def fractions(self) -> dict[str, Fraction | None]:
+        """The fractions by name; None where none is given."""
+        return {name: value for name, value in asdict(self).items() if name != "embedding_and_head"}
 
     def check(self) -> None:
+        if self.embedding_and_head not in (None, "resident", "streamed"):
+            raise BadInput(
+                f'embedding_and_head = {self.embedding_and_head!r} must be "resident" or "streamed"; None chooses'
+            )
         for name in ("delayed_fraction", "recomputed_fraction"):
             value = getattr(self, name)
             if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):

@@ -90,6 +90,11 @@ class Runtime:
         """Every unit; the resident one is the last."""
         return [*self.blocks, self.resident]
 
+    @property
+    def epilogue(self) -> int | None:
+        """The number of the epilogue's unit among ``blocks``; None if its parameters stay on the device."""
+        return len(self.blocks) - 1 if self.patch.blocks.epilogue else None
+
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""
         if unit == len(self.blocks):

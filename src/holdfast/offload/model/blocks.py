@@ -2,7 +2,8 @@
 
 Blocks are modules that the user names, or those of the ``nn.ModuleList`` that ``candidates`` ranks first. A
 parameter belongs to a block if every module that holds it lies in that block. A parameter that the prologue, the
-epilogue or several blocks hold is resident.
+epilogue or several blocks hold is resident, unless embedding and head are streamed too: then an embedding is one more
+block before the others, and the parameters after the last block are one more unit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from ...state.capture import Captured, CapturedParameter, join, plain_paths
 SMALL = 64 * KiB
 """Bytes. Smaller tensors leave no holes in the heap that matter."""
 
+EPILOGUE = "epilogue"
+"""Name of the unit with the parameters of the epilogue, where they are streamed."""
+
+LEAST_STREAMED = 1 / 10
+"""Least size of an embedding or an epilogue that is worth streaming, as a fraction of the largest block's."""
+
 EMPTY = "_holdfast_empty"
 """Attribute set on a parameter that ``empty_parameters`` has made empty."""
 
@@ -39,6 +46,20 @@ class Blocks:
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
+    embeddings: int = 0
+    """Number of embeddings that come before the repeated blocks and are streamed like them."""
+    epilogue: tuple[nn.Module, ...] = ()
+    """Modules after the blocks whose parameters are streamed as one more unit; empty if they stay on the device."""
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """The names of the units that are streamed."""
+        return (*self.names, EPILOGUE) if self.epilogue else self.names
+
+    @property
+    def repeated(self) -> Blocks:
+        """The repeated blocks alone."""
+        return Blocks(self.modules[self.embeddings :], self.names[self.embeddings :])
 
     @property
     def summary(self) -> str:
@@ -201,6 +222,66 @@ def _repeats(module: nn.ModuleList) -> bool:
     return len(module) > 0 and len({type(child) for child in module}) == 1
 
 
+def with_embedding_and_head(model: nn.Module, blocks: Blocks) -> Blocks:
+    """Return ``blocks`` with the embeddings before them and what comes after them, the head above all.
+
+    Parameters that are also held elsewhere (tied ones) stay, and so does what is small. Embeddings are taken in the
+    order in which the model registered them. Raises ``ModelNotSupported`` if nothing is left to stream.
+    """
+    before, after = _around(model, blocks)
+    places = _places(model)
+    least = LEAST_STREAMED * max(map(parameter_bytes, blocks.modules))
+
+    def own_bytes(module: nn.Module) -> int:
+        inside = {id(each) for each in module.modules()}
+        held = (p for p in module.parameters() if all(id(m) in inside for m, _ in places[id(p)]))
+        return sum(parameter.numel() * parameter.element_size() for parameter in held)
+
+    inner = [each for module in before for each in module.modules()]
+    found = [each for each in inner if isinstance(each, nn.Embedding) and own_bytes(each) > least]
+    epilogue = tuple(after) if sum(map(own_bytes, after)) > least else ()
+    if not found and not epilogue:
+        raise ModelNotSupported(
+            f"{type(model).__name__} has no embedding or head of its own that would be worth streaming: they are small,"
+            ' or share one parameter. Leave embedding_and_head="streamed" out.'
+        )
+    names, plain = {id(module): name for name, module in model.named_modules()}, plain_paths(model)
+    return Blocks(
+        (*found, *blocks.modules), (*(plain[names[id(each)]] for each in found), *blocks.names), len(found), epilogue
+    )
+
+
+def _around(model: nn.Module, blocks: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the outermost modules that were registered before the first block, and after the last one."""
+    inside, before, after = {id(module) for module in blocks.modules}, [], []
+    left = len(inside)
+
+    def visit(module: nn.Module) -> None:
+        nonlocal left
+        for child in module.children():
+            if id(child) in inside:
+                left -= 1
+            elif any(id(each) in inside for each in child.modules()):
+                visit(child)
+            elif left == len(inside):
+                before.append(child)
+            elif left == 0:
+                after.append(child)
+
+    visit(model)
+    return before, after
+
+
+def _places(model: nn.Module) -> dict[int, list[Place]]:
+    """Return every place of each parameter, by the parameter's identity."""
+    places: dict[int, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
 def configurations(model: nn.Module) -> list[tuple[str, Any]]:
     """Return every configuration of ``model`` and of its modules, nested ones included, each once, with its name."""
     found: dict[int, tuple[str, Any]] = {}
@@ -220,21 +301,16 @@ def configurations(model: nn.Module) -> list[tuple[str, Any]]:
 def owned_parameters(
     model: nn.Module, captured: Captured, blocks: Blocks
 ) -> tuple[list[list[Owned]], list[Owned]]:
-    """Return the parameters of each block, and the resident parameters, both in the model's order."""
+    """Return the parameters of each streamed unit, and the resident parameters, both in the model's order."""
     block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
-    places: dict[int, list[Place]] = {}
-    owners: dict[int, set[int | None]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-                owners.setdefault(id(parameter), set()).add(block_of.get(id(module)))
-    by_block: list[list[Owned]] = [[] for _ in blocks.modules]
+    block_of |= {id(m): len(blocks.modules) for module in blocks.epilogue for m in module.modules()}
+    places = _places(model)
+    by_block: list[list[Owned]] = [[] for _ in blocks.unit_names]
     resident: list[Owned] = []
     for parameter in captured.parameters:
-        holders = owners[id(parameter.parameter)]
-        (block,) = holders if len(holders) == 1 else (None,)
         owned = Owned(parameter, tuple(places[id(parameter.parameter)]))
+        holders = {block_of.get(id(module)) for module, _ in owned.places}
+        (block,) = holders if len(holders) == 1 else (None,)
         (resident if block is None else by_block[block]).append(owned)
     return by_block, resident
 

@@ -25,8 +25,10 @@ from ...state.layout.overlaps import Key, key_names, overlaps
 from ...state.tensor_entries import fragment
 from ..memory.block_states import BlockState
 from ..setup.block_measurement import MeasuredBlocks
-from .blocks import Blocks, find_blocks, owned_parameters
+from .blocks import Blocks, find_blocks, owned_parameters, with_embedding_and_head
 
+RESIDENT, REST = "resident", "rest"
+"""Names of the unit with what lies outside of the blocks: with embedding and head, and without."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,15 +54,18 @@ class ModelParts:
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
         ranks: Ranks | None = None,
         stored: Callable[[CapturedParameter], torch.dtype | None] = lambda _: None,
+        streams_all: bool = False,
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        ``stored`` returns the dtype in which the values of a parameter on ``meta`` are stored, if that is known. Raises
+        With ``streams_all``, embedding and head are units like blocks. ``stored`` returns the dtype in which the values of a parameter on ``meta`` are stored, if that is known. Raises
         ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
+        if streams_all:
+            blocks = with_embedding_and_head(model, blocks)
         _check_modules(model, optimizer)
         _check_names(blocks)
         captured = capture(model, optimizer)
@@ -73,7 +78,7 @@ class ModelParts:
         place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
         units = [
             BlockState(name, owned, host, DTYPES[dtype], **place)
-            for name, owned in zip(blocks.names, by_block, strict=True)
+            for name, owned in zip(blocks.unit_names, by_block, strict=True)
         ]
         for unit in units:
             if not unit.members:
@@ -81,7 +86,8 @@ class ModelParts:
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
         rest = BlockState(
-            "resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place
+            REST if streams_all else RESIDENT, resident, host, DTYPES[dtype], captured.buffers, captured.absent,
+            **place,
         )
         for unit in (*units, rest):
             _check_layouts(unit, host, ranks)
@@ -128,8 +134,10 @@ class ModelParts:
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,
                     grad_reduce_bytes=unit.reduced_bytes,
-                    forward_flop=measured.block_flop if measured else 0.0,
-                    activation_bytes=measured.activation_bytes[number] if measured else 0,
+                    forward_flop=measured.block_flop if measured and self._is_repeated(number) else 0.0,
+                    activation_bytes=measured.activation_bytes[number]
+                    if measured and number < len(self.blocks.modules)
+                    else 0,
                 )
                 for number, unit in enumerate(self.units)
             ),
@@ -149,6 +157,10 @@ class ModelParts:
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
+
+    def _is_repeated(self, unit: int) -> bool:
+        """Return whether the unit with this number is a repeated block, neither embedding nor epilogue."""
+        return self.blocks.embeddings <= unit < len(self.blocks.modules)
 
     def _update_bytes(self, workers: int, guesses: bool) -> int:
         """Return the temporary bytes of the ``workers`` largest updates, as many as run at once."""
@@ -208,7 +220,7 @@ def _check_memory(captured: Captured) -> None:
 
 
 def _check_names(blocks: Blocks) -> None:
-    for name in blocks.names:
+    for name in blocks.unit_names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", name):
             raise ModelNotSupported(
                 f"block {name!r} cannot name a file: that takes up to 200 letters (a-z), digits, '_', '-' and '.'. "

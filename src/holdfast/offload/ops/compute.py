@@ -57,14 +57,15 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
     block, m = op.key.block, op.key.micro_batch
     batch = step.micro_batches[m]
     with _installed(run, op, step, None):
-        boundary = _reach(run, step, m, block)
-        del batch.boundaries[block]
-        args, kwargs, _ = boundary.inputs()
-        with autocast_as(boundary.autocast), callers_default():
-            output = run.patch.forwards[block](*args, **kwargs)
-    _deliver(run, step, m, boundary, output)
-    if block == len(run.blocks) - 1:
-        batch.result = _finish(run, step, m)
+        if block != run.epilogue:
+            boundary = _reach(run, step, m, block)
+            del batch.boundaries[block]
+            args, kwargs, _ = boundary.inputs()
+            with autocast_as(boundary.autocast), callers_default():
+                output = run.patch.forwards[block](*args, **kwargs)
+            _deliver(run, step, m, boundary, output)
+        if block == len(run.blocks) - 1:
+            batch.result = _finish(run, step, m)
 
 
 def displaced(run: Runtime, op: Op, step: Step) -> None:
@@ -72,17 +73,18 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
     block, m = op.key.block, op.key.micro_batch
     batch = step.micro_batches[m]
     with _displaced(run, block, m // step.shape.micro_batches):
-        boundary = _reach(run, step, m, block)
-        del batch.boundaries[block]
-        args, kwargs, _ = boundary.inputs()
-        _enter(run, step, m, rng.inside(block))
-        with autocast_as(boundary.autocast), callers_default():
-            output = run.patch.forwards[block](*args, **kwargs)
-        _deliver(run, step, m, boundary, output)
+        if block != run.epilogue:
+            boundary = _reach(run, step, m, block)
+            del batch.boundaries[block]
+            args, kwargs, _ = boundary.inputs()
+            _enter(run, step, m, _inside(run, block))
+            with autocast_as(boundary.autocast), callers_default():
+                output = run.patch.forwards[block](*args, **kwargs)
+            _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
             loss = extract_loss(_finish(run, step, m))
             batch.loss = 0.0 if batch.weight == 0.0 else float(loss)
-            batch.deliveries.pop(block).device = None
+            batch.deliveries.pop(len(run.patch.forwards) - 1).device = None
     if m == len(step.micro_batches) - 1:
         parameter_ops.release(run, DISPLACED, block, -1)
 
@@ -96,6 +98,12 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
     with _installed(run, op, step, lambda: grads), torch.enable_grad():
+        if block == run.epilogue:
+            batch.tracker.running.set()
+            with without_autocast():
+                _loss_and_backward(run, step, m)
+            batch.tracker.running.clear()
+            return
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
         graph, boundary.graph = boundary.graph, None
         if not is_last and (graph is None or step.must_repeat):
@@ -176,7 +184,7 @@ def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | 
     if block == 0:
         _enter(run, step, m, rng.PROLOGUE)
         return batch.coroutine.start()
-    _enter(run, step, m, rng.after(block - 1))
+    _enter(run, step, m, _after(run, block - 1))
     return batch.coroutine.resume(batch.deliveries[block - 1].reply())
 
 
@@ -194,7 +202,7 @@ def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[A
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
     """Run the block's own forward with its random numbers, and check that it changed nothing else."""
     watch = InputWatch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
-    _enter(run, step, m, rng.inside(boundary.block))
+    _enter(run, step, m, _inside(run, boundary.block))
     attending = step.training and run.attributes.attending
     inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()
     with inside, autocast_as(boundary.autocast), callers_default():
@@ -215,11 +223,13 @@ def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) 
 
 def _finish(run: Runtime, step: Step, m: int) -> Any:
     """Run the thread from the last block's output to the model's return, and return the model's result."""
-    batch, last = step.micro_batches[m], len(run.blocks) - 1
-    _enter(run, step, m, rng.after(last))
+    batch, last = step.micro_batches[m], len(run.patch.forwards) - 1
+    _enter(run, step, m, _after(run, last))
     attending = step.training and run.attributes.attending
     with run.attributes.before(last + 1, m) if attending else nullcontext():
         event = batch.coroutine.resume(batch.deliveries[last].reply())
+    if run.epilogue is not None:  # it was the input of another unit
+        batch.deliveries[last].host = batch.deliveries[last].device = None
     if not isinstance(event, ForwardEnd):
         raise ModelNotSupported(
             f"the model called {run.blocks[event.block].name} again after its last block, as models do whose layers"
@@ -242,6 +252,18 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     if step.loss_scale is not None:
         scaled = step.loss_scale.enlarge(scaled)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
+
+
+def _inside(run: Runtime, block: int) -> str:
+    """Return the place, for random numbers, inside of a block; embeddings belong to the prologue."""
+    embeddings = run.patch.blocks.embeddings
+    return rng.PROLOGUE if block < embeddings else rng.inside(block - embeddings)
+
+
+def _after(run: Runtime, block: int) -> str:
+    """Return the place, for random numbers, of the code after a block."""
+    embeddings = run.patch.blocks.embeddings
+    return rng.PROLOGUE if block < embeddings else rng.after(block - embeddings)
 
 
 def _enter(run: Runtime, step: Step, m: int, place: str) -> None:

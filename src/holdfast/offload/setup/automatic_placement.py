@@ -183,10 +183,10 @@ def least_bytes(work: Work) -> int:
 def with_times(work: Work, times: BlockTimer, machine: MachineProfile) -> Work:
     """Return ``work`` with the floating-point operations that ``machine`` does in the measured ``times``.
 
-    Only the first block was timed; other blocks get times in proportion to their floating-point operations.
+    Only the first repeated block was timed; other blocks get times in proportion to their floating-point operations.
     """
     rate = machine.device_flop_per_second
-    first = work.blocks[0].forward_flop
+    first = _first_flop(work)
     blocks = tuple(
         replace(
             block,
@@ -196,6 +196,11 @@ def with_times(work: Work, times: BlockTimer, machine: MachineProfile) -> Work:
         for block in work.blocks
     )
     return replace(work, blocks=blocks, head_flop=times.head_seconds * rate)
+
+
+def _first_flop(work: Work) -> float:
+    """Return the floating-point operations of the first block that has any; an embedding has none."""
+    return next((block.forward_flop for block in work.blocks if block.forward_flop), 0.0)
 
 
 def within(machine: MachineProfile, limits: Limits) -> MachineProfile:
@@ -230,7 +235,7 @@ def _timed(
 ) -> BlockTimer | None:
     """Return the measured times; None, with a warning, where the model cannot be timed."""
     try:
-        times = time_model(parts.model, parts.blocks, sample, parts.resident.dtype, device, loss_fn)
+        times = time_model(parts.model, parts.blocks.repeated, sample, parts.resident.dtype, device, loss_fn)
         give_back_freed()
         return times
     except ModelNotSupported as error:
@@ -240,7 +245,7 @@ def _timed(
 
 def _block_times(times: BlockTimer | None, work: Work, device: torch.device) -> BlockTimes:
     """Return a block's times for the machine's profile; without ``times``, those of a matrix product."""
-    forward = work.blocks[0].forward_flop
+    forward = _first_flop(work)
     if times is None:
         return _of_a_product(device)
     seconds = times.forward_seconds + times.backward_seconds

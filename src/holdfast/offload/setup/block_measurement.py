@@ -46,7 +46,7 @@ class MeasuredBlocks:
     block_bytes: int
     """Bytes of activations of one block at their peak, forward and backward, beyond its input."""
     last_bytes: int
-    """The same for the last block with the epilogue and the loss."""
+    """The same for the epilogue and the loss, with the last block unless the epilogue is streamed."""
     activation_bytes: tuple[int, ...]
     """Bytes that the graph of each block's forward pass holds, beyond the block's input."""
     block_flop: float
@@ -100,11 +100,12 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) ->
 class _Probe:
     """Replacement for the blocks' forwards that measures them.
 
-    It measures the first block whose inputs need gradients, passes the others, and keeps the graph of the last.
+    It measures the first block whose inputs need gradients, passes the others, and keeps the graph of the last, unless
+    the epilogue is a unit of its own.
     """
 
     def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode, backward: bool) -> None:
-        self.bytes, self.flop, self.backward = bytes_, flop, backward
+        self.bytes, self.flop, self.backward, self.blocks = bytes_, flop, backward, blocks
         self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
@@ -124,13 +125,17 @@ class _Probe:
             self.moving = [i for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if moves(leaf)]
             self._measure(forward, args, kwargs)
             self.block_flop = (self.flop.get_total_flops() - before) / (3 if self.backward else 1)
-        if last:
-            self.blocks_flop = self.flop.get_total_flops()
-            gc.collect()  # the counter's hooks keep graphs in cycles
-            self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
-            with torch.set_grad_enabled(self.backward):
-                return forward(*args, **kwargs)
-        return self._pass(index, args, kwargs)
+        if not last:
+            return self._pass(index, args, kwargs)
+        if self.blocks.epilogue:
+            args, kwargs = moving(self._pass(index, args, kwargs), ()), {}
+        self.blocks_flop = self.flop.get_total_flops()
+        gc.collect()  # the counter's hooks keep graphs in cycles
+        self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
+        if self.blocks.epilogue:
+            return args
+        with torch.set_grad_enabled(self.backward):
+            return forward(*args, **kwargs)
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a block before the last.
@@ -238,9 +243,10 @@ def _trace(
             if backward:
                 loss.backward()
     end = flop.get_total_flops()
-    head_flop = end - probe.blocks_flop - 3 * probe.block_flop
+    last_flop = 0.0 if blocks.epilogue else probe.block_flop
+    head_flop = end - probe.blocks_flop - 3 * last_flop
     if not backward:
-        head_flop = 3 * (after - probe.blocks_flop - probe.block_flop)
+        head_flop = 3 * (after - probe.blocks_flop - last_flop)
     return MeasuredBlocks(
         input_bytes=probe.input_bytes,
         block_bytes=probe.block_bytes,

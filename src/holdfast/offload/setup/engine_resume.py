@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -30,7 +30,7 @@ from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
 from ..memory.block_states import copy_exactly, unit_of
-from ..model.model_parts import ModelParts
+from ..model.model_parts import REST, ModelParts
 
 FROZEN_DTYPES = ("F32", "BF16", "F16")
 """Dtypes in which a frozen parameter may be stored."""
@@ -53,14 +53,28 @@ def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
     return manifest
 
 
-def dtypes_in_run(root: str | PurePath, disk: AnyDisk | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter in the newest readable commit of a run, by name; empty if there is none."""
+@dataclass(frozen=True)
+class RunContents:
+    """What decides on the layout of a run that exists."""
+
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtype in which each parameter is stored, by name."""
+    streams_all: bool = False
+    """True if embedding and head are units like blocks."""
+
+
+def contents_of(root: str | PurePath, disk: AnyDisk | None) -> RunContents | None:
+    """Return the contents of the newest readable commit of a run; None if there is none."""
     with suppress(NoCommit), LocalStore.read(root, disk=disk) as reader:
         for ref in reader.line():
             with suppress(Damaged, NoCommit):
-                atoms = reader.atoms(reader.load(ref)).values()
-                return {atom["name"]: FROM_NAME[atom["dtype"]] for atom in atoms if atom["slot"] == "param"}
-    return {}
+                manifest = reader.load(ref)
+                atoms = reader.atoms(manifest).values()
+                return RunContents(
+                    {atom["name"]: FROM_NAME[atom["dtype"]] for atom in atoms if atom["slot"] == "param"},
+                    REST in map(unit_of, manifest.files),
+                )
+    return None
 
 
 def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
@@ -162,6 +176,8 @@ def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
     theirs, ours = {unit_of(name) for name in manifest.files}, {unit_of(name) for name in stored}
+    if (REST in theirs) != (REST in ours):  # embedding and head become units, or cease to be; the state is cut anew
+        return
     there, here = (", ".join(sorted(one - other)) for one, other in ((theirs, ours), (ours, theirs)))
     if there or here:
         raise RunMismatch(

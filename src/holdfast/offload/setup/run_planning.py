@@ -53,7 +53,7 @@ from .checks import (
     warn_of_slow_bf16,
 )
 from .drive_setup import Drives
-from .engine_resume import dtypes_in_run
+from .engine_resume import RunContents, contents_of
 from .equal_on_ranks import agree_on_choices, agree_on_placement
 from .preflight import Preflight
 from .starting_state import Opens
@@ -148,10 +148,12 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
     """Examine the model and plan the run on this rank. Collective: every rank must call this."""
     durability, io = given.durability, given.io
     with fellows.control.agreeing():
-        parts = _examined(given, fellows.control)
         rules = StepRules.of(
             given.schedule, given.order, given.clipping, given.precision, durability, given.normalize
         )
+        run = contents_of(given.place, given.disk)
+        ways = _ways(given, run, fellows.alone)
+        parts = _examined(given, fellows.control, run, ways[0])
         user = UserState(
             parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
             hyper_parameters(given.optimizer.param_groups), fellows.world_size,
@@ -174,7 +176,16 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
             )  # fmt: skip
 
         room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / fellows.on_host
-        rules, plan = _within_budget(rules, planned, room)
+        try:
+            rules, plan = _within_budget(rules, planned, room)
+            fits = plan.fits_device(budget)
+        except DoesNotFit:
+            if len(ways) == 1:
+                raise
+            fits = False
+        if len(ways) > 1 and not fits:
+            parts = _examined(given, fellows.control, run, ways[1])
+            rules, plan = _within_budget(rules, planned, room)
     modes = fellows.control.everyone(rules.clipping)
     with fellows.control.agreeing():
         if rules.chooses and DEFER in modes:  # another rank has no memory for a guess
@@ -187,6 +198,21 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
     return PlannedRun(
         parts=parts, rules=rules, user=user, device=device, budget=budget, plan=plan, drives=drives
     )
+
+
+def _ways(given: Arguments, run: RunContents | None, alone: bool) -> tuple[bool, ...]:
+    """Return whether embedding and head are to be streamed; both answers, the better first, where that is open.
+
+    ``run`` is resumed. Several ranks have no choice, since it would have to be the same on all.
+    """
+    stated = given.placement.embedding_and_head
+    if stated is not None:
+        return (stated == "streamed",)
+    if run is not None:
+        return (run.streams_all,)
+    per_block = given.clipping.mode == "per_block"
+    limited = given.budget is not None and given.sample is not None
+    return (False, True) if alone and limited and not per_block else (False,)
 
 
 def _within_budget(
@@ -229,15 +255,15 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
 
 def _leaves_all_open(given: Arguments) -> bool:
     """Return whether nothing was given that says how much memory a run of training steps may take."""
-    nothing = given.budget is None and given.sample is None and given.placement == Placement()
-    return nothing and given.schedule != ZEROTH
+    stated = [given.budget, given.sample, *given.placement.fractions.values()]
+    return stated.count(None) == len(stated) and given.schedule != ZEROTH
 
 
-def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
-    """Return the parts of the model. Raises ``BadInput`` for a model that cannot be trained out of core."""
+def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_all: bool) -> ModelParts:
+    """Return the parts of the model, of which ``run`` is resumed. Raises ``BadInput`` for a model that cannot be trained out of core."""
     refuse_open(given.model)
     parts = ModelParts.of(
-        given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, _stored_dtypes(given)
+        given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, _stored_dtypes(given, run), streams_all
     )
     check_compiled(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
@@ -246,11 +272,12 @@ def _examined(given: Arguments, ranks: Ranks) -> ModelParts:
     return parts
 
 
-def _stored_dtypes(given: Arguments) -> Callable[[CapturedParameter], torch.dtype | None]:
+def _stored_dtypes(
+    given: Arguments, run: RunContents | None
+) -> Callable[[CapturedParameter], torch.dtype | None]:
     """Return a function that tells in which dtype a parameter on ``meta`` is stored: in the run, else in the source."""
-    found = dtypes_in_run(given.place, given.disk)
-    if found:
-        return lambda parameter: found.get(parameter.name)
+    if run is not None:
+        return lambda parameter: run.dtypes.get(parameter.name)
     # the weights of a folder know theirs; other sources do not say
     known = getattr(given.source, "dtypes", dict)()
     return lambda parameter: known.get(id(parameter.parameter))

@@ -120,6 +120,11 @@ class RunPlan:
             return self.prediction.line()
         return f"{self.placement.describe()}, by what fits" if self.filled else None
 
+    def fits_device(self, budget: Budget) -> bool:
+        """Return whether a separate device has the memory that the run takes, as far as both are known."""
+        most = None if self.work.unified else budget.device_bytes()
+        return most is None or self.memory is None or self.memory.device_bytes <= most
+
     @property
     def param_scratch_bytes(self) -> int:
         """Bytes of the SSD scratch for compute copies; 0 if none is read from there."""
@@ -168,7 +173,7 @@ class Wanted:
         """
         otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
         given = dict(otherwise)
-        fractions = asdict(placement).items()
+        fractions = placement.fractions.items()
         given |= {name.partition("_")[0]: value for name, value in fractions if value is not None}
         chosen = everything or "auto" in given.values()
         return cls(

@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 
 import holdfast
+from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.quantities import KiB
 from holdfast.schedule import work
 from holdfast.schedule.planner.placement import choose
@@ -17,8 +18,8 @@ from support.grouped import grouped
 from training import adamw, batches, decoder, differing, read_atoms
 
 
-def train(directory, steps, **options):
-    model = decoder(blocks=2, width=128, hidden=256)
+def train(directory, steps, width=128, **options):
+    model = decoder(blocks=2, width=width, hidden=2 * width)
     with holdfast.offload(
         model, adamw(model, fused=True), directory,
         **grouped(dtype="fp32", clip_norm=0.5, device="played", recomputed_fraction=1.0, **options),
@@ -42,3 +43,42 @@ def test_tiles_have_the_bits_of_whole_blocks(tmp_path, monkeypatch, options):
     found += train(tmp_path / "tiles", range(2, 4), **options)
     assert found == expected
     assert differing(read_atoms(tmp_path / "tiles"), read_atoms(tmp_path / "whole")) == []
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "horizontal"}, {"delayed_fraction": 0.5}, {"order": "snake"}]
+)
+def test_a_streamed_embedding_and_head_have_the_bits_of_those_that_stay(tmp_path, options):
+    expected = train(tmp_path / "resident", range(4), 16, **options)
+    found = train(tmp_path / "streamed", range(2), 16, embedding_and_head="streamed", **options)
+    found += train(tmp_path / "streamed", range(2, 4), 16, **options)
+    assert found == expected
+    assert differing(read_atoms(tmp_path / "streamed"), read_atoms(tmp_path / "resident")) == []
+
+
+@pytest.mark.usefixtures("played")
+def test_a_device_that_could_not_hold_an_embedding_and_a_head_has_them_streamed(tmp_path):
+    def opened(name, **options):
+        model = Decoder(
+            DecoderConfig(vocabulary=9000, blocks=2, width=32, heads=2, kv_heads=1, hidden=4000, context=8)
+        )
+        return holdfast.offload(
+            model,
+            adamw(model),
+            tmp_path / name,
+            device="played",
+            precision="fp32",
+            sample=batches(0, 1)[0],
+            **options,
+        )
+
+    needed = {}
+    for way in ("resident", "streamed"):
+        with opened(way, placement=holdfast.Placement(embedding_and_head=way)) as engine:
+            needed[way] = engine.preflight.device_bytes_predicted
+    for way, budget in needed.items():
+        with opened(f"within {budget}", budget=holdfast.Budget(device=budget)) as engine:
+            assert (engine._run.epilogue is not None) == (way == "streamed")
+            assert engine.preflight.device_bytes_predicted <= budget
+            engine.step(batches(0, 1))

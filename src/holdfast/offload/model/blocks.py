@@ -228,6 +228,28 @@ def with_embedding_and_head(model: nn.Module, blocks: Blocks) -> Blocks:
     Parameters that are also held elsewhere (tied ones) stay, and so does what is small. Embeddings are taken in the
     order in which the model registered them. Raises ``ModelNotSupported`` if nothing is left to stream.
     """
+    if not can_stream(model, blocks):
+        raise ModelNotSupported(
+            f"{type(model).__name__} has no embedding or head of its own that would be worth streaming: they are small,"
+            ' or share one parameter. Leave embedding_and_head="streamed" out.'
+        )
+    embeddings, epilogue = _streamable(model, blocks)
+    names, plain = {id(module): name for name, module in model.named_modules()}, plain_paths(model)
+    return Blocks(
+        (*embeddings, *blocks.modules),
+        (*(plain[names[id(module)]] for module in embeddings), *blocks.names),
+        len(embeddings),
+        epilogue,
+    )
+
+
+def can_stream(model: nn.Module, blocks: Blocks) -> bool:
+    """Return whether ``model`` has an embedding or a head of its own that is worth streaming."""
+    return any(_streamable(model, blocks))
+
+
+def _streamable(model: nn.Module, blocks: Blocks) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """Return the embeddings and the modules of the epilogue that are worth streaming."""
     before, after = _around(model, blocks)
     places = _places(model)
     least = LEAST_STREAMED * max(map(parameter_bytes, blocks.modules))
@@ -240,15 +262,7 @@ def with_embedding_and_head(model: nn.Module, blocks: Blocks) -> Blocks:
     inner = [each for module in before for each in module.modules()]
     found = [each for each in inner if isinstance(each, nn.Embedding) and own_bytes(each) > least]
     epilogue = tuple(after) if sum(map(own_bytes, after)) > least else ()
-    if not found and not epilogue:
-        raise ModelNotSupported(
-            f"{type(model).__name__} has no embedding or head of its own that would be worth streaming: they are small,"
-            ' or share one parameter. Leave embedding_and_head="streamed" out.'
-        )
-    names, plain = {id(module): name for name, module in model.named_modules()}, plain_paths(model)
-    return Blocks(
-        (*found, *blocks.modules), (*(plain[names[id(each)]] for each in found), *blocks.names), len(found), epilogue
-    )
+    return tuple(found), epilogue
 
 
 def _around(model: nn.Module, blocks: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -86,7 +86,12 @@ class ModelParts:
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
         rest = BlockState(
-            REST if streams_all else RESIDENT, resident, host, DTYPES[dtype], captured.buffers, captured.absent,
+            REST if streams_all else RESIDENT,
+            resident,
+            host,
+            DTYPES[dtype],
+            captured.buffers,
+            captured.absent,
             **place,
         )
         for unit in (*units, rest):

@@ -176,7 +176,9 @@ def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:
 def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raise ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
     theirs, ours = {unit_of(name) for name in manifest.files}, {unit_of(name) for name in stored}
-    if (REST in theirs) != (REST in ours):  # embedding and head become units, or cease to be; the state is cut anew
+    if (REST in theirs) != (
+        REST in ours
+    ):  # embedding and head become units, or cease to be; the state is cut anew
         return
     there, here = (", ".join(sorted(one - other)) for one, other in ((theirs, ours), (ours, theirs)))
     if there or here:

@@ -29,6 +29,7 @@ from ..clipping_choice import DEFER
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
+from ..model.blocks import can_stream
 from ..model.model_parts import ModelParts
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
@@ -153,6 +154,11 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         )
         run = contents_of(given.place, given.disk)
         ways = _ways(given, run, fellows.alone)
+        if ways[0] and given.clipping.mode == "per_block":
+            raise BadInput(
+                "clipping per_block clips all that lies outside of blocks together, and a streamed embedding and head"
+                ' would be clipped by themselves: give embedding_and_head="resident", or clip in another way'
+            )
         parts = _examined(given, fellows.control, run, ways[0])
         user = UserState(
             parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
@@ -180,10 +186,10 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
             rules, plan = _within_budget(rules, planned, room)
             fits = plan.fits_device(budget)
         except DoesNotFit:
-            if len(ways) == 1:
+            if len(ways) == 1 or not can_stream(given.model, parts.blocks):
                 raise
             fits = False
-        if len(ways) > 1 and not fits:
+        if len(ways) > 1 and not fits and can_stream(given.model, parts.blocks):
             parts = _examined(given, fellows.control, run, ways[1])
             rules, plan = _within_budget(rules, planned, room)
     modes = fellows.control.everyone(rules.clipping)
@@ -263,7 +269,13 @@ def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_a
     """Return the parts of the model, of which ``run`` is resumed. Raises ``BadInput`` for a model that cannot be trained out of core."""
     refuse_open(given.model)
     parts = ModelParts.of(
-        given.model, given.optimizer, given.precision.dtype, given.blocks, ranks, _stored_dtypes(given, run), streams_all
+        given.model,
+        given.optimizer,
+        given.precision.dtype,
+        given.blocks,
+        ranks,
+        _stored_dtypes(given, run),
+        streams_all,
     )
     check_compiled(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):

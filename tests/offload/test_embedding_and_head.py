@@ -1,0 +1,276 @@
+"""Embedding and head that are streamed like blocks: the bits of those that stay, in less memory."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from combined import one_in
+from holdfast import token_chunks
+from holdfast.errors import BadInput, DoesNotFit, ModelNotSupported
+from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.model.blocks import find_blocks, with_embedding_and_head
+from holdfast.offload.setup import step_planning
+from holdfast.quantities import MiB
+from plain_loops import PLACEMENTS, STEPS, check
+from support.grouped import grouped
+from training import VOCABULARY, adamw, batches, decoder, differing, read_atoms, stored
+from zeroth_loops import mezo
+
+transformers = pytest.importorskip("transformers")
+
+STREAMED = {"embedding_and_head": "streamed"}
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(cover=True)
+@pytest.mark.parametrize(
+    "num_micro_batches, placement, clip_norm, options",
+    one_in(
+        6, [1, 2, 3, 5], PLACEMENTS, [None, 0.5],
+        [{}, {"schedule": "horizontal"}, {"order": "plain", "delayed_fraction": 0.5}, {"recomputed_fraction": 0.3}],
+    ),
+)  # fmt: skip
+def test_twenty_steps_have_every_bit_of_a_plain_loop(
+    tmp_path, num_micro_batches, placement, clip_norm, options
+):
+    check(tmp_path, STEPS, num_micro_batches, clip_norm, **STREAMED, **PLACEMENTS[placement], **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clipping": "speculate"}, {"clipping": "defer"}, {"dropout": 0.2}], ids=str
+)
+def test_clipping_and_dropout_have_the_bits_of_a_plain_loop(tmp_path, options):
+    check(tmp_path, 6, 2, 0.5, **STREAMED, **PLACEMENTS["mixed"], **options)
+
+
+def test_nothing_is_left_on_the_device(tmp_path):
+    model = decoder(blocks=2)
+    with offloaded(model, tmp_path) as engine:
+        assert engine.preflight.streamed_parameters == engine.preflight.parameters
+        assert not engine._run.resident.members
+
+
+def offloaded(model, directory, **options):
+    return holdfast.offload(
+        model, options.pop("optimizer", None) or adamw(model), directory,
+        **grouped(**{"dtype": "fp32", **STREAMED, **options}),
+    )  # fmt: skip
+
+
+# Going on
+
+
+def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path):
+    """Nothing but the last, third and fifth line of files is read; what is not said is as it was."""
+    expected = losses_of(decoder(blocks=3), tmp_path / "plain", range(8), embedding_and_head="resident")
+    found = []
+    for start, way in enumerate(
+        ["resident", "streamed", None, "resident", None, "streamed", "resident", "streamed"]
+    ):
+        model = decoder(blocks=3)
+        with offloaded(model, tmp_path / "turns", embedding_and_head=way) as engine:
+            names = [unit.name for unit in engine._run.units]
+            streamed = way == "streamed" or (way is None and start == 2)
+            assert (names[0] == "embed", "epilogue" in names) == (streamed, streamed)
+            found += [engine.step(batches(start, 2))]
+    assert found == expected
+    assert differing(read_atoms(tmp_path / "turns"), read_atoms(tmp_path / "plain")) == []
+
+
+def losses_of(model, directory, steps, **options):
+    with offloaded(model, directory, **options) as engine:
+        return [engine.step(batches(step, 2)) for step in steps]
+
+
+def test_a_run_that_ends_without_a_commit_of_the_new_files_goes_on_from_the_old_ones(tmp_path):
+    first = losses_of(decoder(blocks=2), tmp_path / "run", range(2), embedding_and_head="resident")
+    with pytest.raises(KeyboardInterrupt), offloaded(decoder(blocks=2), tmp_path / "run", commit_every=0):
+        raise KeyboardInterrupt
+    found = losses_of(decoder(blocks=2), tmp_path / "run", range(2, 4), embedding_and_head=None)
+    expected = losses_of(decoder(blocks=2), tmp_path / "plain", range(4), embedding_and_head="resident")
+    assert [*first, *found] == expected
+
+
+def test_files_of_former_units_go_with_their_last_commit(tmp_path):
+    losses_of(decoder(blocks=2), tmp_path, range(2), embedding_and_head="resident")
+    losses_of(decoder(blocks=2), tmp_path, range(2, 6))
+    names = {path.name.partition(".")[0] for path in (tmp_path / "data").iterdir()}
+    assert "epilogue" in names and "resident" not in names, names
+
+
+# Models
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCABULARY, use_cache=False, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def of_transformers(step):
+    return [{"input_ids": batch["tokens"], "labels": batch["tokens"]} for batch in batches(step, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_model_of_transformers_has_the_bits_of_those_that_stay(tmp_path, monkeypatch, chunked, dtype):
+    if chunked:
+        monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    found = {}
+    for way in ("resident", "streamed"):
+        model = llama()
+        with offloaded(model, tmp_path / way, embedding_and_head=way, dtype=dtype, clip_norm=0.5) as engine:
+            losses = [engine.step(of_transformers(step)) for step in range(3)]
+            losses += [engine.evaluate(of_transformers(7))]
+            text = engine.generate(batches(9, 1)[0]["tokens"][:1, :3], 3, temperature=0.0).tolist()
+        found[way] = losses, text
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+def test_a_trained_part_of_the_epilogue_may_be_beside_a_frozen_one(tmp_path):
+    for way in ("resident", "streamed"):
+        model = llama()
+        model.model.embed_tokens.weight.requires_grad_(False)
+        model.model.norm.weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        with offloaded(model, tmp_path / way, embedding_and_head=way, optimizer=optimizer) as engine:
+            for step in range(3):
+                engine.step(of_transformers(step))
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+def test_a_loss_function_that_reads_the_weight_of_the_head_finds_it(tmp_path):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole = llama()
+
+        def forward(self, tokens):
+            return self.whole.model(tokens).last_hidden_state
+
+    def loss_fn(hidden, targets):
+        return holdfast.chunked_cross_entropy(hidden, model.whole.lm_head.weight, targets)
+
+    found = {}
+    for way in ("resident", "streamed"):
+        model = Hidden()
+        with offloaded(model, tmp_path / way, embedding_and_head=way) as engine:
+            found[way] = [
+                engine.step([(b["tokens"], b["targets"]) for b in batches(step, 2)], loss_fn)
+                for step in range(2)
+            ]
+    assert found["streamed"] == found["resident"]
+
+
+def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
+    found = {}
+    for way in ("resident", "streamed"):
+        model = decoder(blocks=3)
+        with offloaded(model, tmp_path / way, embedding_and_head=way, optimizer=mezo(model)) as engine:
+            found[way] = [engine.step(batches(step, 2)) for step in range(3)]
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+# Which they are
+
+
+def test_tied_ones_stay(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    with pytest.raises(ModelNotSupported, match="or share one parameter"):
+        offloaded(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tied_weight_stays_where_more_of_the_epilogue_is_streamed():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.wide = nn.Linear(8, 64)
+            self.head = nn.Linear(8, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    blocks = with_embedding_and_head(model, find_blocks(model))
+    assert (blocks.embeddings, blocks.unit_names) == (0, ("blocks.0", "blocks.1", "epilogue"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    parts = import_module("holdfast.offload.model.model_parts").ModelParts.of(
+        model, optimizer, "fp32", None, streams_all=True
+    )
+    assert [m.name for m in parts.resident.members] == ["embed.weight"]
+    assert [m.name for m in parts.units[-1].members] == ["wide.weight", "wide.bias"]
+
+
+def test_small_ones_stay():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(2, 8)
+            self.position = nn.Embedding(200, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 64) for _ in range(2))
+            self.head = nn.Linear(8, 2)
+
+    model = Small()
+    assert with_embedding_and_head(model, find_blocks(model)).unit_names == (
+        "position",
+        "blocks.0",
+        "blocks.1",
+    )
+
+
+# What is chosen
+
+
+def test_a_budget_that_could_not_be_kept_to_otherwise_streams_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_planning, "process_bytes", lambda: 100 * MiB)  # it grows from engine to engine
+
+    def streams(budget, way=None):
+        directory = tmp_path / f"{way} {budget}"
+        with offloaded(
+            wide_vocabulary(), directory, embedding_and_head=way, budget=holdfast.Budget(host=budget),
+            params_on_host=0.0, optimizer_on_host=0.0, **SAMPLE,
+        ) as engine:  # fmt: skip
+            assert engine.preflight.host_bytes_predicted <= budget
+            return engine._run.epilogue is not None
+
+    budget = 272 * MiB
+    while not streams(budget):
+        budget -= 8 * MiB
+    assert budget < 272 * MiB
+    with pytest.raises(DoesNotFit):
+        streams(budget, "resident")
+    model = llama(tie_word_embeddings=True)
+    with pytest.raises(DoesNotFit):
+        offloaded(
+            model, tmp_path / "tied", embedding_and_head=None, budget=holdfast.Budget(host="1MiB"),
+            sample=of_transformers(0)[0],
+        )  # fmt: skip
+
+
+def wide_vocabulary():
+    torch.manual_seed(0)
+    return Decoder(
+        DecoderConfig(vocabulary=20_000, blocks=2, width=64, heads=2, kv_heads=1, hidden=6000, context=8)
+    )
+
+
+SAMPLE = {"sample": batches(0, 1)[0], "micro_batches": 2}
+
+
+def test_what_is_no_way_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="embedding_and_head = 'both' must be"):
+        offloaded(decoder(), tmp_path / "run", embedding_and_head="both")
+    with pytest.raises(BadInput, match="per_block"):
+        offloaded(decoder(), tmp_path / "run", clipping="per_block", clip_norm=1.0)
+    assert not (tmp_path / "run").exists()

@@ -169,6 +169,10 @@ class OffloadConfig:
     recomputed_fraction: Fraction = _key(
         "auto", "of the blocks, computed again in the backward pass to save memory; likewise"
     )
+    embedding_and_head: Literal["auto", "resident", "streamed"] = _key(
+        "auto",
+        'or "streamed", as blocks are, in least memory; "auto" does so where they would not fit otherwise',
+    )
     host_budget: str = _key(
         "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
     )

@@ -104,6 +104,11 @@ class AdaptedModel:
         return 0
 
     @property
+    def table_parameters(self) -> int:
+        """The parameters of an embedding that is planned to be streamed: there are none."""
+        return 0
+
+    @property
     def parameters(self) -> int:
         """The parameters of the whole model, without adapters."""
         return self.profile.parameters
@@ -171,6 +176,11 @@ class AdaptedModel:
     def head_flop(self) -> float:
         """The operations of head and loss for one micro-batch, forward and backward, without gradients of the head."""
         return self.profile.head_flop * 2 / 3
+
+    @property
+    def streamed_workspace_bytes(self) -> int:
+        """The same as ``workspace_bytes``: the head stays."""
+        return self.workspace_bytes
 
     @property
     def workspace_bytes(self) -> int:

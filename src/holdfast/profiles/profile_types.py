@@ -211,6 +211,11 @@ class ModelProfile:
         return (tables + 1 + self.biases) * self.width
 
     @property
+    def table_parameters(self) -> int:
+        """The parameters of the embedding, and of the head; 0 if they are one matrix, which is always resident."""
+        return 0 if self.tied else self.vocabulary * self.width
+
+    @property
     def parameters(self) -> int:
         """The parameters of the whole model."""
         return self.blocks * self.block_parameters + self.resident_parameters
@@ -243,11 +248,20 @@ class ModelProfile:
         The block's graph lives while the loss is computed. That is done in chunks of tokens, so its part does not grow
         with the tokens beyond one chunk.
         """
+        return self.activation_bytes + self._head_bytes
+
+    @property
+    def streamed_workspace_bytes(self) -> int:
+        """The same where the head is a unit of its own, and no block's graph lives while the loss is computed."""
+        return max(self.activation_bytes, self._head_bytes)
+
+    @property
+    def _head_bytes(self) -> int:
+        """An estimate of the activation bytes of one micro-batch in the head and the loss."""
         rows, parameters = rows_per_chunk(self.vocabulary), self.vocabulary * self.width
-        head = self.logits_bytes
-        if self.tokens > rows:
-            head = HEAD_SUM_BYTES * parameters + max(head, HEAD_CHUNK_BYTES * parameters)
-        return self.activation_bytes + head
+        if self.tokens <= rows:
+            return self.logits_bytes
+        return HEAD_SUM_BYTES * parameters + max(self.logits_bytes, HEAD_CHUNK_BYTES * parameters)
 
     @property
     def activation_bytes(self) -> int:

@@ -40,29 +40,20 @@ COMMIT_SYNCS = 3
 def work_of(setting: Setting) -> Work:
     """Return one step's work, as the engine would measure it."""
     s, method = setting, setting.method
-    tile = TileWork(
-        elements=round(s.elements / s.tiles),
-        state_bytes=round_up(round(s.state_bytes / s.tiles)),
-        trained_param_bytes=round_up(round(s.trained_param_bytes / s.tiles)),
-    )
     count = tile_count(s.resident_state_bytes)
     part = TileWork(
         elements=round(s.resident_elements / count),
         state_bytes=round_up(round(s.resident_state_bytes / count)),
         grad_bytes=round(s.resident_elements / count) * method.grad_bytes,
     )
-    block = BlockWork(
-        elements=s.elements,
-        param_bytes=round_up(s.param_bytes),
-        trained_param_bytes=round_up(s.trained_param_bytes),
-        state_bytes=s.tiles * tile.state_bytes,
-        cut=(tile,) * s.tiles,
-        grad_bytes=s.grad_bytes,
+    block = replace(
+        _unit_work(s, s.model.trained_block_parameters, s.model.frozen_block_bytes),
         forward_flop=s.model.forward_flop,
         backward_flop=s.model.backward_flop,
     )
+    table = (_unit_work(s, s.tables),) * bool(s.tables)
     return Work(
-        blocks=(block,) * s.blocks,
+        blocks=(*table, *(block,) * s.blocks, *table),
         input_bytes=round_up(s.input_bytes),
         resident_state_bytes=count * part.state_bytes,
         resident_cut=(part,) * count,
@@ -72,7 +63,26 @@ def work_of(setting: Setting) -> Work:
         resident_elements=s.resident_elements,
         unified=s.machine.device_shares_host,
         head_flop=s.model.head_flop,
-        workspace_bytes=s.model.workspace_bytes,
+        workspace_bytes=s.workspace_bytes,
+    )
+
+
+def _unit_work(s: Setting, elements: int, frozen_bytes: int = 0) -> BlockWork:
+    """Return the work of a unit of ``elements`` trained elements, without its floating-point operations."""
+    state_bytes, param_bytes = round(elements * s.method.state_bytes), elements * s.method.param_bytes
+    count = tile_count(state_bytes)
+    tile = TileWork(
+        elements=round(elements / count),
+        state_bytes=round_up(round(state_bytes / count)),
+        trained_param_bytes=round_up(round(param_bytes / count)),
+    )
+    return BlockWork(
+        elements=elements,
+        param_bytes=round_up(param_bytes + frozen_bytes),
+        trained_param_bytes=round_up(param_bytes),
+        state_bytes=count * tile.state_bytes,
+        cut=(tile,) * count,
+        grad_bytes=elements * s.method.grad_bytes,
     )
 
 
@@ -177,7 +187,7 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
 
     ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
-    allowed, blocks = case.machine.host_memory_bytes, case.model.blocks
+    allowed, blocks = case.machine.host_memory_bytes, case.setting(micro_batches).units
     delayed = round((case.method.delayed or delayed) * blocks) / blocks
     setting, above, less = case.setting(micro_batches, delayed), allowed, allowed
     for _ in range(TRIES):

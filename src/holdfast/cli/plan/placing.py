@@ -29,6 +29,7 @@ from ...schedule.planner.plan_search import (
     life,
     memory_is_full,
     search,
+    streamed_where_needed,
     what_if,
 )
 from ...schedule.planner.training_setting import Method
@@ -105,7 +106,9 @@ def case_of(given: Mapping[str, Any]) -> Case:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Case(machine=_machine(given), model=_under_adapters(model, given), method=method)
+    return streamed_where_needed(
+        Case(machine=_machine(given), model=_under_adapters(model, given), method=method)
+    )
 
 
 def _usual_clipping(commit_every: int) -> ClippingMode:
@@ -171,6 +174,7 @@ def _document(found: Found, changes: list[WhatIf], engine: Engine) -> dict[str, 
         "adapters": _adapters_document(case.model),
         "clipping": case.method.clipping,
         "commit_every": case.method.commit_every,
+        "embedding_and_head": "streamed" if case.method.streams_all else "resident",
         "chosen": document_of(found.best),
         "tried": [
             {
@@ -286,6 +290,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         out,
         {
             **_adapters_facts(best),
+            **({"embedding, head": _STREAMED} if setting.method.streams_all else {}),
             "what binds": _binds_text(best),
             "memory": _memory_text(best),
             "what would help": "; ".join(map(_change_text, changes)),
@@ -301,6 +306,9 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         _print_settings(engine[0])
     elif _engine_reads(model):
         _print_call(engine[0])
+
+
+_STREAMED = "streamed, each by itself: the device could not hold them together with a block"
 
 
 def _adapters_facts(best: Solution) -> dict[str, str]:
@@ -459,5 +467,7 @@ def _print_settings(engine: Solution) -> None:
         print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
     for name in ON_HOST:
         print(f"  {name}_on_host = {engine.fractions[name]:g}")
+    if method.streams_all:
+        print('  embedding_and_head = "streamed"')
     if engine.setting.method.commit_every != 1:
         print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")

@@ -78,6 +78,7 @@ def make_engine(
             params_on_host=chosen.params_on_host, optimizer_on_host=chosen.optimizer_on_host,
             activations_on_host=chosen.activations_on_host, delayed_fraction=chosen.delayed_fraction,
             recomputed_fraction=chosen.recomputed_fraction,
+            embedding_and_head=None if chosen.embedding_and_head == "auto" else chosen.embedding_and_head,
         ),
         schedule=chosen.schedule,
         order=chosen.order,

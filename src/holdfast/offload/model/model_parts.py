@@ -58,8 +58,9 @@ class ModelParts:
     ) -> ModelParts:
         """Describe ``model``; with several ``ranks``, this rank's shard of it.
 
-        With ``streams_all``, embedding and head are units like blocks. ``stored`` returns the dtype in which the values of a parameter on ``meta`` are stored, if that is known. Raises
-        ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``.
+        With ``streams_all``, embedding and head are units like blocks. ``stored`` returns the dtype in which the values
+        of a parameter on ``meta`` are stored, if that is known. Raises ``ModelNotSupported``,
+        ``OptimizerNotSupported`` or ``BadInput``.
         """
         if dtype not in DTYPES:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")

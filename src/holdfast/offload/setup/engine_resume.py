@@ -55,7 +55,7 @@ def newest_commit(store: LocalStore, parts: ModelParts) -> Manifest:
 
 @dataclass(frozen=True)
 class RunContents:
-    """What decides on the layout of a run that exists."""
+    """The dtypes and units of a run that exists, on which its layout depends."""
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtype in which each parameter is stored, by name."""

@@ -182,15 +182,15 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
             )  # fmt: skip
 
         room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / fellows.on_host
+        may_stream = len(ways) > 1 and can_stream(given.model, parts.blocks)
         try:
             rules, plan = _within_budget(rules, planned, room)
-            fits = plan.fits_device(budget)
+            if may_stream and not plan.fits_device(budget):
+                raise DoesNotFit("embedding and head do not fit on the device beside a block")
         except DoesNotFit:
-            if len(ways) == 1 or not can_stream(given.model, parts.blocks):
+            if not may_stream:
                 raise
-            fits = False
-        if len(ways) > 1 and not fits and can_stream(given.model, parts.blocks):
-            parts = _examined(given, fellows.control, run, ways[1])
+            parts = _examined(given, fellows.control, run, True)
             rules, plan = _within_budget(rules, planned, room)
     modes = fellows.control.everyone(rules.clipping)
     with fellows.control.agreeing():
@@ -266,7 +266,10 @@ def _leaves_all_open(given: Arguments) -> bool:
 
 
 def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_all: bool) -> ModelParts:
-    """Return the parts of the model, of which ``run`` is resumed. Raises ``BadInput`` for a model that cannot be trained out of core."""
+    """Return the parts of the model, of which ``run`` is resumed.
+
+    Raises ``BadInput`` for a model that cannot be trained out of core.
+    """
     refuse_open(given.model)
     parts = ModelParts.of(
         given.model,

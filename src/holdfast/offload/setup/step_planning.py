@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 

@@ -157,8 +157,8 @@ def device_bytes(s: Setting) -> float:
     """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
     inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
-    block = DEVICE_SLOTS * s.param_bytes + s.saving.grad_slots * s.grad_bytes
-    return block + inputs + resident + s.model.workspace_bytes
+    block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
+    return block + inputs + resident + s.workspace_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
@@ -200,8 +200,8 @@ def frozen_read_bytes(s: Setting) -> Affine:
 
 
 def _forward_passes(s: Setting) -> float:
-    """Return the mean number of forward passes of a block: the last block has none of its own."""
-    return 1.0 if s.method.paper else (s.blocks - 1) / s.blocks
+    """Return the mean number of forward passes of a block: the last has none of its own, unless the head is a unit."""
+    return 1.0 if s.method.paper or s.tables else (s.blocks - 1) / s.blocks
 
 
 def _spilled(s: Setting) -> Affine:
@@ -239,20 +239,21 @@ def _host_bytes(s: Setting) -> Affine:
     """
     params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
     m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
-    rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
+    rows = s.units * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
     held = 1.0 if shares else min(RESIDENT_GRAD_SLOTS / tile_count(s.resident_state_bytes), 1.0)
     resident = s.resident_elements * (held * s.method.grad_bytes + s.method.param_bytes)
     resident += s.frozen_resident_bytes
     return (
         rows * size
-        + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))
+        + s.param_bytes * s.blocks * params
+        + s.largest_param_bytes * PARAM_SLOTS * (1 - params)
         + s.trained_param_bytes / s.tiles * UPDATED_SLOTS * (1 - params)
         + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
         + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
         + (s.resident_state_bytes if s.saving.resident_state else 0)
-        + s.saving.grad_slots * s.grad_bytes
+        + s.saving.grad_slots * s.largest_grad_bytes
         + resident
-        + (s.model.workspace_bytes if shares else 0)
+        + (s.workspace_bytes if shares else 0)
         + PROCESS_BYTES
     )
 

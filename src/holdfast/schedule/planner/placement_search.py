@@ -402,6 +402,11 @@ class MeasuredModel:
         return self.work.resident_elements
 
     @property
+    def table_parameters(self) -> int:
+        """Zero: a streamed embedding or head is among the blocks."""
+        return 0
+
+    @property
     def frozen_resident_bytes(self) -> int:
         """Zero: proposals leave them out, and the check of a proposal counts them by its operation list."""
         return 0
@@ -424,6 +429,10 @@ class MeasuredModel:
 
     @property
     def workspace_bytes(self) -> int:
+        return self.work.workspace_bytes
+
+    @property
+    def streamed_workspace_bytes(self) -> int:
         return self.work.workspace_bytes
 
     @property

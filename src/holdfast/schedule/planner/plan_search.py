@@ -100,7 +100,7 @@ def check_device(setting: Setting) -> None:
     """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
     machine, model = setting.machine, setting.model
     needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
-    if machine.device_shares_host or needed <= machine.device_memory_bytes:
+    if _fits_device(setting):
         return
     smaller = "--micro-batch-size" if model.micro_batch > 1 else "--sequence"
     raise DoesNotFit(
@@ -108,6 +108,14 @@ def check_device(setting: Setting) -> None:
         f"take about {format_bytes(needed)} of the device's memory, and it has "
         f"{format_bytes(machine.device_memory_bytes)}. Give a smaller {smaller}."
     )
+
+
+def streamed_where_needed(case: Case) -> Case:
+    """Return ``case``, with embedding and head streamed if the device could not hold them and a block otherwise."""
+    streamed = replace(case, method=replace(case.method, streams_all=True))
+    if _fits_device(case.setting(1)) or not case.model.table_parameters:
+        return case
+    return streamed if _fits_device(streamed.setting(1)) else case
 
 
 def engine_case(case: Case) -> Case:
@@ -120,6 +128,11 @@ def engine_case(case: Case) -> Case:
 
 
 # -- helpers ----------------------------------------------------------------------------------------
+
+
+def _fits_device(setting: Setting) -> bool:
+    needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
+    return setting.machine.device_shares_host or needed <= setting.machine.device_memory_bytes
 
 
 def _until_it_stops_growing(case: Case, delayed: float | None, most: int) -> Iterator[Solution]:

@@ -49,6 +49,8 @@ class Method:
     It has their buffers, keeps four micro-batches of each block's inputs always in host memory, and uses delayed
     parameters without reading them again; nothing besides the blocks counts.
     """
+    streams_all: bool = False
+    """True if embedding and head come and go as blocks do, each by itself; False if they stay on the device."""
     least_steps: int = 0
     """Number of steps that the SSDs must live for; 0 is any number."""
 
@@ -99,9 +101,24 @@ class Setting:
         return self.micro_batches * self.model.tokens
 
     @property
+    def tables(self) -> int:
+        """Number of elements of the embedding, and of the head, if they are streamed; 0 if they stay."""
+        return self.model.table_parameters if self.method.streams_all else 0
+
+    @property
+    def units(self) -> int:
+        """Number of blocks, with embedding and head if they are streamed."""
+        return self.blocks + 2 * bool(self.tables)
+
+    @property
     def elements(self) -> int:
-        """Number of trained elements of one block."""
-        return self.model.trained_block_parameters
+        """Number of trained elements of one block, with its part of a streamed embedding and head."""
+        return round(self.model.trained_block_parameters + 2 * self.tables / self.blocks)
+
+    @property
+    def largest_elements(self) -> int:
+        """Number of trained elements of the largest unit."""
+        return max(self.model.trained_block_parameters, self.tables)
 
     @property
     def param_bytes(self) -> int:
@@ -114,8 +131,22 @@ class Setting:
         return self.elements * self.method.param_bytes
 
     @property
+    def largest_param_bytes(self) -> int:
+        """Bytes of the largest unit that a pass reads."""
+        return self.largest_elements * self.method.param_bytes + self.model.frozen_block_bytes
+
+    @property
     def grad_bytes(self) -> int:
         return self.elements * self.method.grad_bytes
+
+    @property
+    def largest_grad_bytes(self) -> int:
+        return self.largest_elements * self.method.grad_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of activations that computing takes at once."""
+        return self.model.streamed_workspace_bytes if self.tables else self.model.workspace_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -138,7 +169,7 @@ class Setting:
     @property
     def resident_elements(self) -> int:
         """Number of trained elements of the prologue and epilogue, which stay."""
-        return 0 if self.method.paper else self.model.resident_parameters
+        return 0 if self.method.paper else self.model.resident_parameters - 2 * self.tables
 
     @property
     def frozen_resident_bytes(self) -> int:
@@ -219,6 +250,15 @@ class PlannedModel(Protocol):
     def head_flop(self) -> float: ...
     @property
     def workspace_bytes(self) -> int: ...
+    @property
+    def table_parameters(self) -> int:
+        """Number of trained parameters of the embedding, and of the head; 0 if they could not be streamed."""
+        ...
+
+    @property
+    def streamed_workspace_bytes(self) -> int:
+        """``workspace_bytes`` where the head is a unit of its own."""
+        ...
 
 
 def ssd_of(machine: MachineProfile) -> Duplex:

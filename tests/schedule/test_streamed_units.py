@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.profiles import AdaptedModel, load_machine, load_model
-from holdfast.profiles.adapted_model import BASES
+from holdfast.profiles import BASES, AdaptedModel, load_machine, load_model
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.operation_lists import fit, host_bytes, placement_of, shape_of, work_of
 from holdfast.schedule.operations import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
@@ -21,10 +20,10 @@ SOME = {"params": 0.5, "optimizer": 0.5, "activations": 1.0, "gradients": 1.0, "
 
 
 def setting(model="llama-3-70b", saving=FASTEST, micro_batches=1, **method) -> Setting:
-    return Setting(
-        machine=load_machine("rtx-4090"), model=replace(load_model(model), sequence=2048, micro_batch=1),
-        method=Method(recycles=False, streams_all=True, **method), micro_batches=micro_batches, saving=saving,
-    )  # fmt: skip
+    model = replace(load_model(model), sequence=2048, micro_batch=1)
+    method = Method(recycles=False, streams_all=True, **method)
+    case = Case(machine=load_machine("rtx-4090"), model=model, method=method)
+    return replace(case.setting(micro_batches), saving=saving)
 
 
 @pytest.mark.parametrize("kept", [NOTHING, SOME], ids=["nothing", "some"])
@@ -49,7 +48,7 @@ def test_llama_3_70b_takes_16_gb_of_a_device_and_20_gb_of_the_host():
     assert 12 * GB < listed.device_bytes < 16 * GB
     assert 8 * GB < host_bytes(s, nothing) < 20 * GB
     resident = replace(s, method=replace(s.method, streams_all=False))
-    assert formulas.device_bytes(resident) > 27 * GB
+    assert formulas.device_bytes(resident) > 26 * GB
 
 
 def case(model, machine="rtx-4090", **of_machine) -> Case:

@@ -465,7 +465,7 @@ def disk_of(monkeypatch):
 @pytest.mark.slow
 def test_a_slow_disk_is_waited_for_by_who_waits_and_by_who_closes(tmp_path, disk_of):
     """A base of copies takes longer than the deadline, and each of its units less."""
-    disk_of(12_000)
+    disk_of(40_000)
     loop, checkpointer = start(tmp_path, deadline_seconds=2.5, direct=False)
     began = time.monotonic()
     checkpointer.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -14,11 +15,10 @@ from holdfast.offload.setup import run_planning
 from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
 from streams import Apart
 from support.grouped import grouped
+from support.held_operations import Held
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 FRACTIONS = [0.25, 0.5, 1.0]
-SLOW = {"write_limit": 2 << 20}
-"""A disk so slow that updates are still under way when a step returns."""
 
 
 @pytest.mark.slow
@@ -159,28 +159,44 @@ def delayed_engine(directory, delayed_fraction=0.5, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed_fraction", [0.5, 1.0])
-def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(tmp_path, delayed_fraction):
+def test_whatever_reads_weights_reads_those_of_the_step_that_was_returned(
+    tmp_path, monkeypatch, delayed_fraction
+):
+    """Each reader comes first after a step, while every delayed update of that step has yet to begin."""
     _, _, states = plain_loop(2, None)
-    twin = decoder()
+    twin = decoder().eval()
     prompt = batches(9, 1)[0]["tokens"][:1]
-    with delayed_engine(tmp_path, delayed_fraction, write_limit=SLOW["write_limit"] // 4) as engine:
+
+    def evaluates(engine, state):
+        with torch.no_grad():
+            expected = [twin(**batch).item() for batch in batches(7, 2)]
+        assert engine.evaluate(batches(7, 2)) == sum(expected) / 2
+
+    def gives_its_state(engine, state):
+        held = {f"{name}/param": value for name, value in engine.state_dict().items()}
+        assert differing(held, {name: state[name] for name in held}) == []
+
+    def generates(engine, state):
+        likeliest = engine.generate(prompt, 1, temperature=0.0)[0, -1]
+        with torch.no_grad():
+            assert likeliest == twin(prompt)[0, -1].argmax()
+
+    readers, updates = [evaluates, gives_its_state, generates], Held(monkeypatch, "update")
+    with delayed_engine(tmp_path, delayed_fraction) as engine, updates:
         for step in range(4):
             engine.step(batches(step, 2))
-            assert engine.durable_step <= step, "the disk is too fast for this test"
+            assert engine.durable_step == step
             twin.load_state_dict({name: states[step][f"{name}/param"] for name in twin.state_dict()})
-            twin.eval()
-            with torch.no_grad():
-                expected = [twin(**batch).item() for batch in batches(7, 2)]
-            assert engine.evaluate(batches(7, 2)) == sum(expected) / 2
-            held = {f"{name}/param": value for name, value in engine.state_dict().items()}
-            assert differing(held, {name: states[step][name] for name in held}) == []
-            likeliest = engine.generate(prompt, 1, temperature=0.0)[0, -1]
-            with torch.no_grad():
-                assert likeliest == twin(prompt)[0, -1].argmax()
+            first, *others = readers[step % 3 :] + readers[: step % 3]
+            with updates.released_by_who_waits(engine):
+                first(engine, states[step])
+            for reads in others:
+                reads(engine, states[step])
+    assert updates.steps == {0, 1, 2, 3}
 
 
 @pytest.mark.slow
-def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path):
+def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path, monkeypatch):
     """A learning rate changed right after a step is that of the next one, also for what is still to be updated."""
     model = model_with_a_frozen_parameter()
     optimizer = adamw(model, fused=True)
@@ -193,28 +209,33 @@ def test_a_step_that_was_returned_keeps_its_own_hyper_parameters(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     trained = model_with_a_frozen_parameter()
-    own = adamw(trained)
-    with holdfast.offload(
-        trained, own, tmp_path, **grouped(dtype="fp32", delayed_fraction=1.0, **SLOW)
-    ) as engine:
+    own, updates = adamw(trained), Held(monkeypatch, "update")
+    engine = holdfast.offload(trained, own, tmp_path, **grouped(dtype="fp32", delayed_fraction=1.0))
+    with engine, updates:
         for step, rate in enumerate(rates):
             for group in own.param_groups:
                 group["lr"] = rate
             engine.step(batches(step, 2))
             for group in own.param_groups:
                 group["lr"] = 1e3
+            updates.release(step)
+    assert updates.steps == {0, 1, 2, 3}
     assert differing(stored(tmp_path), state_of(model, optimizer)) == []
 
 
 @pytest.mark.slow
-def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path):
+def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path, monkeypatch):
     _, _, states = plain_loop(2, None)
-    with delayed_engine(tmp_path, 1.0, **SLOW) as engine:
+    updates = Held(monkeypatch, "update")
+    with delayed_engine(tmp_path, 1.0) as engine, updates:
         engine.step(batches(0, 2))
         handle = engine._run.model.head.register_forward_hook(lambda *hooked: hooked[2] * float("nan"))
-        engine.step(batches(1, 2))
+        with updates.released_by_who_waits(engine):
+            engine.step(batches(1, 2))
         handle.remove()
-        held = {f"{name}/param": value for name, value in engine.state_dict().items()}
+        with updates.released_by_who_waits(engine):
+            held = {f"{name}/param": value for name, value in engine.state_dict().items()}
+        assert updates.steps == {0, 1}
         found = engine.evaluate(batches(7, 2))
     twin = decoder().eval()
     twin.load_state_dict({name: states[0][f"{name}/param"] for name in twin.state_dict()})
@@ -241,10 +262,11 @@ def test_a_run_goes_on_bit_for_bit_under_another_fraction(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_commit_holds_every_update_of_its_step(tmp_path):
+def test_a_commit_holds_every_update_of_its_step(tmp_path, monkeypatch):
     """Each commit that is published while the next step runs is the state of its own step, delayed or not."""
     _, _, states = plain_loop(2, None)
-    with delayed_engine(tmp_path, 0.5, **SLOW) as engine:
+    updates = Held(monkeypatch, "update")
+    with delayed_engine(tmp_path, 0.5) as engine, updates:
         seen = set()
         publish = engine._run.store.publish
 
@@ -255,18 +277,24 @@ def test_a_commit_holds_every_update_of_its_step(tmp_path):
 
         engine._run.store.publish = look
         for step in range(5):
-            engine.step(batches(step, 2))
-            assert engine.durable_step in (step, step + 1)
+            with updates.released_by_who_waits(engine) if step else nullcontext():
+                engine.step(batches(step, 2))
+            assert engine.durable_step == step
     assert seen == {1, 2, 3, 4, 5}
+    assert updates.steps == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.slow
-def test_a_save_between_commits_has_the_delayed_updates_too(tmp_path):
+def test_a_save_between_commits_has_the_delayed_updates_too(tmp_path, monkeypatch):
     _, _, states = plain_loop(2, None)
-    with delayed_engine(tmp_path, 1.0, commit_every=0, **SLOW) as engine:
+    updates = Held(monkeypatch, "update")
+    with delayed_engine(tmp_path, 1.0, commit_every=0) as engine, updates:
         for step in range(3):
-            engine.step(batches(step, 2))
-        engine.save()
+            with updates.released_by_who_waits(engine) if step else nullcontext():
+                engine.step(batches(step, 2))
+        with updates.released_by_who_waits(engine):
+            engine.save()
+        assert updates.steps == {0, 1, 2}
         assert differing(stored(tmp_path), states[2]) == []
 
 

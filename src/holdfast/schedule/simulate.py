@@ -109,8 +109,9 @@ class _Run:
         self.spans: list[Span] = []
         self.step_ends = [0.0] * len(steps)
         servers = {machine.server(lane): _Server(lane in (SSD_READ, SSD_WRITE)) for lane in LANES}
+        of_lane = {lane: servers[machine.server(lane)] for lane in LANES}
         self._servers = list(servers.values())
-        self._server_of = [servers[machine.server(op.lane)] for op in self.links.ops]
+        self._server_of = [of_lane[op.lane] for op in self.links.ops]
         self._seconds = [machine.seconds(op) for op in self.links.ops]
         self._ready = [index for index, missing in enumerate(self.links.missing) if not missing]
         self._now = 0.0
@@ -123,7 +124,7 @@ class _Run:
             self._server_of[index].offer((self.links.ops[index].priority, index), self._seconds[index])
         self._ready = []
         for server in self._servers:
-            index = server.serve(self._now)
+            index = server.serve(self._now) if server.changed else None
             if index is None:
                 continue
             heapq.heappush(self._events, (server.until, index, server.turn))
@@ -137,8 +138,9 @@ class _Run:
         self._now = self._events[0][0]
         while self._events and self._events[0][0] == self._now:
             _, index, turn = heapq.heappop(self._events)
-            if turn == self._server_of[index].turn:  # otherwise it was overtaken meanwhile
-                self._server_of[index].free()
+            server = self._server_of[index]
+            if turn == server.turn:  # otherwise it was overtaken meanwhile
+                server.free()
                 self._end(index)
 
     def _end(self, index: int) -> None:
@@ -194,6 +196,8 @@ class _Server:
     def __init__(self, preempts: bool) -> None:
         self.turn = 0
         """Changes whenever another operation is served, which makes planned ends void."""
+        self.changed = False
+        """True if an operation was offered, or one ended, since the server last chose."""
         self.until = 0.0
         self._preempts = preempts
         self._waiting: list[tuple[tuple[int, int], float]] = []  # (priority, index), seconds left
@@ -201,9 +205,11 @@ class _Server:
 
     def offer(self, rank: tuple[int, int], seconds: float) -> None:
         heapq.heappush(self._waiting, (rank, seconds))
+        self.changed = True
 
     def serve(self, now: float) -> int | None:
         """Begin (or continue) the most urgent operation; return it if it was not the one under way."""
+        self.changed = False
         if not self._waiting:
             return None
         if self._current is not None:
@@ -217,6 +223,7 @@ class _Server:
 
     def free(self) -> None:
         self._current = None
+        self.changed = True
 
 
 class _Memory:

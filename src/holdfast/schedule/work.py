@@ -77,12 +77,15 @@ class Work:
     @property
     def resident_tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the resident state, one at least."""
-        whole = TileWork(
-            elements=self.resident_elements,
-            state_bytes=self.resident_state_bytes,
-            grad_bytes=self.resident_grad_bytes,
+        if self.resident_cut:
+            return self.resident_cut
+        return (
+            TileWork(
+                elements=self.resident_elements,
+                state_bytes=self.resident_state_bytes,
+                grad_bytes=self.resident_grad_bytes,
+            ),
         )
-        return self.resident_cut or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +139,15 @@ class BlockWork:
     @property
     def tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the state, one at least."""
-        whole = TileWork(
-            elements=self.elements, state_bytes=self.state_bytes, trained_param_bytes=self.trained_param_bytes
+        if self.cut:
+            return self.cut
+        return (
+            TileWork(
+                elements=self.elements,
+                state_bytes=self.state_bytes,
+                trained_param_bytes=self.trained_param_bytes,
+            ),
         )
-        return self.cut or (whole,)
 
     @property
     def kept_param_bytes(self) -> int:

@@ -211,7 +211,9 @@ def _classes(ops: Sequence[Op]) -> dict[str, _Class]:
     classes: dict[str, _Class] = {}
     for index, op in enumerate(ops):
         for hold in op.takes:
-            found = classes.setdefault(hold.kind, _Class(hold.slots))
+            found = classes.get(hold.kind)
+            if found is None:
+                found = classes[hold.kind] = _Class(hold.slots)
             assert found.slots == hold.slots, f"{hold.kind} has both {found.slots} and {hold.slots} slots"
             found.takers.append(index)
         for name in op.gives:
@@ -222,8 +224,15 @@ def _classes(ops: Sequence[Op]) -> dict[str, _Class]:
 def _with(op: Op, needs: Sequence[Key], needs_previous: Sequence[Key]) -> Op:
     if not needs and not needs_previous:
         return op
-    return replace(
-        op,
+    return Op(  # ``replace`` takes several times as long, and a list may have tens of thousands of operations
+        op.key,
+        op.lane,
+        op.nbytes,
+        op.work,
         needs=tuple(dict.fromkeys((*op.needs, *needs))),
         needs_previous=tuple(dict.fromkeys((*op.needs_previous, *needs_previous))),
+        takes=op.takes,
+        gives=op.gives,
+        priority=op.priority,
+        redo=op.redo,
     )

@@ -282,12 +282,12 @@ def commit(s: StepBuilder) -> None:
     """Publish the step, if it ends in a commit. State that an earlier step wrote is part of it too."""
     if not s.shape.commit:
         return
-    stored = tuple(op.key for op in s.ops if op.key.kind in ("store_state", "store_resident"))
+    stored = dict.fromkeys(op.key for op in s.ops if op.key.kind in ("store_state", "store_resident"))
     earlier = [Key("store_state", block, tile=t) for block in range(s.count) for t in s.tiles(block)]
     earlier += [Key("store_resident", tile=t) for t in range(len(s.work.resident_tiles))]
     s.add(
         Key("commit"),
         operations.COMMIT,
-        needs=stored,
+        needs=tuple(stored),
         needs_previous=(Key("commit"), *(key for key in earlier if key not in stored)),
     )

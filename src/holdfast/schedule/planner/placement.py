@@ -81,6 +81,7 @@ class _Search:
         self.work, self.shape, self.schedule = work, shape, schedule
         self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
         self.savings = savings
+        self._predicted: dict[BlockPlacement, Memory] = {}
         no_limit = work.unified or device_budget is None
         self.device_bytes, self.saving = inf if no_limit else device_budget, FASTEST
 
@@ -104,9 +105,12 @@ class _Search:
         return self.held + self._memory(fractions).host_bytes
 
     def _memory(self, fractions: dict[str, float]) -> Memory:
-        return predict(
-            self.work, self.placement(fractions), self.shape, self.schedule, self.evaluation_batches
-        )
+        placement = self.placement(fractions)
+        found = self._predicted.get(placement)
+        if found is None:
+            found = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
+            self._predicted[placement] = found
+        return found
 
     def fits(self, fractions: dict[str, float]) -> bool:
         return self.budget is None or self.host_bytes(fractions) <= self.budget

@@ -116,13 +116,13 @@ def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(worl
 
 
 @pytest.mark.campaign(cover=True)
-@pytest.mark.parametrize("kind, clip_norm", [("narrow", 0.5), ("wide", None)])
-def test_a_run_goes_on_with_any_number_of_ranks(world, tmp_path, kind, clip_norm):
+@pytest.mark.parametrize("kind, clip_norm, way", [("narrow", 0.5, "streamed"), ("wide", None, "resident")])
+def test_a_run_goes_on_with_any_number_of_ranks(world, tmp_path, kind, clip_norm, way):
     phases = [(2, 1, 2), (4, 2, 1), (5, 3, 2), (7, 2, 2), (8, 2, 1), (10, 1, 3)]
     for steps, ranks, micro_batches in phases:
         said = world.run(
             ranks, root=tmp_path, steps=steps, micro_batches=micro_batches, kind=kind,
-            options={"clip_norm": clip_norm, "retain": 1},
+            options={"clip_norm": clip_norm, "retain": 1, "embedding_and_head": way},
         )  # fmt: skip
     check(said, tmp_path, *plain(phases, kind, clip_norm=clip_norm))
     left = {path.name for path in (tmp_path / "data").iterdir()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXT = (
@@ -102,14 +105,60 @@ QUANTISED = {
 
 
 def write_quantised(folder: Path, kind: str, make=llama) -> Path:
-    """A folder as the library publishes it, of a model that ``make`` makes."""
+    """A folder as the library publishes it, of a model that ``make`` makes; of the kind "fp8" too."""
     plain = write_folder(folder / "plain", make)
+    if kind == "fp8":
+        return as_fp8(plain, folder / kind)
     config = transformers.BitsAndBytesConfig(**QUANTISED[kind])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
     )
     model.save_pretrained(folder / kind)
     return folder / kind
+
+
+def as_fp8(
+    plain: Path,
+    folder: Path,
+    tile: tuple[int, int] | None = (8, 8),
+    scales: torch.dtype = torch.float32,
+    **told,
+) -> Path:
+    """A copy of a folder whose linear layers, without the head, are in fp8 with a scale for each tile."""
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": tile,
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised | told}))
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = in_fp8(tensors[name], tile, scales)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def in_fp8(
+    weight: torch.Tensor, tile: tuple[int, int] | None, scales: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in fp8, and the scale of each tile of it; tiles at the edges are smaller."""
+    down, across = tile or weight.shape
+    grid = torch.empty(-(-weight.shape[0] // down), -(-weight.shape[1] // across), dtype=scales)
+    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i, j in itertools.product(*map(range, grid.shape)):
+        here = slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across)
+        grid[i, j] = weight[here].abs().max().float() / 448
+        packed[here] = (weight[here].float() / grid[i, j].float()).clamp(-448, 448).to(packed.dtype)
+    return packed, grid if tile else grid.reshape(())
+
+
+def from_fp8(packed: torch.Tensor, grid: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """The matrix that ``in_fp8`` packed, in fp32, element by element."""
+    rows, columns = (torch.arange(size) // each for size, each in zip(packed.shape, tile))
+    return packed.float() * grid.float()[rows[:, None], columns]
 
 
 def write_pairs(path: Path, count: int = 40) -> Path:

@@ -199,10 +199,11 @@ class Ranks:
         """
         if self.alone:
             return
+        values = flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat  # gloo knows no fp8
         with self._failing():
             for rank, (start, stop) in enumerate(ranges):
                 if start < stop:
-                    dist.broadcast(flat[start:stop], rank, group=self._open())
+                    dist.broadcast(values[start:stop], rank, group=self._open())
 
     def sum_into(self, own: torch.Tensor, flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         """Put into ``own`` the sum over all ranks of this rank's range of ``flat``.

@@ -184,7 +184,6 @@ def test_the_document_has_adapters_and_base(plan):
         "base": "nf4",
         "base_bits_per_weight": pytest.approx(4.127, abs=1e-3),
         "base_bytes": base,
-        "engine_reads_base": True,
     }
     moved = base * (31 + 32) / 32
     assert chosen["base_moved_bytes_per_step"] == pytest.approx(moved)
@@ -257,12 +256,10 @@ def test_the_settings_for_adapters_are_a_call_that_offload_takes(holdfast, machi
     } | expected
 
 
-def test_a_base_that_the_engine_does_not_read_is_planned_without_settings(holdfast, plan):
-    options = [*ADAPTERS, "--base", "fp8", "--delayed", "0"]
-    assert plan(*options)["adapters"]["engine_reads_base"] is False
-    result = holdfast("plan", *options)
-    assert "It does not read a base in fp8." in " ".join(result.out.split())
-    assert "holdfast.offload(" not in result.out
+@pytest.mark.parametrize("base", ["fp8", "int8"])
+def test_other_bases_are_planned_with_settings(holdfast, base):
+    result = holdfast("plan", *ADAPTERS, "--base", base, "--delayed", "0")
+    assert f"these layers in {base}, 8" in result.out and "holdfast.offload(" in result.out
 
 
 @pytest.mark.slow

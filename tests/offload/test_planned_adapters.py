@@ -27,6 +27,13 @@ SIZES = {
 
 def quantised(model, base):
     """``model`` with the linear layers of its blocks in the format of ``base``."""
+    if base == "fp8":
+        finegrained_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+        for name, layer in list(model.model.layers.named_modules()):
+            if isinstance(layer, torch.nn.Linear):
+                made = finegrained_fp8.FP8Linear(layer.in_features, layer.out_features, (128, 128))
+                model.model.layers.set_submodule(name, made.requires_grad_(False))
+        return model
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for block in model.model.layers:
         for name, layer in list(block.named_modules()):
@@ -44,7 +51,7 @@ def quantised(model, base):
     return model
 
 
-@pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
+@pytest.mark.parametrize("base", ["bf16", "fp8", "int8", "nf4"])
 def test_planned_bytes_are_those_of_the_engine(base):
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaForCausalLM(config).bfloat16()

@@ -290,7 +290,7 @@ def test_a_layer_that_was_packed_for_inference_is_refused():
     """The library rounds the scales as it packs a weight for the CPU, and puts some back in another order."""
     model = nn.Sequential(layer("nf4"))
     model[0].weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ModelNotSupported, match=r"^0 was packed anew .*Load the model again"):
+    with pytest.raises(ModelNotSupported, match=r"^0 \(Linear4bit\) was packed anew .*Load the model again"):
         open_layers(model)
     assert not is_open(model[0])
 

@@ -36,7 +36,7 @@ KEPT = holdfast.Placement(params_on_host=1.0, optimizer_on_host=1.0, recomputed_
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_bits_depend_on_no_placement_and_no_resume(tmp_path, kind):
     """The device rounds otherwise than the host, in attention and in products of 8 bits."""
     folder, runs = write_quantised(tmp_path / "folder", kind), [tmp_path / "kept", tmp_path / "ssd"]

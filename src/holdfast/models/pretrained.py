@@ -32,7 +32,7 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
     """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
     ``folder`` is as ``save_pretrained`` writes it.
-    Weights that bitsandbytes has quantised to 4 or 8 bits stay packed, and frozen: give the model adapters.
+    Weights that bitsandbytes has quantised to 4 or 8 bits, or in fp8, stay packed and frozen: give the model adapters.
     Raises ``BadInput`` if it is no such folder, or transformers or bitsandbytes is not installed.
     Raises ``ModelNotSupported`` if its weights are quantised in another way, or it needs code of its own.
 
@@ -62,7 +62,7 @@ def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) 
 
     It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
     that. Raises ``ModelNotSupported`` for models that need code of their own, and for quantised weights. With
-    ``quantised``, weights that bitsandbytes has quantised are accepted.
+    ``quantised``, weights that bitsandbytes has quantised and those in fp8 are accepted.
     """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
@@ -134,14 +134,13 @@ class Weights:
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
 
-        It is known if all floating-point tensors of the folder have one dtype of 16 bits. Scales and tables of
-        quantised layers do not count.
+        It is known if all floating-point tensors of the folder have one dtype of 16 bits. What quantised layers
+        compute with does not count.
         """
         atoms = [stored.atom for stored in SafetensorsFiles(self.path).atoms.values()]
         found = {atom.dtype for atom in atoms if not quantised_weights.unpacks_weight(atom.name)}
-        narrow = [
-            FROM_NAME[name] for name in found if name in FROM_NAME and FROM_NAME[name].is_floating_point
-        ]
+        known = [FROM_NAME[name] for name in found if name in FROM_NAME]
+        narrow = [dtype for dtype in known if dtype.is_floating_point and dtype.itemsize > 1]
         if len(narrow) != 1 or narrow[0] not in (torch.bfloat16, torch.float16):
             return {}
         return {id(parameter): narrow[0] for parameter in self._named.values()}

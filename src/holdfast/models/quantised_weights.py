@@ -1,4 +1,4 @@
-"""Model folders that bitsandbytes has quantised: their models get quantised layers on ``meta``, without the weights.
+"""Folders of bitsandbytes or in fp8: their models get quantised layers on ``meta``, without the weights.
 
 transformers puts these layers into a model. Shapes and dtypes are in the headers of the folder's files. Values are read
 only of the quant state of each 4-bit layer (block sizes, dtypes and shape, as JSON). Called by ``pretrained``.
@@ -16,13 +16,22 @@ from torch import nn
 from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
-from ..offload.model.quantised_layers import QUANT_STATE, is_quantised, missing_tensors, open_on_meta
+from ..offload.model.quantised_layers import (
+    FP8_LIBRARY,
+    QUANT_STATE,
+    SCALES,
+    is_quantised,
+    missing_tensors,
+    open_on_meta,
+)
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from .naming import names_by_model
 
-LIBRARY = "bitsandbytes"
-_UNPACKING = r"weight\.(?:nested_)?(?:absmax|quant_map)|weight\.quant_state\..+|SCB|weight_format"
+LIBRARY, FP8 = "bitsandbytes", "fp8"
+_UNPACKING = (
+    r"weight\.(?:nested_)?(?:absmax|quant_map)|weight\.quant_state\..+|SCB|weight_format|weight_scale_inv"
+)
 _UNPACKING_TENSOR = re.compile(rf".+\.(?:{_UNPACKING})")
 _LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{_UNPACKING})")
 
@@ -41,12 +50,15 @@ def refuse_unknown(path: Path, config: Any) -> None:
 
     Raises ``ModelNotSupported`` for another kind, and ``BadInput`` if the library is not installed.
     """
-    kind = config.get("quant_method") if isinstance(config, dict) else config
-    in_bits = isinstance(config, dict) and (config.get("load_in_4bit") or config.get("load_in_8bit"))
-    if kind not in (None, LIBRARY) or not in_bits:
+    told = config if isinstance(config, dict) else {"quant_method": config}
+    kind = told.get("quant_method")
+    if kind == FP8:
+        _refuse_other_fp8(path, told)
+        return
+    if kind not in (None, LIBRARY) or not (told.get("load_in_4bit") or told.get("load_in_8bit")):
         raise ModelNotSupported(
             f"{path} holds weights that were quantised by {kind or 'something unknown'}, and adapters train on those of"
-            f" {LIBRARY} in 4 or 8 bits. Give such a folder, or the one that these were made from."
+            f" {LIBRARY} in 4 or 8 bits, or in {FP8}. Give such a folder, or the one that these were made from."
         )
     try:
         __import__(LIBRARY)
@@ -57,10 +69,25 @@ def refuse_unknown(path: Path, config: Any) -> None:
         ) from error
 
 
+def _refuse_other_fp8(path: Path, told: dict[str, Any]) -> None:
+    scheme, form = told.get("activation_scheme", "dynamic"), told.get("fmt") or "e4m3"
+    tile = told.get("weight_block_size")
+    if scheme != "dynamic" or form != "e4m3":
+        raise ModelNotSupported(
+            f"{path} holds fp8 weights of the kind {form} whose layers scale their inputs in the {scheme} way, and"
+            " adapters train on those of e4m3 with dynamic scales. Give the folder that these were made from."
+        )
+    if tile is not None and not (
+        isinstance(tile, list) and len(tile) == 2 and all(isinstance(n, int) and n > 0 for n in tile)
+    ):
+        raise BadInput(f"{path}: weight_block_size must be two sizes of at least 1, not {tile!r}")
+
+
 def insert_quantised_layers(model: Any, path: Path) -> None:
     """Put the quantised layers of the folder ``path`` into ``model``, which is on ``meta``, and open them.
 
-    Raises ``Damaged`` if the folder lacks a tensor of a layer, or has a quant state that cannot be read.
+    Raises ``Damaged`` if the folder lacks a tensor of a layer, or has a quant state or scales that cannot be read, and
+    ``ModelNotSupported`` for quantised layers of another kind, such as experts.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -68,6 +95,16 @@ def insert_quantised_layers(model: Any, path: Path) -> None:
     quantizer.preprocess_model(model=model, device_map=None)
     quantizer.postprocess_model(model)
     layers = {name: module for name, module in model.named_modules() if is_quantised(module)}
+    other = [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if type(module).__module__ == FP8_LIBRARY and name not in layers
+    ]
+    if other:
+        raise ModelNotSupported(
+            f"{path} has fp8 weights in {other[0]}, and adapters train on linear layers alone. Give the folder that it"
+            " was made from."
+        )
     found = _tensors_of(layers, model, SafetensorsFiles(path))
     for name, layer in layers.items():
         tensors = found.get(name, {})
@@ -77,7 +114,9 @@ def insert_quantised_layers(model: Any, path: Path) -> None:
             open_on_meta(layer, tensors)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(
-                f"{path} has a quant state of {name} that cannot be read: {error!r}", path=str(path)
+                f"{path} has {'scales' if SCALES in tensors else 'a quant state'} of {name} that cannot be read:"
+                f" {error!r}",
+                path=str(path),
             ) from error
 
 

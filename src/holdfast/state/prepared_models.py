@@ -71,7 +71,8 @@ def _sets_weights(module: nn.Module) -> bool:
 
 def _is_quantized(module: nn.Module) -> bool:
     kinds = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized",
-             "bitsandbytes.nn", "hqq.", "optimum.quanto", "auto_gptq", "gptqmodel", "awq.")  # fmt: skip
+             "bitsandbytes.nn", "hqq.", "optimum.quanto", "auto_gptq", "gptqmodel", "awq.",
+             "transformers.integrations.finegrained_fp8.")  # fmt: skip
     return _has_ancestor(module, *kinds) and not _has_ancestor(
         module,
         "bitsandbytes.nn.modules.StableEmbedding",
@@ -89,7 +90,7 @@ def _computes_otherwise(parameter: nn.Parameter) -> bool:
 
 
 QUANTISED_ADVICE = (
-    "Out of core, adapters train on linear layers of bitsandbytes in 4 or 8 bits, or on a base in bf16:"
+    "Out of core, adapters train on linear layers of bitsandbytes in 4 or 8 bits, in fp8, or on a base in bf16:"
     " load the model with such a quantization_config=, or without one"
 )
 

@@ -48,8 +48,6 @@ Engine = tuple[Solution, Simulation] | DoesNotFit
 ON_HOST = ("params", "optimizer", "activations")
 """The kinds of which a run gets fractions to hold in host memory."""
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
-ENGINE_BASES = ("bf16", "int8", "nf4")
-"""The formats of a frozen base that the engine of this version reads."""
 ENGINE_TODAY = (
     "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
     "gradients wait."
@@ -210,7 +208,6 @@ def _adapters_document(model: ModelProfile | AdaptedModel) -> dict[str, Any] | N
         "base": model.base.name,
         "base_bits_per_weight": model.weight_bits,
         "base_bytes": model.blocks * model.frozen_block_bytes,
-        "engine_reads_base": _engine_reads(model),
     }
 
 
@@ -304,7 +301,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         return
     if not isinstance(model, AdaptedModel):
         _print_settings(engine[0])
-    elif _engine_reads(model):
+    else:
         _print_call(engine[0])
 
 
@@ -416,20 +413,12 @@ def _engine_text(engine: Engine) -> str:
     if isinstance(engine, DoesNotFit):
         return f"{ENGINE_TODAY} It does not fit: {engine}"
     solution, simulation = engine
-    seconds, model = simulation.seconds_per_step, solution.setting.model
-    said = (
-        f"With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
+    seconds = simulation.seconds_per_step
+    return (
+        f"{ENGINE_TODAY} With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
         f"{rate_text(solution.setting.tokens / seconds)} tokens/s (the formulas above: "
-        f"{rate_text(solution.tokens_per_second)})"
+        f"{rate_text(solution.tokens_per_second)}), set so:"
     )
-    if isinstance(model, AdaptedModel) and not _engine_reads(model):
-        return f"{ENGINE_TODAY} It does not read a base in {model.base.name}. {said}"
-    return f"{ENGINE_TODAY} {said}, set so:"
-
-
-def _engine_reads(model: AdaptedModel) -> bool:
-    """Return whether the engine of this version reads the base as it is stored."""
-    return model.base.name in ENGINE_BASES
 
 
 def _print_call(engine: Solution) -> None:

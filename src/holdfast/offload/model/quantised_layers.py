@@ -1,15 +1,19 @@
-"""Quantised linear layers of bitsandbytes, with all that they compute with as parameters.
+"""Quantised linear layers of bitsandbytes and in fp8, with all that they compute with as parameters.
 
-Such a layer keeps its weight packed. The scales and tables that unpack it are attributes, which ``parameters()`` does
-not list. Out of core they must move with the block. ``open_layers`` therefore makes them frozen parameters, under the
-names that they have in published files. The ``weight`` of an open layer is a property that puts an object of the
-library's class together from these parameters, in their memory. The kernels of the library, and PEFT, compute with it
-as before. ``close_layers`` undoes it.
+Such a layer keeps its weight packed. In bitsandbytes the scales and tables that unpack it are attributes, which
+``parameters()`` does not list. Out of core they must move with the block. ``open_layers`` therefore makes them frozen
+parameters, under the names that they have in published files. The ``weight`` of an open layer is a property that puts
+an object of the library's class together from these parameters, in their memory. The kernels of the library, and PEFT,
+compute with it as before. ``close_layers`` undoes it.
 
 The quant state of a 4-bit layer (block sizes, dtypes, shape, offset of the scales) is needed on the host before the
 layer computes. It is a parameter as well, and the layer reads it (``set_quant_state``) whenever files are read.
 
-bitsandbytes is not imported here: a model that has such layers has imported it.
+The kernels of transformers' fp8 layers are fetched from the network, run on few GPUs and round activations to fp8. An
+open fp8 layer computes in the dtype of its input instead, with its weight unpacked by torch on any device: the bits of
+the model that transformers loads with ``dequantize=True``.
+
+bitsandbytes and transformers are not imported here: a model that has such layers has imported them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,30 +32,29 @@ from ...errors import ModelNotSupported
 from ...state.capture import AS_STORED
 
 LIBRARY = "bitsandbytes.nn.modules"
+FP8_LIBRARY = "transformers.integrations.finegrained_fp8"
 QUANT_STATE = "weight.quant_state.bitsandbytes__"
 """The beginning of the name of the tensor that holds the quant state of a 4-bit layer, as JSON."""
+SCALES = "weight_scale_inv"
+"""The name of the scales of an fp8 layer: the values that its weights are multiplied by."""
+NOT_QUANTISED = (
+    'has not quantised its weight. That happens when the model is moved to a device: model.to("cpu"). Weights that are'
+    " trained cannot be quantised."
+)
 
 
 def open_layers(model: nn.Module) -> None:
     """Make what the quantised layers of ``model`` compute with frozen parameters. Open layers stay as they are.
 
-    Raises ``ModelNotSupported``, with nothing changed, for a layer that has not quantised its weight yet, or has packed
-    it anew for inference.
+    Raises ``ModelNotSupported``, with nothing changed, for a layer that has not quantised its weight yet, has packed it
+    anew for inference, or rounds its inputs by a stored scale.
     """
     found = [
         (name, module, opened) for name, module in model.named_modules() if (opened := _open_class(module))
     ]
     for name, module, opened in found:
-        if not opened.is_ready(module):
-            raise ModelNotSupported(
-                f"{name} ({type(module).__name__}) has not quantised its weight. That happens when the"
-                ' model is moved to a device: model.to("cpu"). Weights that are trained cannot be quantised.'
-            )
-        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise ModelNotSupported(
-                f"{name} was packed anew when the model ran in evaluation mode on this CPU, which rounds"
-                " its scales. Load the model again, and let the engine evaluate it: engine.evaluate."
-            )
+        if why := opened.refusal(module):
+            raise ModelNotSupported(f"{name} ({type(module).__name__}) {why}")
     # all before the first is open, as layers may share a weight
     every = [module.state_dict() for _, module, _ in found]
     for (_, module, opened), tensors in zip(found, every, strict=True):
@@ -65,9 +68,13 @@ def open_on_meta(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
     Args:
         module: The layer.
         tensors: The layer's tensors by their names in it, on ``meta`` except for the quant state, which has values.
+
+    Raises ``ValueError`` for tensors of other dtypes or shapes than the layer's, and ``ModelNotSupported`` for a layer
+    that cannot be opened.
     """
     opened = _open_class(module)
     assert opened is not None
+    opened.check_tensors(module, tensors)
     module._parameters["weight"] = nn.Parameter(tensors["weight"].to("meta"), requires_grad=False)
     opened.drop_tensors(module)
     _open(module, opened, tensors)
@@ -86,13 +93,7 @@ def close_layer(module: nn.Module) -> None:
     """Close one layer of a model, if it is open and not on ``meta``."""
     if not isinstance(module, _OpenLayer) or module._parameters["weight"].is_meta:
         return
-    made, weight = module.weight, module._parameters["weight"]
-    module.close()
-    weight.__dict__.clear()
-    weight.__class__ = type(made)  # the object stays the same, as an optimizer may refer to it
-    weight.__dict__.update(made.__dict__)
-    if isinstance(made, _library("nn.modules").Params4bit):
-        module.quant_state = weight.quant_state  # type: ignore[assignment]
+    module.give_back()
 
 
 def is_quantised(module: nn.Module) -> bool:
@@ -125,11 +126,11 @@ def set_quant_state(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _open_class(module: nn.Module) -> type[_OpenLayer] | None:
     """Return the class of ``module`` once it is open; None unless it is a quantised layer that is not open."""
-    library = sys.modules.get(LIBRARY)
-    if library is None or isinstance(module, _OpenLayer):
+    if isinstance(module, _OpenLayer):
         return None
-    for name, mixin in (("Linear4bit", _Open4bit), ("Linear8bitLt", _Open8bit)):
-        if isinstance(module, getattr(library, name)):
+    for library, name, mixin in _LAYERS:
+        kind = getattr(sys.modules.get(library), name, None)
+        if kind is not None and isinstance(module, kind):
             return _subclass(mixin, type(module))
     return None
 
@@ -147,9 +148,12 @@ def _open(module: Any, opened: type[_OpenLayer], tensors: Mapping[str, torch.Ten
     setattr(weight, AS_STORED, module.in_features * module.out_features)
     module.__class__ = opened
     for name, tensor in tensors.items():
-        if name not in module._parameters:
-            device = weight.device if weight.is_meta else tensor.device
-            module._parameters[name] = part = nn.Parameter(tensor.detach().to(device), requires_grad=False)
+        if name not in ("weight", "bias"):
+            part = module._parameters.get(name)
+            if part is None or weight.is_meta:
+                device = weight.device if weight.is_meta else tensor.device
+                part = nn.Parameter(tensor.detach().to(device), requires_grad=False)
+            module._parameters[name] = part
             setattr(part, AS_STORED, 0)
             set_quant_state(module, name, tensor)
 
@@ -168,14 +172,17 @@ class _OpenLayer:
         raise NotImplementedError
 
     @staticmethod
-    def is_ready(module: Any) -> bool:
-        """Return whether the weight of ``module`` is quantised."""
+    def refusal(module: Any) -> str | None:
+        """Return why ``module`` cannot be opened, and the way out; None if it can."""
         raise NotImplementedError
+
+    @staticmethod
+    def check_tensors(module: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ``ValueError`` if ``tensors`` are none of a layer such as ``module``."""
 
     @staticmethod
     def drop_tensors(module: Any) -> None:
         """Remove the attributes of ``module`` that would keep its tensors in memory."""
-        raise NotImplementedError
 
     def library_weight(self, weight: Any) -> Any:
         """Return the packed parameter ``weight`` as an object of the library's class."""
@@ -186,6 +193,14 @@ class _OpenLayer:
         for name in [name for name, part in self._parameters.items() if getattr(part, AS_STORED, 1) == 0]:
             del self._parameters[name]
         self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
+
+    def give_back(self) -> None:
+        """Close the layer, with the values of its parameters."""
+        made, weight = self.weight, self._parameters["weight"]
+        self.close()
+        weight.__dict__.clear()
+        weight.__class__ = type(made)  # the object stays the same, as an optimizer may refer to it
+        weight.__dict__.update(made.__dict__)
 
     @property
     def weight(self) -> Any:
@@ -240,12 +255,24 @@ class _Open4bit(_OpenLayer):
         return needed
 
     @staticmethod
-    def is_ready(module: Any) -> bool:
-        return getattr(module.weight, "quant_state", None) is not None and not module.weight.requires_grad
+    def refusal(module: Any) -> str | None:
+        state = getattr(module.weight, "quant_state", None)
+        if state is None or module.weight.requires_grad:
+            return NOT_QUANTISED
+        if getattr(state, "packing_format_for_cpu", False):
+            return (
+                "was packed anew when the model ran in evaluation mode on this CPU, which rounds its scales. Load the"
+                " model again, and let the engine evaluate it: engine.evaluate."
+            )
+        return None
 
     @staticmethod
     def drop_tensors(module: Any) -> None:
         module.quant_state = None
+
+    def give_back(self) -> None:
+        super().give_back()
+        self.quant_state = self._parameters["weight"].quant_state
 
     @property
     def support_avx512bf16_for_cpu(self) -> bool:
@@ -318,9 +345,9 @@ class _Open8bit(_OpenLayer):
         return ["weight", "SCB"]
 
     @staticmethod
-    def is_ready(module: Any) -> bool:
+    def refusal(module: Any) -> str | None:
         scales = getattr(module.weight, "SCB", None) if module.state.SCB is None else module.state.SCB
-        return scales is not None and not module.state.has_fp16_weights
+        return NOT_QUANTISED if scales is None or module.state.has_fp16_weights else None
 
     @staticmethod
     def drop_tensors(module: Any) -> None:
@@ -353,6 +380,121 @@ class _Open8bit(_OpenLayer):
             return super().forward(x)
         finally:
             del self.__dict__["_state_in_pass"]
+
+
+class _OpenFp8(_OpenLayer):
+    """A layer of fp8 values with a scale for each tile of the weight, or one scale for all of it."""
+
+    @staticmethod
+    def needed(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return ["weight", SCALES]
+
+    @staticmethod
+    def refusal(module: Any) -> str | None:
+        if hasattr(module, "n_groups"):
+            return "divides its inputs into groups, which only transformers' own kernels compute in fp8."
+        if module.activation_scale is not None:
+            return (
+                "rounds its inputs to fp8 by a stored scale (activation_scheme static). Give the folder that it was"
+                " made from, or one with dynamic scales."
+            )
+        if module.weight.dtype != torch.float8_e4m3fn:
+            return f"has a weight in {module.weight.dtype}. Load the model again, or with dequantize=True."
+        return None
+
+    @staticmethod
+    def check_tensors(module: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        shape = (module.out_features, module.in_features)
+        weight, scales, tile = tensors["weight"], tensors[SCALES], module.block_size
+        if weight.dtype != torch.float8_e4m3fn or weight.shape != shape:
+            raise ValueError(f"a weight {[*weight.shape]} in {weight.dtype}, not {[*shape]} in float8_e4m3fn")
+        grid = [-(-size // each) for size, each in zip(shape, tile, strict=True)] if tile else None
+        fits = scales.numel() == 1 if grid is None else [*scales.shape] == grid
+        if not fits or not scales.is_floating_point():
+            raise ValueError(
+                f"scales {[*scales.shape]} in {scales.dtype} for a weight {[*shape]} in tiles {tile}, not {grid or [1]}"
+            )
+
+    def close(self) -> None:
+        del self._parameters[SCALES].__dict__[AS_STORED]
+        self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
+
+    def give_back(self) -> None:
+        weight = self._parameters["weight"]
+        self.close()
+        del weight.__dict__[AS_STORED]
+
+    def library_weight(self, weight: Any) -> torch.Tensor:
+        """Return the unpacked weight in fp32, for PEFT, which creates adapters of its dtype."""
+        return unpacked(weight.data, self._part(SCALES), self.block_size, torch.float32)  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = self._parameters
+        return _UnpackedLinear.apply(
+            x,
+            parameters["weight"],
+            parameters[SCALES],
+            parameters["bias"],
+            self.block_size,  # type: ignore[attr-defined]
+        )
+
+
+class _UnpackedLinear(torch.autograd.Function):
+    """A product with an fp8 weight that is unpacked in both passes. What it keeps between them is packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        tile: Sequence[int] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, scales)
+        ctx.tile = tile
+        return nn.functional.linear(x, unpacked(weight, scales, tile, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        weight, scales = ctx.saved_tensors
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = gradient @ unpacked(weight, scales, ctx.tile, gradient.dtype)
+        if ctx.needs_input_grad[3]:
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return of_input, None, None, of_bias, None
+
+
+def unpacked(
+    weight: torch.Tensor, scales: torch.Tensor, tile: Sequence[int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``weight * scales``, computed in fp32 and rounded once to ``dtype``.
+
+    Args:
+        weight: Values of shape [rows, columns] in fp8.
+        scales: One for each tile, [rows / tile, columns / tile] rounded up, or a single one without tiles.
+        tile: The rows and columns of a tile. Those at the edges may be smaller.
+        dtype: Dtype of the result, of at least 16 bits.
+    """
+    made, scales = weight.to(dtype), scales.to(torch.float32)  # no fp8 value is rounded
+    if tile is None:
+        return made.mul_(scales.reshape(1, 1))
+    rows, columns = weight.shape
+    by_row = scales.repeat_interleave(tile[0], 0)[:rows]
+    whole = columns // tile[1]
+    end = whole * tile[1]
+    made[:, :end].unflatten(1, (whole, tile[1])).mul_(by_row[:, :whole, None])
+    made[:, end:].mul_(by_row[:, whole:])
+    return made
+
+
+_LAYERS: tuple[tuple[str, str, type[_OpenLayer]], ...] = (
+    (LIBRARY, "Linear4bit", _Open4bit),
+    (LIBRARY, "Linear8bitLt", _Open8bit),
+    (FP8_LIBRARY, "FP8Linear", _OpenFp8),
+)
+"""The layers that can be opened: module and name of the class, and the class's methods once it is open."""
 
 
 def _parsed(numbers: torch.Tensor) -> dict[str, Any]:

@@ -170,8 +170,7 @@ class OffloadConfig:
         "auto", "of the blocks, computed again in the backward pass to save memory; likewise"
     )
     embedding_and_head: Literal["auto", "resident", "streamed"] = _key(
-        "auto",
-        'or "streamed", as blocks are, in least memory; "auto" does so where they would not fit otherwise',
+        "auto", 'or "streamed", as blocks are; "auto" streams what would not fit'
     )
     host_budget: str = _key(
         "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'

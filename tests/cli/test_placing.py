@@ -313,7 +313,7 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
         ([*GPT, "--step", "1s"], "--step is not for a plan of a --model"),
         ([*GPT, "--ssd-steps", "1000000"], "written per step are needed"),
         (
-            ["--model", "gpt-175b", "--machine", "rtx-4090", "--host", "200GB"],
+            ["--model", "gpt-175b", "--machine", "rtx-4090", "--host", "200GB", "--sequence", "8192"],
             "of the device's memory, and it has 20.5 GiB",
         ),
     ],

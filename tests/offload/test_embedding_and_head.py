@@ -271,6 +271,59 @@ SAMPLE = {"sample": batches(0, 1)[0], "micro_batches": 2}
 def test_what_is_no_way_is_refused(tmp_path):
     with pytest.raises(BadInput, match="embedding_and_head = 'both' must be"):
         offloaded(decoder(), tmp_path / "run", embedding_and_head="both")
-    with pytest.raises(BadInput, match="per_block"):
-        offloaded(decoder(), tmp_path / "run", clipping="per_block", clip_norm=1.0)
+    for options in ({"clipping": "per_block", "clip_norm": 1.0}, {"order": "snake"}):
+        with pytest.raises(BadInput, match="would change the numbers"):
+            offloaded(decoder(), tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+class Awkward(nn.Module):
+    """``way`` is where a parameter is used besides the usual place."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.late, self.head = nn.Linear(16, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        if self.way == "embedding twice":
+            x = x + self.embed(targets)
+        if self.way == "before":
+            x = self.late(x)
+        first = x
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if self.way == "between":
+                x = self.late(x)
+        if self.way == "skipping":
+            x = x + first
+        if self.way == "embedding after":
+            x = x + self.embed.weight.mean()
+        logits = self.head(x)
+        if self.way == "head twice":
+            logits = logits + self.head(first)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("way", ["skipping", "head twice"])
+def test_what_passes_the_blocks_by_arrives(tmp_path, way):
+    found = {
+        kind: losses_of(Awkward(way), tmp_path / kind, range(3), embedding_and_head=kind) for kind in KINDS
+    }
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+KINDS = ("resident", "streamed")
+
+
+@pytest.mark.parametrize("way", ["embedding twice", "before", "between", "embedding after"])
+def test_a_model_that_uses_them_elsewhere_is_refused_in_its_first_step(tmp_path, way):
+    with pytest.raises(ModelNotSupported, match="embedding_and_head"):
+        losses_of(Awkward(way), tmp_path / "run", range(1))
+    found = losses_of(Awkward(way), tmp_path / "run", range(2), embedding_and_head="resident")
+    assert found == losses_of(Awkward(way), tmp_path / "plain", range(2), embedding_and_head="resident")

@@ -46,9 +46,7 @@ def test_tiles_have_the_bits_of_whole_blocks(tmp_path, monkeypatch, options):
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "horizontal"}, {"delayed_fraction": 0.5}, {"order": "snake"}]
-)
+@pytest.mark.parametrize("options", [{}, {"schedule": "horizontal"}, {"delayed_fraction": 0.5}])
 def test_a_streamed_embedding_and_head_have_the_bits_of_those_that_stay(tmp_path, options):
     expected = train(tmp_path / "resident", range(4), 16, **options)
     found = train(tmp_path / "streamed", range(2), 16, embedding_and_head="streamed", **options)

@@ -52,6 +52,11 @@ class Blocks:
     """Modules after the blocks whose parameters are streamed as one more unit; empty if they stay on the device."""
 
     @property
+    def streams_all(self) -> bool:
+        """True if an embedding or the epilogue is streamed."""
+        return bool(self.embeddings or self.epilogue)
+
+    @property
     def unit_names(self) -> tuple[str, ...]:
         """The names of the units that are streamed."""
         return (*self.names, EPILOGUE) if self.epilogue else self.names

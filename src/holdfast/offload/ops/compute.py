@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,6 +35,28 @@ Held = Callable[[], Gradients]
 """Function that returns the place to which a block's gradients are added, once there are any."""
 
 
+def _explained(operation: Callable[[Runtime, Op, Step], None]) -> Callable[[Runtime, Op, Step], None]:
+    """Return ``operation`` with a clear error for a model that uses a streamed embedding or head at another time.
+
+    The places of a unit that is not on the device hold parameters on ``meta``, which have no values.
+    """
+
+    @wraps(operation)
+    def explained(run: Runtime, op: Op, step: Step) -> None:
+        try:
+            operation(run, op, step)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error) or not run.patch.blocks.streams_all:
+                raise
+            raise ModelNotSupported(
+                "the model uses a parameter of its embedding, or one that was registered after the blocks, while that"
+                f' is not on the device ({error}). Open the run with embedding_and_head="resident".'
+            ) from error
+
+    return explained
+
+
+@_explained
 def forward(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch, and keep its input, or its graph, for the backward pass."""
     block, m = op.key.block, op.key.micro_batch
@@ -52,6 +75,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
         boundary.device = None
 
 
+@_explained
 def evaluate(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch without gradients; after the last block also the epilogue."""
     block, m = op.key.block, op.key.micro_batch
@@ -68,6 +92,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
             batch.result = _finish(run, step, m)
 
 
+@_explained
 def displaced(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch with displaced parameters; after the last block also epilogue and loss."""
     block, m = op.key.block, op.key.micro_batch
@@ -89,6 +114,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
         parameter_ops.release(run, DISPLACED, block, -1)
 
 
+@_explained
 def backward(run: Runtime, op: Op, step: Step) -> None:
     """Run a block's backward for one micro-batch; for the last block, epilogue and loss come before it.
 
@@ -167,10 +193,13 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     with run.attributes.before(block, m) if attending else nullcontext():
         event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
+        embeddings = run.patch.blocks.embeddings
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
         raise ModelNotSupported(
             f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
             "call every block once, in order (no early exit, no layer drop)."
+            + " The first of them are embeddings, unless embedding_and_head is resident."
+            * bool(embeddings)
         )
     boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:

@@ -154,11 +154,8 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
         )
         run = contents_of(given.place, given.disk)
         ways = _ways(given, run, fellows.alone)
-        if ways[0] and given.clipping.mode == "per_block":
-            raise BadInput(
-                "clipping per_block clips all that lies outside of blocks together, and a streamed embedding and head"
-                ' would be clipped by themselves: give embedding_and_head="resident", or clip in another way'
-            )
+        if ways[0]:
+            _refuse_other_numbers(given)
         parts = _examined(given, fellows.control, run, ways[0])
         user = UserState(
             parts.captured, given.optimizer, given.scheduler, given.loader, _settings(given, rules),
@@ -216,9 +213,25 @@ def _ways(given: Arguments, run: RunContents | None, alone: bool) -> tuple[bool,
         return (stated == "streamed",)
     if run is not None:
         return (run.streams_all,)
-    per_block = given.clipping.mode == "per_block"
     limited = given.budget is not None and given.sample is not None
-    return (False, True) if alone and limited and not per_block else (False,)
+    return (False, True) if alone and limited and _other_numbers(given) is None else (False,)
+
+
+def _other_numbers(given: Arguments) -> str | None:
+    """Return why streaming embedding and head would change the numbers of this run; None if it would not."""
+    if given.clipping.mode == "per_block":
+        return "clipping per_block clips all that lies outside of blocks together"
+    if given.order == "snake":
+        return "the order snake sums gradients by the number of a block, and units before the blocks count"
+    return None
+
+
+def _refuse_other_numbers(given: Arguments) -> None:
+    if (why := _other_numbers(given)) is not None:
+        raise BadInput(
+            f'{why}, so a streamed embedding and head would change the numbers: give embedding_and_head="resident", or'
+            " another clipping or order"
+        )
 
 
 def _within_budget(

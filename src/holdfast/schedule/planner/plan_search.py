@@ -113,7 +113,7 @@ def check_device(setting: Setting) -> None:
 def streamed_where_needed(case: Case) -> Case:
     """Return ``case``, with embedding and head streamed if the device could not hold them and a block otherwise."""
     streamed = replace(case, method=replace(case.method, streams_all=True))
-    if _fits_device(case.setting(1)) or not case.model.table_parameters:
+    if _fits_device(case.setting(1)) or not case.model.table_parameters or case.method.order == "snake":
         return case
     return streamed if _fits_device(streamed.setting(1)) else case
 

@@ -289,7 +289,13 @@ class Awkward(nn.Module):
         self.late, self.head = nn.Linear(16, 16), nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens, targets):
+        penalty = self.embed.weight.pow(2).sum() if self.way == "penalty" else 0.0
+        if self.way == "masked at random":
+            tokens = torch.where(torch.rand(tokens.shape) < 0.3, 0, tokens)
         x = self.embed(tokens)
+        if self.way == "described":
+            width = torch.ones(x.shape[-1], device=self.head.weight.device, dtype=self.embed.weight.dtype)
+            x = x * width + torch.finfo(self.head.weight.dtype).eps
         if self.way == "embedding twice":
             x = x + self.embed(targets)
         if self.way == "before":
@@ -303,16 +309,20 @@ class Awkward(nn.Module):
             x = x + first
         if self.way == "embedding after":
             x = x + self.embed.weight.mean()
+        if self.way == "embedding by its weight":
+            x = x + x @ self.embed.weight.detach().T @ self.embed.weight.detach()
         logits = self.head(x)
         if self.way == "head twice":
             logits = logits + self.head(first)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + penalty
 
 
-@pytest.mark.parametrize("way", ["skipping", "head twice"])
-def test_what_passes_the_blocks_by_arrives(tmp_path, way):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["head twice", "described"])
+def test_what_passes_the_blocks_by_arrives(tmp_path, way, dtype):
     found = {
-        kind: losses_of(Awkward(way), tmp_path / kind, range(3), embedding_and_head=kind) for kind in KINDS
+        kind: losses_of(Awkward(way), tmp_path / kind, range(3), embedding_and_head=kind, dtype=dtype)
+        for kind in KINDS
     }
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
@@ -321,9 +331,19 @@ def test_what_passes_the_blocks_by_arrives(tmp_path, way):
 KINDS = ("resident", "streamed")
 
 
-@pytest.mark.parametrize("way", ["embedding twice", "before", "between", "embedding after"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "embedding twice", "before", "between", "embedding after", "embedding by its weight", "penalty",
+        "masked at random",
+    ],
+)  # fmt: skip
 def test_a_model_that_uses_them_elsewhere_is_refused_in_its_first_step(tmp_path, way):
     with pytest.raises(ModelNotSupported, match="embedding_and_head"):
         losses_of(Awkward(way), tmp_path / "run", range(1))
+    if way != "masked at random":  # an evaluation may draw
+        engine = offloaded(Awkward(way), tmp_path / "evaluated")
+        with pytest.raises(ModelNotSupported, match="embedding_and_head"), engine:
+            engine.evaluate(batches(0, 2))
     found = losses_of(Awkward(way), tmp_path / "run", range(2), embedding_and_head="resident")
     assert found == losses_of(Awkward(way), tmp_path / "plain", range(2), embedding_and_head="resident")

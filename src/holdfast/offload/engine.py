@@ -448,7 +448,8 @@ class Engine:
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
                 chunked = self._head.applied() if takes_loss and self._head is not None else nullcontext()
-                with self._run.patch.applied(), chunked, all_cancelled(coroutines):
+                absent = self._run.absent.installed()
+                with self._run.patch.applied(), chunked, absent, all_cancelled(coroutines):
                     yield
             finally:
                 self.held.in_use = False

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
     np.random.seed(seed & 0xFFFF_FFFF)
     torch.default_generator.manual_seed(seed)
     seed_generator(seed, device)
+
+
+def states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the default generators, which compare equal if nothing was drawn in between."""
+    numpy: Any = np.random.get_state()
+    on_device = generator_state(device)
+    tensors = [torch.get_rng_state()] + ([] if on_device is None else [on_device.cpu()])
+    return (random.getstate(), numpy[2:], *map(bytes, (numpy[1], *(state.numpy() for state in tensors))))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from .memory.block_states import BlockState
 from .memory.device import Device
 from .memory.residency import Gradients, Residency
 from .mezo_engine import ZerothOrderState
+from .model.absent_parameters import AbsentParameters
 from .model.block_attributes import AttributeWatch
 from .model.blocks import Patch
 from .model.boundaries import BlockOutput, Boundary, OriginTracker
@@ -84,6 +85,9 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.attributes = AttributeWatch(self.model, self.patch.blocks)
+        embeddings = self.blocks[: self.patch.blocks.embeddings]
+        ends = embeddings if self.epilogue is None else [*embeddings, self.blocks[self.epilogue]]
+        self.absent = AbsentParameters(ends, self.device.torch_device)
 
     @property
     def units(self) -> list[BlockState]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -35,33 +34,11 @@ Held = Callable[[], Gradients]
 """Function that returns the place to which a block's gradients are added, once there are any."""
 
 
-def _explained(operation: Callable[[Runtime, Op, Step], None]) -> Callable[[Runtime, Op, Step], None]:
-    """Return ``operation`` with a clear error for a model that uses a streamed embedding or head at another time.
-
-    The places of a unit that is not on the device hold parameters on ``meta``, which have no values.
-    """
-
-    @wraps(operation)
-    def explained(run: Runtime, op: Op, step: Step) -> None:
-        try:
-            operation(run, op, step)
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error) or not run.patch.blocks.streams_all:
-                raise
-            raise ModelNotSupported(
-                "the model uses a parameter of its embedding, or one that was registered after the blocks, while that"
-                f' is not on the device ({error}). Open the run with embedding_and_head="resident".'
-            ) from error
-
-    return explained
-
-
-@_explained
 def forward(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch, and keep its input, or its graph, for the backward pass."""
     block, m = op.key.block, op.key.micro_batch
+    boundary = _reach(run, step, m, block)
     with _installed(run, op, step, (lambda: run.residency.grads[block]) if step.kept[block] else None):
-        boundary = _reach(run, step, m, block)
         boundary.remember()
         if step.kept[block] and not casts(boundary.autocast):
             with torch.enable_grad():
@@ -75,14 +52,13 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
         boundary.device = None
 
 
-@_explained
 def evaluate(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch without gradients; after the last block also the epilogue."""
     block, m = op.key.block, op.key.micro_batch
     batch = step.micro_batches[m]
+    boundary = None if block == run.epilogue else _reach(run, step, m, block)
     with _installed(run, op, step, None):
-        if block != run.epilogue:
-            boundary = _reach(run, step, m, block)
+        if boundary is not None:
             del batch.boundaries[block]
             args, kwargs, _ = boundary.inputs()
             with autocast_as(boundary.autocast), callers_default():
@@ -92,7 +68,6 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
             batch.result = _finish(run, step, m)
 
 
-@_explained
 def displaced(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch with displaced parameters; after the last block also epilogue and loss."""
     block, m = op.key.block, op.key.micro_batch
@@ -114,7 +89,6 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
         parameter_ops.release(run, DISPLACED, block, -1)
 
 
-@_explained
 def backward(run: Runtime, op: Op, step: Step) -> None:
     """Run a block's backward for one micro-batch; for the last block, epilogue and loss come before it.
 
@@ -123,6 +97,9 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
+    if is_last and block != run.epilogue:
+        with torch.enable_grad():
+            _reach(run, step, m, block)
     with _installed(run, op, step, lambda: grads), torch.enable_grad():
         if block == run.epilogue:
             batch.tracker.running.set()
@@ -130,7 +107,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
                 _loss_and_backward(run, step, m)
             batch.tracker.running.clear()
             return
-        boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
+        boundary = batch.boundaries[block]
         graph, boundary.graph = boundary.graph, None
         if not is_last and (graph is None or step.must_repeat):
             boundary.refuse_changes(run.blocks[block].name)
@@ -210,11 +187,11 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
 def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | ForwardEnd:
     """Run the model's own code, which must call ``block`` next."""
     batch = step.micro_batches[m]
-    if block == 0:
-        _enter(run, step, m, rng.PROLOGUE)
-        return batch.coroutine.start()
     _enter(run, step, m, _after(run, block - 1))
-    return batch.coroutine.resume(batch.deliveries[block - 1].reply())
+    with _drawing_nothing(run, step, block):
+        if block == 0:
+            return batch.coroutine.start()
+        return batch.coroutine.resume(batch.deliveries[block - 1].reply())
 
 
 def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[Any, Graph]:
@@ -234,7 +211,12 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
     _enter(run, step, m, _inside(run, boundary.block))
     attending = step.training and run.attributes.attending
     inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()
-    with inside, autocast_as(boundary.autocast), callers_default():
+    with (
+        inside,
+        _drawing_nothing(run, step, boundary.block),
+        autocast_as(boundary.autocast),
+        callers_default(),
+    ):
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output
@@ -295,6 +277,24 @@ def _after(run: Runtime, block: int) -> str:
     return rng.PROLOGUE if block < embeddings else rng.after(block - embeddings)
 
 
+@contextmanager
+def _drawing_nothing(run: Runtime, step: Step, block: int) -> Iterator[None]:
+    """Raise ``ModelNotSupported`` if random numbers are drawn before the end of a streamed embedding.
+
+    The prologue's generators are seeded again after it, so the same numbers would be drawn twice.
+    """
+    if block >= run.patch.blocks.embeddings or not step.training:
+        yield
+        return
+    before = rng.states(run.device.torch_device)
+    yield
+    if rng.states(run.device.torch_device) != before:
+        raise ModelNotSupported(
+            f"the model draws random numbers before or in {run.blocks[block].name}, a streamed embedding. Give"
+            ' embedding_and_head="resident".'
+        )
+
+
 def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
     if step.training:
         count = step.shape.micro_batches  # a zeroth-order step runs each twice, with the same numbers
@@ -322,7 +322,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
         yield
     finally:
         for member in unit.members:
-            install(member.owned, member.owned.captured.parameter)
+            install(member.owned, run.absent.stand_in(member))
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
@@ -361,7 +361,7 @@ def _displaced(run: Runtime, block: int, stream: int) -> Iterator[None]:
         yield
     finally:
         for member in unit.members:
-            install(member.owned, member.owned.captured.parameter)
+            install(member.owned, run.absent.stand_in(member))
         for member in run.resident.trained:
             install(member.owned, run.resident_leaves[member.name])
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block

@@ -66,7 +66,7 @@ def offloaded(model, directory, **options):
 
 
 def test_a_run_goes_on_with_them_streamed_and_resident_by_turns(tmp_path):
-    """Nothing but the last, third and fifth line of files is read; what is not said is as it was."""
+    """Where nothing is given, they stay as the run has them."""
     expected = losses_of(decoder(blocks=3), tmp_path / "plain", range(8), embedding_and_head="resident")
     found = []
     for start, way in enumerate(

@@ -25,8 +25,9 @@ class AbsentParameter(nn.Parameter):
 
     @classmethod
     def of(cls, member: ParameterEntry, device: torch.device) -> AbsentParameter:
-        dtype = member.copy_dtype
-        made = cls(torch.empty((), dtype=dtype, device=device).expand(member.shape), member.trained)
+        """Return a stand-in for ``member``, of one element's memory."""
+        one = torch.empty((), dtype=member.copy_dtype, device=device)
+        made = cls(one.expand(member.shape), member.trained)
         made.full_name = member.name
         return made
 
@@ -54,7 +55,7 @@ _DESCRIBING = {
 
 
 class AbsentParameters:
-    """The stand-ins for the parameters of some units, by parameter."""
+    """The stand-ins for the parameters of some units."""
 
     def __init__(self, units: Sequence[BlockState], device: torch.device) -> None:
         self._members = [member for unit in units for member in unit.members]

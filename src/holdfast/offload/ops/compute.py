@@ -170,13 +170,12 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     with run.attributes.before(block, m) if attending else nullcontext():
         event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
-        embeddings = run.patch.blocks.embeddings
+        first = " The first of them are embeddings, unless embedding_and_head is resident."
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
         raise ModelNotSupported(
             f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
             "call every block once, in order (no early exit, no layer drop)."
-            + " The first of them are embeddings, unless embedding_and_head is resident."
-            * bool(embeddings)
+            + (first if run.patch.blocks.embeddings else "")
         )
     boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:

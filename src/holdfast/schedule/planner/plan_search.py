@@ -98,10 +98,9 @@ def best_at(case: Case, micro_batches: int, delayed: float | None = None) -> Sol
 
 def check_device(setting: Setting) -> None:
     """Raise ``DoesNotFit`` if a block and a micro-batch are too large for the device's own memory."""
-    machine, model = setting.machine, setting.model
-    needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
     if _fits_device(setting):
         return
+    machine, model, needed = setting.machine, setting.model, _least_device_bytes(setting)
     smaller = "--micro-batch-size" if model.micro_batch > 1 else "--sequence"
     raise DoesNotFit(
         f"two blocks' parameters, one's gradients and one micro-batch of {model.micro_batch} x {model.sequence} tokens "
@@ -130,9 +129,13 @@ def engine_case(case: Case) -> Case:
 # -- helpers ----------------------------------------------------------------------------------------
 
 
+def _least_device_bytes(setting: Setting) -> float:
+    return formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
+
+
 def _fits_device(setting: Setting) -> bool:
-    needed = formulas.device_bytes(replace(setting, saving=LEAST_MEMORY))
-    return setting.machine.device_shares_host or needed <= setting.machine.device_memory_bytes
+    machine = setting.machine
+    return machine.device_shares_host or _least_device_bytes(setting) <= machine.device_memory_bytes
 
 
 def _until_it_stops_growing(case: Case, delayed: float | None, most: int) -> Iterator[Solution]:

@@ -27,6 +27,7 @@ from .data_parallel import DataParallelGroup
 from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
+from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, Residency
 from .mezo_engine import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
@@ -98,6 +99,17 @@ class Runtime:
     def epilogue(self) -> int | None:
         """The number of the epilogue's unit among ``blocks``; None if its parameters stay on the device."""
         return len(self.blocks) - 1 if self.patch.blocks.epilogue else None
+
+    def reads_state(self, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state."""
+        stays = self.placement.params[block] or self.placement.optimizer[block]
+        return self.blocks[block].is_split and not stays
+
+    def scratch_parts(self, block: int) -> list[CopyPart]:
+        """Return the parts of a block's compute copy, none of them empty, that are in the scratch."""
+        unit = self.blocks[block]
+        first = unit.trained_copy_bytes if self.reads_state(block) else 0
+        return [part for part in unit.copy_parts if part.start < part.stop and part.start >= first]
 
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""

@@ -133,6 +133,8 @@ class BlockWork:
     """
     frozen_file_bytes: int = 0
     """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
+    is_split: bool = False
+    """True if the files of the state hold the masters in parts, of which one is the compute copy."""
     cut: tuple[TileWork, ...] = ()
     """The tiles into which the state is cut; empty if it is one."""
 
@@ -231,6 +233,25 @@ class BlockPlacement:
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
     saving: MemorySaving = FASTEST
+
+    def reads_state(self, work: Work, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state.
+
+        That takes masters in parts, and state that every step writes. Where the state stays in host memory, a step
+        that does not commit writes the copy alone.
+        """
+        return work.blocks[block].is_split and not (self.params[block] or self.optimizer[block])
+
+    def scratch_bytes(self, work: Work) -> list[int]:
+        """Return the bytes of each block's compute copy in the SSD scratch, by block."""
+        return [
+            0
+            if self.params[number]
+            else block.kept_param_bytes
+            - block.frozen_file_bytes
+            - (block.trained_param_bytes if self.reads_state(work, number) else 0)
+            for number, block in enumerate(work.blocks)
+        ]
 
     @property
     def shares(self) -> dict[str, float]:

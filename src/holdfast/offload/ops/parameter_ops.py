@@ -16,16 +16,25 @@ from ..runtime import Runtime, Step, of
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read this process's part of a compute copy from the SSD into a buffer for the whole copy."""
+    """Read this process's part of a compute copy from the SSD into a buffer for the whole copy.
+
+    It is in the scratch, or in the newest files of the block: of its state, and of its frozen parameters.
+    """
     block = op.key.block
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.copy_bytes, "parameters")
     run.residency.loaded[op.key.phase, block, op.key.micro_batch] = buffer
     offset, reads = run.param_offsets[block], []
-    for at, start, stop in unit.copy_parts:
-        if start < stop:
-            assert run.param_scratch is not None  # None only if this rank has nothing of any block
-            reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    for at, start, stop in run.scratch_parts(block):
+        assert run.param_scratch is not None  # None only if this rank has nothing of any block
+        reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    for tile in unit.tiles if run.reads_state(block) else ():
+        if tile.copy_bytes:
+            high, newest = buffer.view[tile.copy_start :][: tile.copy_bytes], run.newest[tile.name]
+            files = run.stored[tile.name]
+            reads.append(
+                files.read(newest.generation, high, newest.checksums, start=tile.high_start, **of(op))
+            )
     if unit.computes_with_frozen_file:
         name, newest = unit.frozen_file.name, run.newest[unit.frozen_file.name]
         frozen = buffer.view[unit.trained_copy_bytes : unit.copy_bytes]

@@ -68,13 +68,13 @@ class UpdatedCopy:
 
     @classmethod
     def of(cls, run: Runtime, block: int, tile: StateTile) -> UpdatedCopy | None:
-        """Return the place of a tile's updated copy; None if this rank has no trained part of it.
+        """Return the place of a tile's updated copy; None if this rank has no trained part of it outside of its state.
 
         It is where the copy stays, or a buffer on its way to the SSD.
         """
         if run.placement.params[block]:
             return cls(as_tensor(run.residency.copies[block]), 0)
-        if not tile.copy_bytes:
+        if run.reads_state(block) or not tile.copy_bytes:
             return None
         buffer = run.residency.pool.take(tile.copy_bytes, "updated parameters")
         run.residency.outgoing[block, tile.index] = buffer
@@ -104,8 +104,8 @@ def apply(
         state = unit.parameter_state(tile, piece, image, grad, there)
         if piece.name in grads.touched:
             run.optimizer.update(state, step.hyper, scale, keep_grad=guess)
-        elif state.copy is not None:
-            state.copy.copy_(state.param)
+        else:
+            state.write_copy()
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:

@@ -101,6 +101,14 @@ class StepBuilder:
         """Return the block's last update, which is over after those of its other tiles."""
         return Key("update", block, tile=self.tiles(block)[-1])
 
+    def reads_state(self, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state."""
+        return self.placement.reads_state(self.work, block)
+
+    def stores_params(self, block: int) -> bool:
+        """Return whether an update of ``block`` writes its compute copy to the scratch."""
+        return not (self.placement.params[block] or self.reads_state(block))
+
     def waits(self, block: int) -> bool:
         """Return whether the gradients of ``block`` wait for the end of the backward pass."""
         return self.keeps_grads or self.delayed[block]

@@ -207,11 +207,12 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
     buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else PARAM_SLOTS)
     ready: tuple[Key, ...] = ()
     if not on_host:
+        written = "store_state" if s.reads_state(block) else "store_params"
         read = s.add(
             Key("load_params", block, micro_batch, phase),
             operations.SSD_READ,
             nbytes=b.kept_param_bytes,
-            needs_previous=tuple(Key("store_params", block, tile=t) for t in s.tiles(block)),
+            needs_previous=tuple(Key(written, block, tile=t) for t in s.tiles(block)),
             takes=(buffer,),
         )
         ready = (read,)

@@ -50,7 +50,7 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
     written. Operations that need the block wait for these operations.
     """
     ready, used = gradient_parts.consume(s, block, end, redo=True)
-    to_ssd, updated = not s.placement.params[block], ()
+    to_ssd, updated = s.stores_params(block), ()
     for t, tile in enumerate(s.work.blocks[block].tiles):
         image = ("redone_state", block, t)
         guessed = (Key("store_params", block, phase=GUESS, tile=t),) if to_ssd else ()
@@ -84,7 +84,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
 
     A guess leaves the gradients where they are. Returns the last update, which is over after all others.
     """
-    on_host, to_ssd = s.placement.optimizer[block], not s.placement.params[block]
+    on_host, to_ssd = s.placement.optimizer[block], s.stores_params(block)
     if phase == GUESS:
         ready, used = (gradient_parts.summed(s, block),), ()
     else:
@@ -123,8 +123,8 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
 
 
 def _updated_params(s: StepBuilder, block: int, tile: int) -> tuple[Hold, ...]:
-    """Return the buffer of a tile's updated compute copy on its way to the SSD; empty if the copy stays."""
-    if s.placement.params[block]:
+    """Return the buffer of a tile's updated compute copy on its way to the scratch; empty if it does not go there."""
+    if not s.stores_params(block):
         return ()
     nbytes = s.work.blocks[block].tiles[tile].trained_param_bytes
     return (Hold(("updated_params", block, tile), nbytes, slots=UPDATED_SLOTS),)
@@ -155,7 +155,7 @@ def store_state(
 ) -> None:
     """Write a tile of a block's state to a file that no kept commit names: the last commit has freed one.
 
-    With no ``after``, the state is that of the last update.
+    With no ``after``, the state is that of the last update. Where passes read it, one of them may wait for it.
     """
     s.add(
         Key("store_state", block, phase=phase, tile=tile),
@@ -164,7 +164,7 @@ def store_state(
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update", block, tile=tile), Key("commit")),
         gives=gives,
-        priority=operations.LATER,
+        priority=operations.SOON if s.reads_state(block) else operations.LATER,
         redo=redo,
     )
 

@@ -236,6 +236,8 @@ class Step:
     """Names of the parameters whose gradients wait on the SSD, by block."""
     delta: Delta | None = None
     """Distance by which a zeroth-order step moves the weights, once that is known."""
+    held_copies: frozenset[int] = frozenset()
+    """Blocks whose compute copy stays in host memory from the backward pass to the update."""
     kept: tuple[bool, ...] = ()
     """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
     must_repeat: bool = False

@@ -98,6 +98,8 @@ class TileWork:
     """Bytes of the compute copy that its update rewrites."""
     grad_bytes: int = 0
     """Bytes of the gradients that its update needs."""
+    rest_bytes: int = 0
+    """Bytes of the state, of masters in parts, that an update reads where the compute copy is in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class BlockWork:
                 elements=self.elements,
                 state_bytes=self.state_bytes,
                 trained_param_bytes=self.trained_param_bytes,
+                rest_bytes=self.state_bytes - self.trained_param_bytes if self.is_split else 0,
             ),
         )
 
@@ -211,6 +214,11 @@ class MemorySaving:
     """
     resident_state: bool = True
     """True if the optimizer state of what lies outside the blocks stays in host memory."""
+    keeps_copies: bool = True
+    """True if a compute copy that is a part of the masters stays in host memory from the backward pass to the update.
+
+    Otherwise an update reads it again.
+    """
 
     def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
@@ -218,8 +226,17 @@ class MemorySaving:
         return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
 
 
-FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False)
-MEMORY_SAVINGS = (FASTEST, MemorySaving(1), MemorySaving(2, False), LEAST_MEMORY)
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False)
+MEMORY_SAVINGS = (
+    FASTEST,
+    MemorySaving(2, True, False),
+    MemorySaving(1, True),
+    MemorySaving(1, True, False),
+    MemorySaving(2, False),
+    MemorySaving(2, False, False),
+    MemorySaving(1, False),
+    LEAST_MEMORY,
+)
 """The fastest first, and last the one that takes least memory."""
 
 

@@ -222,6 +222,11 @@ class StateTile(UnitFile):
             assert place.offset - self.high_start == piece.copy_at - self.copy_start, piece.name
 
     @property
+    def rest_bytes(self) -> int:
+        """Bytes of the file behind the high parts; all of it if masters are not split."""
+        return self.layout.file_bytes - (self.cuts[-1] if self.is_split else 0)
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """Offsets in the file between which bytes are read by themselves."""
         return (self.high_start, self.high_start + self.copy_bytes) if self.is_split else ()

@@ -212,6 +212,7 @@ def _tiles(unit: BlockState) -> tuple[TileWork, ...]:
             state_bytes=tile.layout.file_bytes,
             trained_param_bytes=tile.copy_bytes,
             grad_bytes=stop - start,
+            rest_bytes=tile.rest_bytes,
         )
         for tile, (start, stop) in zip(unit.tiles, unit.tile_grads, strict=True)
     )

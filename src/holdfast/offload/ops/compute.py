@@ -86,7 +86,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
             batch.loss = 0.0 if batch.weight == 0.0 else float(loss)
             batch.deliveries.pop(len(run.patch.forwards) - 1).device = None
     if m == len(step.micro_batches) - 1:
-        parameter_ops.release(run, DISPLACED, block, -1)
+        parameter_ops.release(run, step, DISPLACED, block, -1)
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
@@ -325,7 +325,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
-        parameter_ops.release(run, phase, block, micro_batch)
+        parameter_ops.release(run, step, phase, block, micro_batch)
 
 
 def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:

@@ -10,8 +10,10 @@ because autograd reads them again. Called by the schedules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import operations
-from ..operations import Hold, Key
+from ..operations import Hold, Key, Op
 from ..work import grad_stays, input_stays
 from .step_builder import (
     AS_LISTED,
@@ -199,12 +201,12 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
     b, on_host = s.work.blocks[block], s.placement.params[block]
     key = Key("upload_params", block, micro_batch, phase)
     name, device_name = _names(s, phase, block, micro_batch)
-    slots = AS_LISTED if s.kept[block] and phase == "forward" else PARAM_SLOTS
-    taken = s.on_device(device_name, b.param_bytes, slots)
+    is_kept = s.kept[block] and phase == "forward"
+    taken = s.on_device(device_name, b.param_bytes, AS_LISTED if is_kept else PARAM_SLOTS)
     if on_host and s.work.ranks == 1:
         updated = (s.updated(block),)
         return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
-    buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else PARAM_SLOTS)
+    buffer = Hold(name, b.param_bytes, slots=AS_LISTED if is_kept and s.work.unified else s.param_slots)
     ready: tuple[Key, ...] = ()
     if not on_host:
         written = "store_state" if s.reads_state(block) else "store_params"
@@ -226,7 +228,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)
-    given = s.off_device(name)
+    given = () if phase == "backward" and s.holds_copy(block) else s.off_device(name)
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
 
 
@@ -241,7 +243,18 @@ def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tu
     if not s.work.unified:
         return (device_name,)
     stays = s.placement.params[block] and s.work.ranks == 1
-    return () if stays else (name,)
+    return () if stays or (phase == "backward" and s.holds_copy(block)) else (name,)
+
+
+def held_copy(s: StepBuilder, block: int) -> tuple[tuple, ...]:
+    """Return the buffer of a compute copy that the last update of ``block`` gives back; empty if there is none."""
+    return (_names(s, "backward", block, -1)[0],) if s.holds_copy(block) else ()
+
+
+def held_copies(ops: Iterable[Op]) -> frozenset[int]:
+    """Return the blocks whose compute copy stays in host memory from the backward pass to the update."""
+    updates = (op for op in ops if op.key.kind == "update")
+    return frozenset(op.key.block for op in updates if any(name[0] == "params" for name in op.gives))
 
 
 def _names(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import GUESS, Hold, Key
-from . import gradient_parts
+from . import gradient_parts, transfer_parts
 from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
@@ -82,7 +82,8 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
 def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
     """Bring a block's state to the host, update it after ``after``, and write it and its compute copy, tile by tile.
 
-    A guess leaves the gradients where they are. Returns the last update, which is over after all others.
+    A guess leaves the gradients where they are. Of masters in parts, the compute copy is read only where it is not in
+    host memory. Returns the last update, which is over after all others.
     """
     on_host, to_ssd = s.placement.optimizer[block], s.stores_params(block)
     if phase == GUESS:
@@ -96,7 +97,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
             load = s.add(
                 Key("load_state", block, phase=phase, tile=t),
                 operations.SSD_READ,
-                nbytes=tile.state_bytes,
+                nbytes=tile.rest_bytes if s.has_copy(block) else tile.state_bytes,
                 needs_previous=previous,
                 takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
                 priority=operations.SOON,
@@ -110,7 +111,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
             needs=(*needs, *ready, *(updated if is_last else ())),
             needs_previous=previous,
             takes=_updated_params(s, block, t),
-            gives=used if is_last else (),
+            gives=(*used, *transfer_parts.held_copy(s, block)) if is_last else (),
         )
         updated = (*updated, done)
         if to_ssd:

@@ -31,7 +31,7 @@ from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .placement import ORDER, checked, choose, savings_of
-from .training_setting import Method, Setting
+from .training_setting import CARRY_BYTES, Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, rounded to whole blocks."""
@@ -323,7 +323,8 @@ class _Search:
                 commit_every=int(q.shape.commit),
                 order="snake" if q.shape.order == "snake" else "plain",
                 param_bytes=model.param_bytes_each,
-                state_bytes=model.state_bytes_each,
+                state_bytes=model.state_bytes_each - CARRY_BYTES * model.is_split,
+                is_split=model.is_split,
                 recycles=False,
             ),
             micro_batches=q.shape.micro_batches,
@@ -434,6 +435,11 @@ class MeasuredModel:
     @property
     def streamed_workspace_bytes(self) -> int:
         return self.work.workspace_bytes
+
+    @property
+    def is_split(self) -> bool:
+        """True if masters are stored in parts, of which one is the compute copy."""
+        return any(block.is_split for block in self.work.blocks)
 
     @property
     def param_bytes_each(self) -> int:

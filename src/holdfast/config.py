@@ -100,7 +100,16 @@ class TrainConfig:
     )
     micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
     optimizer: Literal[
-        "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"
+        "adamw",
+        "adamw-bf16",
+        "adamw-8bit",
+        "adamw-8bit-24",
+        "adafactor",
+        "muon",
+        "apollo",
+        "apollo-mini",
+        "grass",
+        "mezo",
     ] = _key("adamw", "or one of docs/optimizers.md, most with less state", fixed=True)
     rank: int = _key(64, "of apollo's and grass's projections; a quarter of the width is usual", fixed=True)
     learning_rate: Rate = _key(

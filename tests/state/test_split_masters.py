@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.state.split_masters import SplitArrays, carry_bytes, join, split
+from holdfast.state.split_masters import SplitArrays, carry_bytes, join, nearest_24_bits, split
 
 EVERY = 1 << 16
 """The number of patterns of 16 bits."""
@@ -18,17 +18,17 @@ LOWS = (
 """Lower halves around zero, around the tie and at both ends, which decide what is rounded up and what is infinite."""
 
 
-def empty_parts(elements: int) -> SplitArrays:
+def empty_parts(elements: int, low: type[np.unsignedinteger] = np.uint16) -> SplitArrays:
     return SplitArrays(
         np.full(elements, 0xA5A5, np.uint16),
-        np.full(elements, 0x5A5A, np.uint16),
+        np.full(elements, 0x5A, low),
         np.full(carry_bytes(elements), 0xC3, np.uint8),
     )
 
 
-def check(master: np.ndarray) -> None:
+def check(master: np.ndarray, low: type[np.unsignedinteger] = np.uint16) -> None:
     """Every bit of ``master`` comes back, and its high part is the value that torch rounds to."""
-    parts, found = empty_parts(len(master)), np.full_like(master, 0x01234567)
+    parts, found = empty_parts(len(master), low), np.full_like(master, 0x01234567)
     split(master, parts)
     join(parts, found)
     assert np.array_equal(found, master)
@@ -54,6 +54,29 @@ def test_every_upper_half_comes_back_with_chosen_lower_halves():
 def test_every_fp32_pattern_comes_back():
     for low in range(EVERY):
         check(with_low(low))
+
+
+def test_every_pattern_of_24_bits_comes_back_from_one_byte_less():
+    for low in range(0, EVERY, 0x100):
+        check(with_low(low), np.uint8)
+
+
+def test_masters_of_more_bits_are_rounded_to_the_nearest_of_24():
+    for low in LOWS:
+        master = with_low(low)
+        parts, found = empty_parts(len(master), np.uint8), np.zeros_like(master)
+        split(master, parts)
+        join(parts, found)
+        with np.errstate(invalid="ignore"):  # NaNs
+            values, near = (bits.view(np.float32).astype(np.float64) for bits in (master, found))
+            around = [(master & 0xFFFFFF00) + np.uint32(up) for up in (0, 0x100)]
+            ways = [np.abs(bits.view(np.float32).astype(np.float64) - values) for bits in around]
+        assert not (found & 0xFF).any() and np.array_equal(np.isnan(values), np.isnan(near))
+        finite = np.isfinite(values) & np.isfinite(near)
+        assert np.array_equal(np.abs(near[finite] - values[finite]), np.minimum(*ways)[finite])
+        ties = finite & (master & 0xFF == 0x80)
+        assert not (found[ties] & 0x100).any(), "a tie goes to the even one"
+        assert np.array_equal(nearest_24_bits(found), found)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 4096, 4099])

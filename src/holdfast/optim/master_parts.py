@@ -29,7 +29,8 @@ class SplitMaster:
         cls, shape: tuple[int, ...], high: torch.Tensor, low: torch.Tensor, carry: torch.Tensor
     ) -> SplitMaster:
         """Return the master whose parts are the bytes of three uint8 tensors in host memory."""
-        arrays = (high.numpy().view(np.uint16), low.numpy().view(np.uint16), carry.numpy())
+        lower = np.uint16 if len(low) == len(high) else np.uint8
+        arrays = (high.numpy().view(np.uint16), low.numpy().view(lower), carry.numpy())
         return cls(SplitArrays(*arrays), shape)
 
     @property

@@ -131,6 +131,8 @@ def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(groups, lr=rate)
     if kind == "mezo":
         return MeZO(groups, lr=rate, seed=config.run.seed)
+    if kind == "adamw-8bit-24":
+        return AdamW8bit(groups, lr=rate, betas=BETAS, master_bits=24)
     adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}[kind]
     return adamw(groups, lr=rate, betas=BETAS)
 

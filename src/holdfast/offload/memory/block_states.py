@@ -40,8 +40,8 @@ from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME, TO_NAME
-from ...state.split_masters import PARTS, carry_bytes, part_key
-from ...state.tensor_entries import STEP, TensorEntry
+from ...state.split_masters import DTYPES, PARTS, carry_bytes, part_key
+from ...state.tensor_entries import DTYPE_BYTES, STEP, TensorEntry
 from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
@@ -146,14 +146,19 @@ class UnitFile:
         entries: Sequence[PlacedEntry],
         alignment: int = SMALL_ALIGNMENT,
         split: int = 0,
+        master_bits: Mapping[str, int] | None = None,
     ) -> None:
-        """Lay the file out. The high parts of ``split`` masters start at multiples of that number; 0 splits none."""
+        """Lay the file out.
+
+        The high parts of ``split`` masters, of so many ``master_bits`` by parameter name, start at multiples of that
+        number; 0 splits none.
+        """
         self.pieces, self.is_split = list(pieces), bool(split)
         self.entries = [placed.entry for placed in entries]
         self.places = {placed.entry.key: (placed.shape, placed.box) for placed in entries}
         """Shape of the whole tensor entry, and the region stored here, by the entry's key."""
         self.layout = (
-            _split_layout(self.entries, split)
+            _split_layout(self.entries, split, master_bits or {})
             if split
             else Layout.build([(e.key, e.dtype, e.shape) for e in self.entries], alignment=alignment)
         )
@@ -208,8 +213,9 @@ class StateTile(UnitFile):
         itemsize: int,
         index: int,
         split: int = 0,
+        master_bits: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(pieces, entries, split=split)
+        super().__init__(pieces, entries, split=split, master_bits=master_bits)
         self.index = index
         self.copy_start = min((piece.copy_at for piece in pieces), default=0) // PAGE * PAGE
         """Offset of the tile in this rank's shard of the compute copy."""
@@ -313,6 +319,7 @@ class BlockState:
                 dtype.itemsize,
                 index,
                 (ALIGN if count == 1 else PAGE) if self.is_split and pieces else 0,
+                {piece.name: self.member_slots(piece.member).master_bits for piece in pieces},
             )
             for index, pieces in enumerate(tiles)
         ]
@@ -610,7 +617,7 @@ def _place_in_copy(member: ParameterEntry) -> tuple[int, int]:
     return member.copy_offset, member.copy_dtype.itemsize
 
 
-def _split_layout(entries: Sequence[TensorEntry], alignment: int) -> Layout:
+def _split_layout(entries: Sequence[TensorEntry], alignment: int, master_bits: Mapping[str, int]) -> Layout:
     """Return the layout of a file of split masters: high parts, low parts, carries, then all other entries.
 
     High parts start at multiples of ``alignment``, as in a compute copy, and what follows them at a page.
@@ -622,14 +629,14 @@ def _split_layout(entries: Sequence[TensorEntry], alignment: int) -> Layout:
         "carry": [(carry_bytes(master.elements),) for master in masters],
     }
     tensors = [
-        (part_key(master.key, part), dtype, shape)
-        for part, dtype in PARTS.items()
+        (part_key(master.key, part), DTYPES[master_bits[master.name]][place], shape)
+        for place, part in enumerate(PARTS)
         for master, shape in zip(masters, shapes[part], strict=True)
     ]
     tensors += [(entry.key, entry.dtype, entry.shape) for entry in entries if entry.slot != "param"]
     own = {key: alignment for key, _, _ in tensors[: len(masters)]}
-    first, _, shape = tensors[len(masters)]
-    own[first] = LARGE_ALIGNMENT if 2 * math.prod(shape) >= LARGE else PAGE
+    first, dtype, shape = tensors[len(masters)]
+    own[first] = LARGE_ALIGNMENT if DTYPE_BYTES[dtype] * math.prod(shape) >= LARGE else PAGE
     return Layout.build(tensors, own=own)
 
 

@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.errors import Damaged, FileMissing
 from holdfast.state.layout.regions import Region
-from holdfast.state.split_masters import GROUP, PARTS, SplitArrays, carry_bytes, join, part_key
+from holdfast.state.split_masters import DTYPES, GROUP, PARTS, SplitArrays, carry_bytes, join, part_key
 from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk, OpenFile
@@ -67,7 +67,7 @@ class VerifiedFiles:
             raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
         high, low, carry = parts
         count = high.nbytes // 2
-        if [part.dtype for part in parts] != [*PARTS.values()] or (
+        if tuple(part.dtype for part in parts) not in DTYPES.values() or (
             low.shape != high.shape or carry.shape != (carry_bytes(count),)
         ):
             told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
@@ -112,11 +112,10 @@ class VerifiedFiles:
 
     def _joined(self, ref: FileRef, layout: Layout, key: str, start: int, stop: int) -> np.ndarray:
         """Return elements of a master that is stored in parts; ``start`` is a multiple of ``GROUP``."""
-        count = stop - start
-        read = SplitArrays(
-            np.empty(count, np.uint16), np.empty(count, np.uint16), np.empty(carry_bytes(count), np.uint8)
-        )
-        begins = 2 * start, 2 * start, start // GROUP
+        count, narrow = stop - start, layout[part_key(key, "low")].dtype == "U8"
+        low = np.empty(count, np.uint8 if narrow else np.uint16)
+        read = SplitArrays(np.empty(count, np.uint16), low, np.empty(carry_bytes(count), np.uint8))
+        begins = 2 * start, low.itemsize * start, start // GROUP
         for part, begin, data in zip(PARTS, begins, read, strict=True):
             self.read(ref, layout[part_key(key, part)].offset + begin, data.view(np.uint8).data)
         master = np.empty(count, np.uint32)

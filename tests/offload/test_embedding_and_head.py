@@ -23,6 +23,7 @@ from zeroth_loops import mezo
 
 transformers = pytest.importorskip("transformers")
 
+KINDS = ("resident", "streamed")
 STREAMED = {"embedding_and_head": "streamed"}
 
 
@@ -181,17 +182,44 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
 
 
+# Tied ones
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "clipping": "speculate"}, {"dtype": "bf16"},
+        {"schedule": "horizontal", "clip_norm": 0.5}, {"delayed_fraction": 1.0, "params_on_host": 1.0},
+        {"recomputed_fraction": 0.0, "activations_on_host": 0.0, "clip_norm": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, options):
+    found = {}
+    for way in KINDS:
+        model = llama(tie_word_embeddings=True)
+        with offloaded(model, tmp_path / way, embedding_and_head=way, **options) as engine:
+            losses = [engine.step(of_transformers(step)) for step in range(4)]
+            losses += [engine.evaluate(of_transformers(7))]
+            text = engine.generate(batches(9, 1)[0]["tokens"][:1, :3], 3, temperature=0.0).tolist()
+            streamed = [unit.name for unit in engine._run.blocks]
+        assert ("model.embed_tokens" in streamed, "epilogue" in streamed) == (way == "streamed",) * 2
+        found[way] = losses, text
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
 # Which they are
 
 
-def test_tied_ones_stay(tmp_path):
+def test_a_tied_weight_stays_where_the_optimizer_displaces_it(tmp_path):
     model = llama(tie_word_embeddings=True)
-    with pytest.raises(ModelNotSupported, match="or share one parameter"):
-        offloaded(model, tmp_path / "run")
+    with pytest.raises(ModelNotSupported, match="share a parameter"):
+        offloaded(model, tmp_path / "run", optimizer=mezo(model))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tied_weight_stays_where_more_of_the_epilogue_is_streamed():
+def test_a_tied_weight_belongs_to_the_embedding_or_stays():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -202,14 +230,23 @@ def test_a_tied_weight_stays_where_more_of_the_epilogue_is_streamed():
             self.head.weight = self.embed.weight
 
     model = Tied()
-    blocks = with_embedding_and_head(model, find_blocks(model))
+    blocks = with_embedding_and_head(model, find_blocks(model), tied=False)
     assert (blocks.embeddings, blocks.unit_names) == (0, ("blocks.0", "blocks.1", "epilogue"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    parts = import_module("holdfast.offload.model.model_parts").ModelParts.of(
-        model, optimizer, "fp32", None, streams_all=True
-    )
-    assert [m.name for m in parts.resident.members] == ["embed.weight"]
-    assert [m.name for m in parts.units[-1].members] == ["wide.weight", "wide.bias"]
+    for optimizer, held in ((mezo(model), "rest"), (adamw(model), "embed")):
+        parts = import_module("holdfast.offload.model.model_parts").ModelParts.of(
+            model, optimizer, "fp32", None, streams_all=True
+        )
+        holders = {m.name: unit.name for unit in parts.all_units for m in unit.members}
+        assert holders["embed.weight"] == held
+        assert [m.name for m in parts.units[-1].members] == ["wide.weight", "wide.bias"]
+
+
+def test_a_weight_that_a_third_module_shares_stays():
+    model = llama(tie_word_embeddings=True)
+    model.model.layers[0].again = nn.Linear(16, VOCABULARY, bias=False)
+    model.model.layers[0].again.weight = model.lm_head.weight
+    with pytest.raises(ModelNotSupported, match="share a parameter"):
+        with_embedding_and_head(model, find_blocks(model))
 
 
 def test_small_ones_stay():
@@ -326,9 +363,6 @@ def test_what_passes_the_blocks_by_arrives(tmp_path, way, dtype):
     }
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
-
-
-KINDS = ("resident", "streamed")
 
 
 @pytest.mark.parametrize(

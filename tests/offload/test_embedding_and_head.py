@@ -190,12 +190,14 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
     [
         {}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "clipping": "speculate"}, {"dtype": "bf16"},
         {"schedule": "horizontal", "clip_norm": 0.5}, {"delayed_fraction": 1.0, "params_on_host": 1.0},
-        {"recomputed_fraction": 0.0, "activations_on_host": 0.0, "clip_norm": 0.5},
+        {"recomputed_fraction": 0.0, "activations_on_host": 0.0, "clip_norm": 0.5}, {"chunked": True, "dtype": "bf16"},
     ],
     ids=str,
 )  # fmt: skip
-def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, options):
-    found = {}
+def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, monkeypatch, options):
+    found, options = {}, {**options}
+    if options.pop("chunked", False):
+        monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
     for way in KINDS:
         model = llama(tie_word_embeddings=True)
         with offloaded(model, tmp_path / way, embedding_and_head=way, **options) as engine:
@@ -210,6 +212,50 @@ def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, options):
 
 
 # Which they are
+
+
+def test_a_run_goes_on_with_a_tied_embedding_streamed_and_resident_by_turns(tmp_path):
+    def trained(way, directory, steps):
+        with offloaded(llama(tie_word_embeddings=True), directory, embedding_and_head=way) as engine:
+            return [engine.step(of_transformers(step)) for step in steps]
+
+    expected = trained("resident", tmp_path / "plain", range(6))
+    ways = ["resident", "streamed", None, "resident", "streamed", "streamed"]
+    found = [loss for step, way in enumerate(ways) for loss in trained(way, tmp_path / "turns", [step])]
+    assert found == expected
+    assert differing(read_atoms(tmp_path / "turns"), read_atoms(tmp_path / "plain")) == []
+
+
+def test_an_evaluation_that_fails_in_a_tied_head_leaves_nothing_behind(tmp_path):
+    model, failing = llama(tie_word_embeddings=True), []
+
+    def fail(*_):
+        if failing:
+            raise ZeroDivisionError
+
+    model.lm_head.register_forward_hook(fail)
+    with offloaded(model, tmp_path / "run") as engine:
+        expected = [engine.evaluate(of_transformers(0))]
+        failing.append(True)
+        with pytest.raises(ZeroDivisionError):
+            engine.evaluate(of_transformers(0))
+        failing.clear()
+        assert not engine._run.residency.loaded and not engine._run.residency.on_device
+        assert engine.evaluate(of_transformers(0)) == expected[0]
+        engine.step(of_transformers(0))
+
+
+def test_a_tied_embedding_that_is_frozen_is_used_at_both_ends(tmp_path):
+    for way in KINDS:
+        model = llama(tie_word_embeddings=True)
+        model.lm_head.weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        with offloaded(
+            model, tmp_path / way, embedding_and_head=way, optimizer=optimizer, dtype="bf16"
+        ) as engine:
+            for step in range(3):
+                engine.step(of_transformers(step))
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
 
 
 def test_a_tied_weight_stays_where_the_optimizer_displaces_it(tmp_path):

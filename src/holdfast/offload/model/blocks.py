@@ -239,7 +239,8 @@ def with_embedding_and_head(model: nn.Module, blocks: Blocks, tied: bool = True)
     if not can_stream(model, blocks, tied):
         raise ModelNotSupported(
             f"{type(model).__name__} has no embedding or head that would be worth streaming: they are small, or share a"
-            ' parameter with other modules. Leave embedding_and_head="streamed" out.'
+            f" parameter with other modules{'' if tied else ' (with MeZO one that both share stays)'}. Leave"
+            ' embedding_and_head="streamed" out.'
         )
     embeddings, epilogue, shared = _streamable(model, blocks, tied)
     names, plain = {id(module): name for name, module in model.named_modules()}, plain_paths(model)

@@ -111,6 +111,11 @@ class Runtime:
         first = unit.trained_copy_bytes if self.reads_state(block) else 0
         return [part for part in unit.copy_parts if part.start < part.stop and part.start >= first]
 
+    @property
+    def tied(self) -> int | None:
+        """The number of the embedding's unit whose parameter the epilogue uses too; None if there is none."""
+        return self.patch.blocks.tied
+
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""
         if unit == len(self.blocks):

@@ -78,7 +78,7 @@ def joined(high: torch.Tensor, low: torch.Tensor, carry: torch.Tensor) -> torch.
     bits = torch.stack([carry >> shift & 1 for shift in range(7, -1, -1)], 1).reshape(-1)[: high.numel()]
     upper = (rounded - bits) & 0xFFFF
     upper = torch.where(high.reshape(-1).isnan(), rounded - 0x40 * (1 - bits.to(torch.int64)), upper)
-    whole = upper << 16 | low.reshape(-1).to(torch.int64)
+    whole = upper << 16 | low.reshape(-1).to(torch.int64) << (8 if low.dtype == torch.uint8 else 0)
     return whole.to(torch.uint32).view(torch.float32).view(high.shape)
 
 

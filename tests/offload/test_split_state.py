@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast
-from holdfast.errors import ChunkCorrupt
+from holdfast.errors import BadInput, ChunkCorrupt, RunMismatch
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.optim import AdamW8bit, AdamWBF16
+from holdfast.optim.adamw import BLOCK, to_24_bits
 from holdfast.quantities import KiB, MiB
 from holdfast.schedule import work
 from holdfast.schedule.operations import as_guessed, traffic
 from holdfast.sources import source_of
+from holdfast.state.split_masters import nearest_24_bits
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from support.grouped import grouped
@@ -60,7 +65,15 @@ OPTIMIZERS = {
     "adafactor": adafactor,
     "bf16": lambda model: AdamWBF16(model.parameters(), lr=1e-2),
     "8bit": lambda model: AdamW8bit(model.parameters(), lr=1e-2),
+    "24": lambda model: AdamW8bit(_rounded(model).parameters(), lr=1e-2, master_bits=24),
 }
+
+
+def _rounded(model):
+    """``model`` with masters of 24 bits from the beginning, as a run that splits them has."""
+    for parameter in model.parameters():
+        parameter.data.copy_(to_24_bits(parameter.data, 0, 0))
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +138,80 @@ def test_every_kind_of_optimizer_steps_masters_in_parts(tmp_path, whole_masters,
     whole_masters(True)
     assert losses == train(tmp_path / "whole", range(STEPS), OPTIMIZERS[name], **WAYS["mixed"])
     assert differing(read_atoms(tmp_path / "split"), read_atoms(tmp_path / "whole")) == []
+
+
+def eight_bits(model, master_bits=24):
+    return AdamW8bit(model.parameters(), lr=1e-2, master_bits=master_bits)
+
+
+def test_masters_of_24_bits_take_one_byte_beside_the_compute_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "TILE_BYTES", 128 * MiB)
+    sizes, everything = {}, holdfast.Placement(recomputed_fraction=1.0)
+    for bits in (24, 32):
+        model = Decoder(replace(made_model().config, width=512, hidden=1024))
+        with holdfast.offload(
+            model,
+            eight_bits(model, bits),
+            tmp_path / str(bits),
+            precision="bf16",
+            clipping=None,
+            placement=everything,
+        ) as engine:
+            engine.step(batches(0, 2))
+            engine.wait()
+            before = engine.traffic()
+            engine.step(batches(1, 2))
+            engine.wait()
+            moved = {key: n - before.get(key, 0) for key, n in engine.traffic().items()}
+            sizes[bits] = moved["ssd_read", "load_state"], moved["ssd_write", "store_state"]
+            trained = sum(unit.elements for unit in engine._run.blocks)
+    moments = 2 + 8 / BLOCK
+    for bits, low in ((24, 1), (32, 2)):
+        rest = low + 1 / 8 + moments
+        assert sizes[bits] == pytest.approx((rest * trained, (2 + rest) * trained), rel=0.06)  # filler
+    assert sizes[32][1] - sizes[24][1] == pytest.approx(trained, rel=0.03)
+    assert differing(stored(tmp_path / "24"), read_atoms(tmp_path / "24")) == []
+
+
+def test_values_are_rounded_to_24_bits_when_a_run_begins_and_when_it_changes_to_them(tmp_path):
+    def masters(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def rounded(values):
+        bits = {name: nearest_24_bits(v.reshape(-1).numpy().view(np.uint32)) for name, v in values.items()}
+        return {
+            name: torch.from_numpy(b.view(np.float32)).view(values[name].shape) for name, b in bits.items()
+        }
+
+    with offload(tmp_path / "fresh", eight_bits) as engine:
+        held = engine.state_dict()
+    started = masters(made_model())
+    in_blocks = [name for name in held if name.startswith("blocks.") and name != "blocks.1.mlp.up.weight"]
+    expected = {name: rounded(started)[name] if name in in_blocks else started[name] for name in held}
+    assert differing(expected, held) == [] and differing(started, held) != []
+    train(tmp_path / "run", range(2), partial(eight_bits, master_bits=32))
+    atoms = read_atoms(tmp_path / "run")
+    before = {name: atoms[f"{name}/param"] for name in in_blocks}
+    with offload(tmp_path / "next", eight_bits, source=holdfast.From(tmp_path / "run")) as engine:
+        after = engine.state_dict()
+    assert differing(rounded(before), {name: after[name] for name in in_blocks}) == []
+
+
+def test_a_run_keeps_the_bits_of_its_masters(tmp_path):
+    train(tmp_path, range(2), partial(eight_bits, master_bits=32))
+    before = read_atoms(tmp_path)
+    with pytest.raises(
+        RunMismatch, match=r"has masters of 32 bits, and param_groups\[0\]\['master_bits'\] is 24"
+    ):
+        offload(tmp_path, eight_bits)
+    with offload(tmp_path, partial(eight_bits, master_bits=32)) as engine:
+        for group in engine._user.optimizer.param_groups:
+            group["master_bits"] = 24
+        with pytest.raises(
+            BadInput, match=r"'master_bits'\] was set to 24, and this run holds masters of 32"
+        ):
+            engine.step(batches(2, 2))
+    assert differing(read_atoms(tmp_path), before) == []
 
 
 @pytest.mark.parametrize("way", ["ssd", "host"])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import BadInput
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
 from .declared_state import Slots
@@ -115,6 +116,8 @@ class HostOptimizer:
         self._worker = _Worker()
         self._fused_helpers: Lane | None = None
         self._slice_helpers: Lane | None = None
+        self.master_bits = [group.get("master_bits", 32) for group in optimizer.param_groups]
+        """The bits of the masters of each group, on which the layout of files depends."""
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
@@ -171,8 +174,17 @@ class HostOptimizer:
         return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}
 
     def snapshot(self) -> HyperParameters:
-        """Return the hyper-parameters of every group, by value."""
-        groups = enumerate(self._optimizer.param_groups)
+        """Return the hyper-parameters of every group, by value.
+
+        Raises ``BadInput`` if one has changed on which the layout of the files depends.
+        """
+        groups = [*enumerate(self._optimizer.param_groups)]
+        for (number, group), held in zip(groups, self.master_bits):
+            if (bits := group.get("master_bits", 32)) != held:
+                raise BadInput(
+                    f"param_groups[{number}]['master_bits'] was set to {bits}, and this run holds masters of {held}"
+                    " bits. Set it where the optimizer is made."
+                )
         return HyperParameters(tuple(self._by_value(number, group) for number, group in groups))
 
     def update(

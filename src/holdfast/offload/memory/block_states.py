@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -463,7 +463,7 @@ class BlockState:
     def member_slots(self, member: ParameterEntry | ParameterShard) -> Slots:
         """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
         slots = self.kept(member)
-        return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
+        return replace(slots, scalars={**slots.scalars, STEP: torch.float32})
 
     def _state_entries(
         self, pieces: Sequence[ParameterShard], buffers: Mapping[str, BufferPlace]

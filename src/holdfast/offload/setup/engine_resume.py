@@ -161,6 +161,14 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
                 f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
                 "Give this one its own directory, or build the model and optimizer that the run was made with."
             )
+    groups = manifest.progress.get("groups", [])
+    for number, (group, here) in enumerate(zip(groups, parts.optimizer.master_bits)):
+        if (there := group.get("master_bits", 32)) != here:
+            raise RunMismatch(
+                f"{store.root} has masters of {there} bits, and param_groups[{number}]['master_bits'] is {here}. A run"
+                " keeps them: give the optimizer the same, or begin another run from this one"
+                " (source=holdfast.From(...))."
+            )
 
 
 def _sort(atom: dict[str, Any] | None, frozen: bool) -> str:

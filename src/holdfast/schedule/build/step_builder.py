@@ -69,6 +69,8 @@ class StepBuilder:
     ops: list[Op] = field(default_factory=list)
     computed: Key | None = None
     """The last computation so far."""
+    param_takes: int = 0
+    """Number of compute copies that were brought to host memory so far."""
 
     @property
     def count(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .. import operations
-from ..operations import TIED, Hold, Key, Op
+from ..operations import GUESS, TIED, Hold, Key, Op
 from ..work import grad_stays, input_stays
 from .step_builder import (
     AS_LISTED,
@@ -223,7 +223,7 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
             Key("load_params", block, micro_batch, phase),
             operations.SSD_READ,
             nbytes=b.kept_param_bytes,
-            needs_previous=tuple(Key(written, block, tile=t) for t in s.tiles(block)),
+            needs_previous=(*(Key(written, block, tile=t) for t in s.tiles(block)), *(() if is_tied else _holding(s))),
             takes=(buffer,),
         )
         ready = (read,)
@@ -237,8 +237,26 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)
+    s.param_takes += not (is_kept or is_tied)
     given = () if phase == "backward" and s.holds_copy(block) else s.off_device(name)
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
+
+
+def _holding(s: StepBuilder) -> tuple[Key, ...]:
+    """Return the updates of the step before that may still use a compute copy; empty but for the first loads.
+
+    Slots count the buffers of one kind of step. These waits do it from one kind to another.
+    """
+    if s.param_takes >= s.param_slots:
+        return ()
+    at_once = s.shape.clipping in ("none", "per_block")
+    phases = (GUESS,) if s.training and not at_once else ("",) if s.training else ("", GUESS)
+    blocks = [
+        block for block in range(s.count) if s.reads_state(block) and not (s.training and s.delayed[block])
+    ]
+    found = [Key("update", block, phase=phase, tile=s.tiles(block)[-1]) for block in blocks for phase in phases]
+    made = {op.key for op in s.ops if op.key.kind == "update"}  # of this step
+    return tuple(key for key in found if key not in made)
 
 
 def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:

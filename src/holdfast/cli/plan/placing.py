@@ -101,6 +101,7 @@ def case_of(given: Mapping[str, Any]) -> Case:
             retain=given.get("retain") or 2,
             order=given.get("order", "plain"),
             least_steps=given.get("ssd_steps") or 0,
+            is_split=True,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from holdfast.state.split_masters import nearest_24_bits
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from support.grouped import grouped
+from support.masters import build_with
 from training import batches, differing, read_atoms, stored
 
 STEPS = 4
@@ -84,13 +84,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def whole_masters(monkeypatch):
     """A function that sets whether engines are built that store the compute copy beside whole masters."""
-    parts = import_module("holdfast.offload.model.model_parts")
-    usual = parts.BlockState
-
-    def build(*args, may_split=False, **options):
-        return usual(*args, **options)
-
-    return lambda whole: monkeypatch.setattr(parts, "BlockState", build if whole else usual)
+    return lambda whole: build_with(monkeypatch, whole=whole)
 
 
 def offload(directory, make=fused_adamw, **options):

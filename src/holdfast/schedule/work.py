@@ -224,7 +224,8 @@ class MemorySaving:
 
     def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
-        one = ["one buffer for gradients"] if self.grad_slots == 1 else []
+        one = [] if self.keeps_copies else ["compute copies that updates read again"]
+        one += ["one buffer for gradients"] if self.grad_slots == 1 else []
         return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
 
 

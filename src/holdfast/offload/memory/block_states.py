@@ -191,8 +191,10 @@ class UnitFile:
         """Set a parameter inside an image. Raises ``BadInput`` for a value that the file's dtype does not hold."""
         held = self.master(image, name)
         if isinstance(held, SplitMaster):
-            master = torch.empty(held.shape, dtype=torch.float32)
-            copy_exactly(master, values, name)
+            master = values
+            if values.dtype != torch.float32 or values.device.type != "cpu":
+                master = torch.empty(held.shape, dtype=torch.float32)
+                copy_exactly(master, values, name)
             held.set(master)
         else:
             copy_exactly(held, values, name)

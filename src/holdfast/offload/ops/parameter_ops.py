@@ -70,7 +70,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
     """Release the parameters of a pass from the device, after its last computation."""
     place = (phase, block, micro_batch)
-    run.residency.leaves.pop(place, None)
+    run.absent.refuse_leaves(run.blocks[block], run.residency.leaves.pop(place, ()))
     run.residency.on_device.pop(place)
     if place in run.residency.loaded:
         run.residency.pool.give(run.residency.loaded.pop(place))

@@ -108,7 +108,7 @@ READS = {
     "norms": lambda model, x: torch._foreach_norm([*model.layers[1].parameters()])[0],
     "copied": lambda model, x: torch.zeros(WIDTH, WIDTH).copy_(weight(model).detach()).mean(),
     "written into": lambda model, x: torch.add(x, 0, out=weight(model).detach()).mean(),
-    "changed": lambda model, x: x + 0 * weight(model).detach().zero_().mean(),
+    "changed": lambda model, x: 0.0 * len(weight(model).detach().zero_()),
     "host": lambda model, x: torch.tensor(weight(model).detach().numpy()).mean(),
     "number": lambda model, x: weight(model).detach().flatten()[0].item(),
     "function of autograd": lambda model, x: Product.apply(x, weight(model)),

@@ -4,7 +4,8 @@
                                     [--keep] [--small]
 
 Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
-the engine with no block computed again in the backward pass ("kept"); plain PyTorch with fused AdamW, activation
+the engine with no block computed again in the backward pass ("kept"), and with embedding and head streamed
+("streamed"); plain PyTorch with fused AdamW, activation
 checkpointing and everything in memory, once with fp32 masters and gradient sums as the engine has them ("masters"),
 once with bf16 parameters and nothing else ("plain"), which is a tenth of the optimizer's work and another arithmetic;
 and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the
@@ -51,7 +52,7 @@ def main() -> None:
         return
     from common import finish, table
 
-    pythons = dict.fromkeys(("engine", "kept", "masters", "plain"), sys.executable)
+    pythons = dict.fromkeys(("engine", "kept", "streamed", "masters", "plain"), sys.executable)
     if options.peers:
         pythons["deepspeed"] = options.peers
     rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
@@ -109,7 +110,9 @@ def run_case(options: argparse.Namespace) -> dict:
     return result
 
 
-def engine_case(options: argparse.Namespace, recomputed_fraction: float = 1.0):
+def engine_case(
+    options: argparse.Namespace, recomputed_fraction: float = 1.0, embedding_and_head: str = "resident"
+):
     import torch
     from common import gpt, token_batches
 
@@ -118,7 +121,9 @@ def engine_case(options: argparse.Namespace, recomputed_fraction: float = 1.0):
     model = gpt(*SIZES[options.model])
     folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    placement = holdfast.Placement(recomputed_fraction=recomputed_fraction)
+    placement = holdfast.Placement(
+        recomputed_fraction=recomputed_fraction, embedding_and_head=embedding_and_head
+    )
     engine = holdfast.offload(model, optimizer, folder, placement=placement)
 
     def close() -> None:
@@ -195,6 +200,7 @@ def deepspeed_case(options: argparse.Namespace):
 CASES: dict[str, Callable[[argparse.Namespace], tuple[Callable, Callable, Callable]]] = {
     "engine": engine_case,
     "kept": partial(engine_case, recomputed_fraction=0.0),
+    "streamed": partial(engine_case, embedding_and_head="streamed"),
     "masters": masters_case,
     "plain": plain_case,
     "deepspeed": deepspeed_case,

@@ -12,6 +12,7 @@ slow machine.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -128,6 +129,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread with it"
+    gc.freeze()  # collections, and searches for referrers, in a child need not go through what it was forked with
     for line in sys.stdin:
         print(json.dumps(_supervise(json.loads(line))), flush=True)
 

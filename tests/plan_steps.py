@@ -86,7 +86,7 @@ def whole(step: Step) -> Step:
     work, placement, shape = step
     blocks = tuple(replace(block, cut=()) for block in work.blocks)
     return (
-        replace(work, blocks=blocks, resident_cut=()),
+        replace(work, blocks=blocks, resident_cut=(), tied_block=None),
         replace(placement, saving=MemorySaving(placement.saving.grad_slots)),
         shape,
     )
@@ -171,6 +171,8 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
         recomputed_fraction=draw(st.sampled_from((1.0, 1.0, 0.7, 0.3, 0.0))),
     )
     work = uneven(count, draw(st.booleans()))
+    if count > 2 and draw(st.booleans()):
+        work = replace(work, tied_block=0)
     return tiled(work) if draw(st.booleans()) else work, placement, shape
 
 

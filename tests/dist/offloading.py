@@ -62,6 +62,8 @@ def made(kind: str, dropout: float = 0.0) -> torch.nn.Module:
         return Thin()
     model = decoder(blocks=4, dropout=dropout, **(WIDE if kind == "wide" else {}))
     model.blocks[2].mlp.up.weight.requires_grad_(False)
+    if kind == "tied":
+        model.head.weight = model.embed.weight
     model.factor = 1.0
     model.register_forward_hook(_scale)
     if kind == "buffered":  # every rank counts otherwise

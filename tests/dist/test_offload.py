@@ -129,6 +129,20 @@ def test_a_run_goes_on_with_any_number_of_ranks(world, tmp_path, kind, clip_norm
     assert not [name for name in left if name.startswith("rank-")], "of ranks that are gone"
 
 
+def test_a_streamed_tied_embedding_has_the_bits_of_one_that_stays(world, tmp_path):
+    found = {}
+    for way in ("resident", "streamed"):
+        options = {"clip_norm": 0.5, "embedding_and_head": way, "params_on_host": 0.5}
+        said = world.run(2, root=tmp_path / way, steps=4, micro_batches=2, kind="tied", options=options)
+        assert all(each.get("finished") for each in said), said
+        found[way] = [(each["losses"], each["norms"], each["evaluated"], each["digest"]) for each in said]
+        assert any(path.name.count("epilogue") for path in (tmp_path / way / "data").iterdir()) == (
+            way == "streamed"
+        )
+    assert found["streamed"] == found["resident"]
+    assert differing(read_atoms(tmp_path / "streamed"), read_atoms(tmp_path / "resident")) == []
+
+
 @pytest.mark.filterwarnings("ignore:the drives .* are on one file system")
 def test_a_run_over_two_drives_goes_on_with_two_ranks_and_back(world, tmp_path):
     """The ranks are given no drive, and what they read first is on one."""

@@ -6,6 +6,7 @@ with World() as world:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -69,10 +70,12 @@ def script() -> Any:
 def serve() -> None:
     import torch
     import torch._dynamo  # what an optimizer imports at its first step
+    import torch.distributed.checkpoint  # what FSDP2 imports at its first forward pass
 
     script()
     torch.set_num_threads(1)
     use_one_gloo_thread()
+    gc.freeze()  # collections, and searches for referrers, in a rank need not go through what it was forked with
     for line in sys.stdin:
         print(json.dumps(_supervise(**json.loads(line))), flush=True)
 

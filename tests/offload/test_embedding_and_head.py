@@ -23,6 +23,7 @@ from zeroth_loops import mezo
 
 transformers = pytest.importorskip("transformers")
 
+KINDS = ("resident", "streamed")
 STREAMED = {"embedding_and_head": "streamed"}
 
 
@@ -181,17 +182,90 @@ def test_mezo_has_the_bits_of_those_that_stay(tmp_path):
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
 
 
+# Tied ones
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"clip_norm": 0.5}, {"clip_norm": 0.5, "clipping": "speculate"}, {"dtype": "bf16"},
+        {"schedule": "horizontal", "clip_norm": 0.5}, {"delayed_fraction": 1.0, "params_on_host": 1.0},
+        {"recomputed_fraction": 0.0, "activations_on_host": 0.0, "clip_norm": 0.5}, {"chunked": True, "dtype": "bf16"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tied_embedding_has_the_bits_of_one_that_stays(tmp_path, monkeypatch, options):
+    found, options = {}, {**options}
+    if options.pop("chunked", False):
+        monkeypatch.setattr(token_chunks, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
+    for way in KINDS:
+        model = llama(tie_word_embeddings=True)
+        with offloaded(model, tmp_path / way, embedding_and_head=way, **options) as engine:
+            losses = [engine.step(of_transformers(step)) for step in range(4)]
+            losses += [engine.evaluate(of_transformers(7))]
+            text = engine.generate(batches(9, 1)[0]["tokens"][:1, :3], 3, temperature=0.0).tolist()
+            streamed = [unit.name for unit in engine._run.blocks]
+        assert ("model.embed_tokens" in streamed, "epilogue" in streamed) == (way == "streamed",) * 2
+        found[way] = losses, text
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
 # Which they are
 
 
-def test_tied_ones_stay(tmp_path):
+def test_a_run_goes_on_with_a_tied_embedding_streamed_and_resident_by_turns(tmp_path):
+    def trained(way, directory, steps):
+        with offloaded(llama(tie_word_embeddings=True), directory, embedding_and_head=way) as engine:
+            return [engine.step(of_transformers(step)) for step in steps]
+
+    expected = trained("resident", tmp_path / "plain", range(6))
+    ways = ["resident", "streamed", None, "resident", "streamed", "streamed"]
+    found = [loss for step, way in enumerate(ways) for loss in trained(way, tmp_path / "turns", [step])]
+    assert found == expected
+    assert differing(read_atoms(tmp_path / "turns"), read_atoms(tmp_path / "plain")) == []
+
+
+def test_an_evaluation_that_fails_in_a_tied_head_leaves_nothing_behind(tmp_path):
+    model, failing = llama(tie_word_embeddings=True), []
+
+    def fail(*_):
+        if failing:
+            raise ZeroDivisionError
+
+    model.lm_head.register_forward_hook(fail)
+    with offloaded(model, tmp_path / "run") as engine:
+        expected = [engine.evaluate(of_transformers(0))]
+        failing.append(True)
+        with pytest.raises(ZeroDivisionError):
+            engine.evaluate(of_transformers(0))
+        failing.clear()
+        assert not engine._run.residency.loaded and not engine._run.residency.on_device
+        assert engine.evaluate(of_transformers(0)) == expected[0]
+        engine.step(of_transformers(0))
+
+
+def test_a_tied_embedding_that_is_frozen_is_used_at_both_ends(tmp_path):
+    for way in KINDS:
+        model = llama(tie_word_embeddings=True)
+        model.lm_head.weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        with offloaded(
+            model, tmp_path / way, embedding_and_head=way, optimizer=optimizer, dtype="bf16"
+        ) as engine:
+            for step in range(3):
+                engine.step(of_transformers(step))
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+
+
+def test_a_tied_weight_stays_where_the_optimizer_displaces_it(tmp_path):
     model = llama(tie_word_embeddings=True)
-    with pytest.raises(ModelNotSupported, match="or share one parameter"):
-        offloaded(model, tmp_path / "run")
+    with pytest.raises(ModelNotSupported, match="share a parameter"):
+        offloaded(model, tmp_path / "run", optimizer=mezo(model))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tied_weight_stays_where_more_of_the_epilogue_is_streamed():
+def test_a_tied_weight_belongs_to_the_embedding_or_stays():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -202,14 +276,23 @@ def test_a_tied_weight_stays_where_more_of_the_epilogue_is_streamed():
             self.head.weight = self.embed.weight
 
     model = Tied()
-    blocks = with_embedding_and_head(model, find_blocks(model))
+    blocks = with_embedding_and_head(model, find_blocks(model), tied=False)
     assert (blocks.embeddings, blocks.unit_names) == (0, ("blocks.0", "blocks.1", "epilogue"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    parts = import_module("holdfast.offload.model.model_parts").ModelParts.of(
-        model, optimizer, "fp32", None, streams_all=True
-    )
-    assert [m.name for m in parts.resident.members] == ["embed.weight"]
-    assert [m.name for m in parts.units[-1].members] == ["wide.weight", "wide.bias"]
+    for optimizer, held in ((mezo(model), "rest"), (adamw(model), "embed")):
+        parts = import_module("holdfast.offload.model.model_parts").ModelParts.of(
+            model, optimizer, "fp32", None, streams_all=True
+        )
+        holders = {m.name: unit.name for unit in parts.all_units for m in unit.members}
+        assert holders["embed.weight"] == held
+        assert [m.name for m in parts.units[-1].members] == ["wide.weight", "wide.bias"]
+
+
+def test_a_weight_that_a_third_module_shares_stays():
+    model = llama(tie_word_embeddings=True)
+    model.model.layers[0].again = nn.Linear(16, VOCABULARY, bias=False)
+    model.model.layers[0].again.weight = model.lm_head.weight
+    with pytest.raises(ModelNotSupported, match="share a parameter"):
+        with_embedding_and_head(model, find_blocks(model))
 
 
 def test_small_ones_stay():
@@ -326,9 +409,6 @@ def test_what_passes_the_blocks_by_arrives(tmp_path, way, dtype):
     }
     assert found["streamed"] == found["resident"]
     assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
-
-
-KINDS = ("resident", "streamed")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from support.grouped import grouped
 from training import adamw, batches, decoder, differing, read_atoms
 
 
-def train(directory, steps, width=128, **options):
+def train(directory, steps, width=128, tied=False, **options):
     model = decoder(blocks=2, width=width, hidden=2 * width)
+    if tied:
+        model.head.weight = model.embed.weight
     with holdfast.offload(
         model, adamw(model, fused=True), directory,
         **grouped(dtype="fp32", clip_norm=0.5, device="played", recomputed_fraction=1.0, **options),
@@ -47,7 +49,9 @@ def test_tiles_have_the_bits_of_whole_blocks(tmp_path, monkeypatch, options):
 
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("options", [{}, {"schedule": "horizontal"}, {"delayed_fraction": 0.5}])
-def test_a_streamed_embedding_and_head_have_the_bits_of_those_that_stay(tmp_path, options):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_streamed_embedding_and_head_have_the_bits_of_those_that_stay(tmp_path, tied, options):
+    options = {"tied": tied, **options}
     expected = train(tmp_path / "resident", range(4), 16, **options)
     found = train(tmp_path / "streamed", range(2), 16, embedding_and_head="streamed", **options)
     found += train(tmp_path / "streamed", range(2, 4), 16, **options)

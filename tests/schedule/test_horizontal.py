@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from holdfast.schedule import operations
 from holdfast.schedule.horizontal import horizontal
-from holdfast.schedule.operations import Key
+from holdfast.schedule.operations import TIED, Key
 from holdfast.schedule.work import BlockPlacement, StepShape
 from plan_steps import Order, equal_blocks, grid, keys, steps
 
@@ -27,8 +27,16 @@ def test_equal_blocks_move_the_sums_of_the_papers():
 def test_sums_grow_in_the_order_of_the_micro_batches(step):
     made = horizontal(*step)
     order = Order(made)
+    last = len(step[0].blocks) - 1
     for upload in keys(made, "upload_grads"):
         block, m = upload.block, upload.micro_batch
+        if upload.phase == TIED:
+            parked = (0, Key("download_grads", block, m, TIED))
+            assert order.before((0, Key("backward", last, m)), parked) and order.before(parked, (0, upload))
+            assert order.before((0, upload), (0, Key("backward", block, m)))
+            continue
+        first = last if block == step[0].tied_block else block
+        assert order.before((0, upload), (0, Key("backward", first, m)))
         assert order.before((0, Key("backward", block, m - 1)), (0, Key("download_grads", block, m - 1)))
         assert order.before((0, Key("download_grads", block, m - 1)), (0, upload))
         assert order.before((0, upload), (0, Key("backward", block, m)))

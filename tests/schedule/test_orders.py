@@ -31,7 +31,8 @@ def expected_traffic(
     of delayed updates) may do so on the SSD, in the horizontal order at every micro-batch. Delaying moves
     nothing else, and no update twice. A guess that was wrong reads and writes a block's state once more, wherever
     that lives, and writes its parameters once more; gradients on the SSD are read only then. A block that is not
-    computed again needs neither its parameters nor its input a second time.
+    computed again needs neither its parameters nor its input a second time. The parameters of a tied block cross once
+    more for the last one, and its sum leaves a separate device in between.
     """
     n, m, s = len(work.blocks), shape.micro_batches, work.input_bytes
     vertical = order == "vertical"
@@ -42,10 +43,12 @@ def expected_traffic(
     for i, b in enumerate(work.blocks):
         guessed = is_guessed(order, shape, i, n)
         kept = is_kept(shape, i, n)
-        passes = (1 if i == n - 1 or kept else 2) * sums
+        tied = i == work.tied_block
+        passes = (1 + tied if i == n - 1 or kept else 2 + tied) * sums
+        parked = sums * b.grad_bytes * (tied and not work.unified)
         moved["upload_params"] += passes * b.param_bytes
-        moved["download_grads"] += sums * b.grad_bytes
-        moved["upload_grads"] += (sums - 1) * b.grad_bytes
+        moved["download_grads"] += sums * b.grad_bytes + parked
+        moved["upload_grads"] += (sums - 1) * b.grad_bytes + parked
         if not placement.params[i]:
             moved["load_params"] += passes * b.param_bytes
             moved["store_params"] += b.trained_param_bytes

@@ -20,7 +20,7 @@ import torch
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
 from ..optim.torch_threads import one_torch_thread, update_threads
-from ..schedule.operations import Op
+from ..schedule.operations import TIED, Op
 from ..schedule.work import ClippingMode
 from ..state.capture import Captured
 from ..state.encoding import decode
@@ -482,7 +482,7 @@ class Engine:
                 if not self._run.fellows.alone:  # the other ranks continue the evaluation
                     raise
                 self._executor.recover()  # raises the failure, unless it was a computation's
-                self._run.residency.drop_pass("evaluate")
+                self._run.residency.drop_pass("evaluate", TIED)
                 failed = error
         raise failed
 

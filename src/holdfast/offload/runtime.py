@@ -99,6 +99,11 @@ class Runtime:
         """The number of the epilogue's unit among ``blocks``; None if its parameters stay on the device."""
         return len(self.blocks) - 1 if self.patch.blocks.epilogue else None
 
+    @property
+    def tied(self) -> int | None:
+        """The number of the embedding's unit whose parameter the epilogue uses too; None if there is none."""
+        return self.patch.blocks.tied
+
     def state_stays(self, unit: int) -> bool:
         """Return whether the state of the unit with this number stays in host memory."""
         if unit == len(self.blocks):

@@ -25,6 +25,8 @@ CROSSING = (
     "displaced_resident",
     "grads",
     "kept_grads",
+    "tied_params",
+    "tied_grads",
     "inputs",
     "kept_inputs",
     "input_grads",

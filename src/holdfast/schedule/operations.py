@@ -33,6 +33,8 @@ NOW, SOON, LATER = 0, 1, 2
 """Priorities: a computation will wait for it; only an update waits for it; only a commit does."""
 GUESS = "guess"
 """Phase of an update that may be made again."""
+TIED = "tied"
+"""Phase of what moves the parameters of an embedding, and their gradients, for a head that is tied to it."""
 
 
 class Key(NamedTuple):

@@ -66,6 +66,8 @@ class Work:
     """Bytes of the resident gradients that the other ranks send."""
     resident_trained_param_bytes: int = 0
     """Bytes of the resident compute copy that an update rewrites."""
+    tied_block: int | None = None
+    """Number of the block, an embedding, whose parameters the last one uses too; None if all have their own."""
     update_bytes: int = 0
     """Host memory that updates take besides state, gradients and copies: for optimizers that need whole tensors."""
     workspace_bytes: int = 0

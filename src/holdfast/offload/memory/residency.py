@@ -162,12 +162,12 @@ class Residency:
             packed.copy_(tensor)
         return buffer, forms
 
-    def drop_pass(self, phase: str) -> None:
-        """Release what an interrupted pass has loaded."""
-        for place in [place for place in self.on_device if place[0] == phase]:
+    def drop_pass(self, *phases: str) -> None:
+        """Release what an interrupted pass has loaded, in any of ``phases``."""
+        for place in [place for place in self.on_device if place[0] in phases]:
             del self.on_device[place]
             self.leaves.pop(place, None)
-        for place in [place for place in self.loaded if place[0] == phase]:
+        for place in [place for place in self.loaded if place[0] in phases]:
             self.pool.give(self.loaded.pop(place))
 
     def release(self) -> None:

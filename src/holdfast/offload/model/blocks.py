@@ -50,6 +50,8 @@ class Blocks:
     """Number of embeddings that come before the repeated blocks and are streamed like them."""
     epilogue: tuple[nn.Module, ...] = ()
     """Modules after the blocks whose parameters are streamed as one more unit; empty if they stay on the device."""
+    tied: int | None = None
+    """Number of the streamed embedding whose parameter the epilogue uses too, as its head; None if there is none."""
 
     @property
     def streams_all(self) -> bool:
@@ -227,47 +229,59 @@ def _repeats(module: nn.ModuleList) -> bool:
     return len(module) > 0 and len({type(child) for child in module}) == 1
 
 
-def with_embedding_and_head(model: nn.Module, blocks: Blocks) -> Blocks:
+def with_embedding_and_head(model: nn.Module, blocks: Blocks, tied: bool = True) -> Blocks:
     """Return ``blocks`` with the embeddings before them and what comes after them, the head above all.
 
-    Parameters that are also held elsewhere (tied ones) stay, and so does what is small. Embeddings are taken in the
-    order in which the model registered them. Raises ``ModelNotSupported`` if nothing is left to stream.
+    A parameter that an embedding and the epilogue share belongs to the embedding, or stays if ``tied`` is False. Other
+    parameters that are also held elsewhere stay, and so does what is small. Embeddings are taken in the order in which
+    the model registered them. Raises ``ModelNotSupported`` if nothing is left to stream.
     """
-    if not can_stream(model, blocks):
+    if not can_stream(model, blocks, tied):
         raise ModelNotSupported(
-            f"{type(model).__name__} has no embedding or head of its own that would be worth streaming: they are small,"
-            ' or share one parameter. Leave embedding_and_head="streamed" out.'
+            f"{type(model).__name__} has no embedding or head that would be worth streaming: they are small, or share a"
+            f" parameter with other modules{'' if tied else ' (with MeZO one that both share stays)'}. Leave"
+            ' embedding_and_head="streamed" out.'
         )
-    embeddings, epilogue = _streamable(model, blocks)
+    embeddings, epilogue, shared = _streamable(model, blocks, tied)
     names, plain = {id(module): name for name, module in model.named_modules()}, plain_paths(model)
     return Blocks(
         (*embeddings, *blocks.modules),
         (*(plain[names[id(module)]] for module in embeddings), *blocks.names),
         len(embeddings),
         epilogue,
+        shared,
     )
 
 
-def can_stream(model: nn.Module, blocks: Blocks) -> bool:
-    """Return whether ``model`` has an embedding or a head of its own that is worth streaming."""
-    return any(_streamable(model, blocks))
+def can_stream(model: nn.Module, blocks: Blocks, tied: bool = True) -> bool:
+    """Return whether ``model`` has an embedding or a head that is worth streaming, one that is ``tied`` included."""
+    embeddings, epilogue, _ = _streamable(model, blocks, tied)
+    return bool(embeddings or epilogue)
 
 
-def _streamable(model: nn.Module, blocks: Blocks) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-    """Return the embeddings and the modules of the epilogue that are worth streaming."""
+def _streamable(
+    model: nn.Module, blocks: Blocks, tied: bool
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...], int | None]:
+    """Return the embeddings and the modules of the epilogue that are worth streaming, and which embedding is tied."""
     before, after = _around(model, blocks)
     places = _places(model)
     least = LEAST_STREAMED * max(map(parameter_bytes, blocks.modules))
 
-    def own_bytes(module: nn.Module) -> int:
-        inside = {id(each) for each in module.modules()}
-        held = (p for p in module.parameters() if all(id(m) in inside for m, _ in places[id(p)]))
+    def own_bytes(*modules: nn.Module) -> int:
+        """Return the bytes of the parameters of the first that are held by ``modules`` alone."""
+        inside = {id(each) for module in modules for each in module.modules()}
+        held = (p for p in modules[0].parameters() if all(id(m) in inside for m, _ in places[id(p)]))
         return sum(parameter.numel() * parameter.element_size() for parameter in held)
 
-    inner = [each for module in before for each in module.modules()]
-    found = [each for each in inner if isinstance(each, nn.Embedding) and own_bytes(each) > least]
-    epilogue = tuple(after) if sum(map(own_bytes, after)) > least else ()
-    return tuple(found), epilogue
+    inner = [each for module in before for each in module.modules() if isinstance(each, nn.Embedding)]
+    shared = [
+        each for each in inner
+        if not own_bytes(each) and own_bytes(each, *after) > least and any(map(own_bytes, after))
+    ]  # fmt: skip
+    shared = shared if tied and len(shared) == 1 else []
+    found = [each for each in inner if each in shared or own_bytes(each) > least]
+    epilogue = tuple(after) if shared or sum(map(own_bytes, after)) > least else ()
+    return tuple(found), epilogue, found.index(shared[0]) if shared else None
 
 
 def _around(model: nn.Module, blocks: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -322,13 +336,16 @@ def owned_parameters(
 ) -> tuple[list[list[Owned]], list[Owned]]:
     """Return the parameters of each streamed unit, and the resident parameters, both in the model's order."""
     block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
-    block_of |= {id(m): len(blocks.modules) for module in blocks.epilogue for m in module.modules()}
+    epilogue = len(blocks.modules)
+    block_of |= {id(m): epilogue for module in blocks.epilogue for m in module.modules()}
     places = _places(model)
     by_block: list[list[Owned]] = [[] for _ in blocks.unit_names]
     resident: list[Owned] = []
     for parameter in captured.parameters:
         owned = Owned(parameter, tuple(places[id(parameter.parameter)]))
         holders = {block_of.get(id(module)) for module, _ in owned.places}
+        if blocks.tied is not None and holders == {blocks.tied, epilogue}:
+            holders = {blocks.tied}
         (block,) = holders if len(holders) == 1 else (None,)
         (resident if block is None else by_block[block]).append(owned)
     return by_block, resident

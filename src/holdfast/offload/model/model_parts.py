@@ -17,6 +17,7 @@ from torch import nn
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ...optim.host_optimizer import HELPER_BYTES, SLICE_HELPER_BYTES, HostOptimizer
+from ...optim.mezo import MeZO
 from ...optim.torch_threads import update_threads
 from ...quantities import round_up
 from ...schedule.work import BlockWork, TileWork, Work
@@ -66,7 +67,7 @@ class ModelParts:
             raise BadInput(f"precision {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
         if streams_all:
-            blocks = with_embedding_and_head(model, blocks)
+            blocks = with_embedding_and_head(model, blocks, ties_streamed(optimizer))
         _check_modules(model, optimizer)
         _check_names(blocks)
         captured = capture(model, optimizer)
@@ -158,6 +159,7 @@ class ModelParts:
             resident_gather_bytes=self.resident.gathered_bytes,
             resident_reduce_bytes=self.resident.reduced_bytes,
             ranks=self.world_size,
+            tied_block=self.blocks.tied,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
             update_bytes=self._update_bytes(update_workers, guesses) + update_workers * helper_bytes,
             head_flop=measured.head_flop if measured else 0.0,
@@ -195,6 +197,11 @@ class ModelParts:
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
+
+
+def ties_streamed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a tied embedding can be streamed: not if each pass displaces the parameters."""
+    return not isinstance(optimizer, MeZO)
 
 
 def _tiles(unit: BlockState) -> tuple[TileWork, ...]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ...schedule.mezo_schedule import DISPLACED
-from ...schedule.operations import Op
+from ...schedule.operations import TIED, Op
 from ...schedule.work import input_stays, micro_batches
 from .. import rng
 from ..memory.block_states import BlockState
@@ -97,7 +97,10 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     """
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
-    grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
+    place = None if run.device.unified else run.device.torch_device
+    grads = run.residency.start_grads(block, place)
+    if is_last and run.tied is not None:
+        run.residency.start_grads(run.tied, place)
     if is_last and block != run.epilogue:
         with torch.enable_grad():
             _reach(run, step, m, block)
@@ -307,29 +310,35 @@ def _seed(run: Runtime, step: Step, m: int, block: int, place_of: Callable[[int]
 
 @contextmanager
 def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[None]:
-    """Install the block's parameters in the modules for one computation.
+    """Install the block's parameters in the modules for one computation, in the last block's also the tied ones.
 
     Their gradients are added to what ``held`` returns at that time. After the pass's last computation the parameters
     leave the device, unless the graph of the forward pass is kept, which needs them.
     """
     block, kept = op.key.block, step.training and step.kept[op.key.block]
     phase = FORWARD if kept else op.key.phase or op.key.kind
-    unit = run.blocks[block]
     for micro_batch in (op.key.micro_batch, -1):
         if (phase, block, micro_batch) in run.residency.on_device:
             break
-    place = (phase, block, micro_batch)
+    places = {(phase, block, micro_batch): held}
+    if run.tied is not None and block == run.epilogue:
+        tied = run.tied
+        places[TIED, tied, micro_batch] = held and (lambda: run.residency.grads[tied])
+    members = [member for _, number, _ in places for member in run.blocks[number].members]
     try:
-        for member, parameter in zip(unit.members, _leaves(run, place, unit, held), strict=True):
-            install(member.owned, parameter)
+        for place, to in places.items():
+            unit = run.blocks[place[1]]
+            for member, parameter in zip(unit.members, _leaves(run, place, unit, to), strict=True):
+                install(member.owned, parameter)
         yield
     finally:
-        for member in unit.members:
+        for member in members:
             install(member.owned, run.absent.stand_in(member))
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
-        parameter_ops.release(run, phase, block, micro_batch)
+        for place in places:
+            parameter_ops.release(run, *place)
 
 
 def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:

@@ -30,7 +30,7 @@ from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
 from ..model.blocks import can_stream
-from ..model.model_parts import ModelParts
+from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
@@ -180,7 +180,7 @@ def plan_run(given: Arguments, drives: Drives, fellows: DataParallelGroup) -> Pl
             )  # fmt: skip
 
         room = None if budget.host is not None else MOST_OF_FREE * free_host_bytes() / fellows.on_host
-        may_stream = len(ways) > 1 and can_stream(given.model, parts.blocks)
+        may_stream = len(ways) > 1 and can_stream(given.model, parts.blocks, ties_streamed(given.optimizer))
         try:
             rules, plan = _within_budget(rules, planned, room)
             if may_stream and not plan.fits_device(budget):

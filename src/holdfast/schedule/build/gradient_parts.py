@@ -7,12 +7,14 @@ host memory, they are summed in that buffer.
 
 With several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then the
 sums are added over the ranks, and only the shard that the rank updates with waits to be consumed.
+
+The sum of a tied block begins in the last block's pass, and is parked on the host until the tied block's own.
 """
 
 from __future__ import annotations
 
 from .. import operations
-from ..operations import Hold, Key
+from ..operations import TIED, Hold, Key
 from .step_builder import StepBuilder
 
 
@@ -22,29 +24,59 @@ def spilled(s: StepBuilder, block: int) -> bool:
 
 
 def begin(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    """Return the buffer in which the first backward computation begins the sum."""
-    return _summing(s, block) if s.work.unified else _device(s, block)
+    """Return the buffers in which the first backward computation of a pass over ``block`` begins sums."""
+    where = _summing if s.work.unified else _device
+    return tuple(hold for each in _begun(s, block) for hold in where(s, each))
 
 
-def download(s: StepBuilder, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
+def go_on(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Bring the sums of the micro-batches before ``micro_batch`` back to the device for a pass over ``block``."""
+    return tuple(_upload_after(s, each, micro_batch) for each in _begun(s, block))
+
+
+def _begun(s: StepBuilder, block: int) -> tuple[int, ...]:
+    """Return the blocks whose sums a pass over ``block`` is the first to add to."""
+    return (*(() if block == s.work.tied_block else (block,)), *s.also_used(block))
+
+
+def park(s: StepBuilder, block: int, micro_batch: int, after: Key, has_buffer: bool = False) -> None:
+    """Bring the sum of the tied block to the host, if ``block`` has added to it before that block itself does."""
+    for tied in () if s.work.unified else s.also_used(block):
+        download(s, tied, micro_batch, after, () if has_buffer else _summing(s, tied), TIED)
+
+
+def take_up(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Bring a parked sum back to the device, if ``block`` is the tied one."""
+    if block != s.work.tied_block or s.work.unified:
+        return ()
+    parked = Key("download_grads", block, micro_batch, TIED)
+    return (_upload(s, block, parked, Key("upload_grads", block, micro_batch, TIED)),)
+
+
+def download(
+    s: StepBuilder, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...], phase: str = ""
+) -> Key:
     """Bring the sum so far to the host, ``into`` a buffer unless it has one there."""
     return s.add(
-        Key("download_grads", block, micro_batch),
+        Key("download_grads", block, micro_batch, phase),
         operations.DOWNLOAD,
         nbytes=s.work.blocks[block].grad_bytes,
         needs=(after,),
         takes=into,
-        gives=s.off_device(("device_grads", block)),
+        gives=tuple(hold.name for hold in _device(s, block)),
     )
 
 
-def upload(s: StepBuilder, block: int, micro_batch: int) -> Key:
-    """Bring the sum of the micro-batches before ``micro_batch`` back to the device."""
+def _upload_after(s: StepBuilder, block: int, micro_batch: int) -> Key:
     before: Key = Key("download_grads", block, micro_batch - 1)
     if spilled(s, block):
         before = load(s, block, micro_batch - 1)
+    return _upload(s, block, before, Key("upload_grads", block, micro_batch))
+
+
+def _upload(s: StepBuilder, block: int, before: Key, key: Key) -> Key:
     return s.add(
-        Key("upload_grads", block, micro_batch),
+        key,
         operations.UPLOAD,
         nbytes=s.work.blocks[block].grad_bytes,
         needs=(before,),
@@ -53,8 +85,8 @@ def upload(s: StepBuilder, block: int, micro_batch: int) -> Key:
 
 
 def host_buffer(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    """Return the buffer that a first download fills."""
-    return () if s.work.unified else _summing(s, block)
+    """Return the buffer that the first download after a pass over ``block`` fills; that of a tied one is there."""
+    return () if s.work.unified or block == s.work.tied_block else _summing(s, block)
 
 
 def hand_over(s: StepBuilder, block: int, after: Key, into: tuple[Hold, ...]) -> None:
@@ -79,7 +111,7 @@ def _reduce(s: StepBuilder, block: int, after: Key) -> Key:
         nbytes=s.work.blocks[block].grad_reduce_bytes,
         needs=(after,),
         takes=_host(s, block),
-        gives=(("sums", block),),
+        gives=tuple(hold.name for hold in _summing(s, block)),
     )
 
 
@@ -129,7 +161,14 @@ def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
-    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=s.placement.saving.grad_slots),)
+    return (_going_round(s, "sums", block, s.work.blocks[block].grad_bytes),)
+
+
+def _going_round(s: StepBuilder, kind: str, block: int, nbytes: int) -> Hold:
+    """Return a buffer that goes from block to block; a tied block has one of its own."""
+    if block == s.work.tied_block:
+        return Hold((f"tied_{kind}", block), nbytes, slots=1)
+    return Hold((kind, block), nbytes, slots=s.placement.saving.grad_slots)
 
 
 def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
@@ -139,7 +178,7 @@ def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
     if s.waits(block) and s.placement.gradients[block]:
         return (Hold(("kept_grads", block), size),)
-    return (Hold(("grads", block), size, slots=s.placement.saving.grad_slots),)
+    return (_going_round(s, "grads", block, size),)
 
 
 def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
@@ -147,5 +186,5 @@ def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
 
 
 def _device(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    slots = s.placement.saving.grad_slots
-    return s.on_device(("device_grads", block), s.work.blocks[block].grad_bytes, slots)
+    name, nbytes, _, slots = _going_round(s, "device_grads", block, s.work.blocks[block].grad_bytes)
+    return s.on_device(name, nbytes, slots)

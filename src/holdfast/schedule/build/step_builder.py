@@ -78,6 +78,11 @@ class StepBuilder:
     def last(self) -> int:
         return self.count - 1
 
+    def also_used(self, block: int) -> tuple[int, ...]:
+        """Return the tied block, if a pass over ``block`` uses its parameters besides its own."""
+        tied = self.work.tied_block
+        return () if tied is None or block != self.last else (tied,)
+
     @cached_property
     def delayed(self) -> tuple[bool, ...]:
         """Flags per block: True if it is updated beside the next forward pass although its gradients need not wait."""
@@ -113,6 +118,8 @@ class StepBuilder:
         """Return how many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their
         own."""
         if not self.delayed[block] or not self.placement.gradients[block] or not self.work.input_bytes:
+            return 0
+        if block == self.work.tied_block:  # its sum begins when all inputs are still needed
             return 0
         count = -(-self.work.blocks[block].kept_grad_bytes // self.work.input_bytes)
         return count if count <= self.kept_inputs else 0

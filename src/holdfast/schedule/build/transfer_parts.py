@@ -5,13 +5,13 @@ input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (
 used it. In the snake order the last micro-batch of a block is the first of the next, so its input goes to the host only
 to be kept, and its gradient never leaves the device. A compute copy comes to the device for one pass over the block;
 several ranks gather it from their shards. Where activations stay for the backward pass, the parameters stay too,
-because autograd reads them again. Called by the schedules.
+because autograd reads them again. The last block's pass brings the tied block's copy too. Called by the schedules.
 """
 
 from __future__ import annotations
 
 from .. import operations
-from ..operations import Hold, Key
+from ..operations import TIED, Hold, Key
 from ..work import grad_stays, input_stays
 from .step_builder import (
     AS_LISTED,
@@ -190,21 +190,28 @@ def _held(s: StepBuilder, block: int, micro_batch: int) -> Hold:
 
 
 def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:
-    """Bring a compute copy, as the previous step left it, to the device.
+    """Bring the compute copies that a pass over ``block`` uses, as the previous step left them, to the device.
 
-    Returns the operation after which the copy is there; empty where it is there already.
+    Returns the operations after which they are there.
     """
+    tied = [key for other in s.also_used(block) for key in _load(s, TIED, other, micro_batch)]
+    return (*_load(s, phase, block, micro_batch), *tied)
+
+
+def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Bring one compute copy to the device. Returns nothing where it is there already."""
     if phase == "backward" and s.kept[block]:
         return ()
     b, on_host = s.work.blocks[block], s.placement.params[block]
     key = Key("upload_params", block, micro_batch, phase)
     name, device_name = _names(s, phase, block, micro_batch)
-    slots = AS_LISTED if s.kept[block] and phase == "forward" else PARAM_SLOTS
+    most = 1 if phase == TIED else PARAM_SLOTS
+    slots = AS_LISTED if s.kept[block] and phase == "forward" else most
     taken = s.on_device(device_name, b.param_bytes, slots)
     if on_host and s.work.ranks == 1:
         updated = (s.updated(block),)
         return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
-    buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else PARAM_SLOTS)
+    buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else most)
     ready: tuple[Key, ...] = ()
     if not on_host:
         read = s.add(
@@ -230,7 +237,12 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
 
 
 def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
-    """Return the buffer that the last computation of the pass gives back."""
+    """Return the buffers that the last computation of a pass over ``block`` gives back."""
+    tied = [name for other in s.also_used(block) for name in _released(s, TIED, other, micro_batch)]
+    return (*_released(s, phase, block, micro_batch), *tied)
+
+
+def _released(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
     if s.kept[block]:
         if phase == "forward":
             return ()
@@ -249,5 +261,7 @@ def _names(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tu
     Buffers that stay for the backward pass have classes of their own.
     """
     place, kept = (phase, block, micro_batch), s.kept[block] and phase == "forward"
+    if phase == TIED:
+        return ("tied_params", *place), ("tied_device_params", *place)
     on_host = "kept_params" if kept and s.work.unified else "params"
     return (on_host, *place), ("kept_device_params" if kept else "device_params", *place)

@@ -182,7 +182,6 @@ def test_a_layer_that_is_used_outside_of_its_block_is_refused(tmp_path):
             base(torch.randn(3, 48))
         hook.remove()
         engine.step([(torch.randn(3, 5, 8),)])
-    base(torch.randn(3, 48))
 
 
 def test_an_unpacked_weight_counts_in_the_memory_of_a_block():

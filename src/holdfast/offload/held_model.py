@@ -98,6 +98,7 @@ class HeldModel:
 
     def give_back(self, values: dict[str, torch.Tensor]) -> None:
         """Give the model's own parameters the trained ``values``."""
+        self._run.absent.allow_own()  # an interrupt may have come before ``release``
         give_back(self.captured, values, self._homes)
         close_layers(self._run.model)
         self.is_owed = False

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import holdfast
 from holdfast.errors import ModelNotSupported
 from support.grouped import grouped
-from training import VOCABULARY, adamw, batches, differing, state_of, stored
+from training import VOCABULARY, adamw, batches, differing, stored
 from zeroth_loops import mezo
 
 F = nn.functional
@@ -372,19 +372,20 @@ def test_use_between_steps_is_refused(tmp_path):
 # Beside the blocks
 
 
-def test_the_last_blocks_parameters_may_be_used_after_it(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"schedule": "horizontal"}, {"recomputed_fraction": 0.0}], ids=str)
+def test_the_last_blocks_parameters_may_be_used_after_it(tmp_path, options):
     """They are on the device until the loss is computed, and get both gradients."""
     model = Model("epilogue", lambda model, x: x @ model.layers[3].inner.weight)
-    engine = offloaded(copy.deepcopy(model), tmp_path)
-    optimizer = adamw(model, fused=True)
-    with engine:
-        for step in range(3):
-            loss = model(**batches(step, 1)[0])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert engine.step(batches(step, 1)) == loss.item()
-    assert differing(stored(tmp_path), state_of(model, optimizer)) == []
+    losses = plain_losses(copy.deepcopy(model), 3)
+    with offloaded(model, tmp_path, **options) as engine:
+        assert [engine.step(batches(step, 1)) for step in range(3)] == losses
+
+
+def test_gradients_of_both_uses_are_summed_over_micro_batches(tmp_path):
+    model = Model("epilogue", lambda model, x: x @ model.layers[3].inner.weight)
+    losses = plain_losses(copy.deepcopy(model), 3, 3)
+    with offloaded(model, tmp_path) as engine:
+        assert [engine.step(batches(step, 3)) for step in range(3)] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_block_that_is_left_out_of_blocks_may_be_used_anywhere(tmp_path):
@@ -395,14 +396,17 @@ def test_a_block_that_is_left_out_of_blocks_may_be_used_anywhere(tmp_path):
         assert [engine.step(batches(step, 1)) for step in range(3)] == losses
 
 
-def plain_losses(model, steps):
+def plain_losses(model, steps, count=1):
     optimizer, losses = adamw(model, fused=True), []
     for step in range(steps):
-        loss = model(**batches(step, 1)[0])
-        loss.backward()
+        total = 0.0
+        for batch in batches(step, count):
+            loss = model(**batch)
+            (loss / count).backward()
+            total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(total / count)
     return losses
 
 

@@ -64,13 +64,6 @@ class AbsentParameter(nn.Parameter):
     absence: Absence
 
     @classmethod
-    def like(cls, memory: Tensor, member: ParameterEntry, absence: Absence) -> AbsentParameter:
-        """Return a stand-in for ``member`` in the ``memory`` of one element, of the right dtype and device."""
-        made = cls(memory.expand(member.shape), member.trained)
-        made.absence = absence
-        return made
-
-    @classmethod
     def turn(cls, parameter: nn.Parameter, absence: Absence) -> None:
         """Make ``parameter`` an absent one."""
         parameter.__dict__["absence"] = absence
@@ -138,22 +131,21 @@ class AbsentParameters:
         """
         self._place = Place()
         self._units, self._last = units, len(blocks.modules) - 1
-        self._absences: list[tuple[ParameterEntry, Absence]] = []
-        self._stand_ins: dict[str, AbsentParameter] = {}
-        self._turned: list[tuple[nn.Parameter, type]] = []
-        memory: dict[torch.dtype, Tensor] = {}
+        self._streamed = [member for unit in units for member in unit.members]
+        self._members = [*self._streamed, *resident.members]
+        self._absences = {m.name: Absence(m.name, _OF_RESIDENT, self._place) for m in resident.members}
         for number, unit in enumerate(units):
             is_block = blocks.embeddings <= number <= self._last
             why = _OF_BLOCK.format(unit=unit.name) if is_block else _OF_ENDS
-            for member in unit.members:
-                dtype = member.copy_dtype
-                if dtype not in memory:
-                    memory[dtype] = torch.empty((), dtype=dtype, device=device)
-                absence = Absence(member.name, why, self._place)
-                self._absences.append((member, absence))
-                self._stand_ins[member.name] = AbsentParameter.like(memory[dtype], member, absence)
-        self._streamed = list(self._absences)
-        self._absences += [(m, Absence(m.name, _OF_RESIDENT, self._place)) for m in resident.members]
+            self._absences |= {m.name: Absence(m.name, why, self._place) for m in unit.members}
+        dtypes = {member.copy_dtype for member in self._streamed}
+        memory = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
+        self._stand_ins: dict[str, nn.Parameter] = {}
+        for member in self._streamed:  # all in the memory of one element
+            made = nn.Parameter(memory[member.copy_dtype].expand(member.shape), member.trained)
+            AbsentParameter.turn(made, self._absences[member.name])
+            self._stand_ins[member.name] = made
+        self._turned: list[tuple[nn.Parameter, type]] = []
 
     # Where the model's code is
 
@@ -183,25 +175,25 @@ class AbsentParameters:
     def installed(self) -> Iterator[None]:
         """Put the stand-ins into the model inside the context, and the model's own parameters back on exit."""
         try:
-            for member, _ in self._streamed:
+            for member in self._streamed:
                 install(member.owned, self._stand_ins[member.name])
             yield
         finally:
             self._place.text = BETWEEN
-            for member, _ in self._streamed:
+            for member in self._streamed:
                 install(member.owned, member.owned.captured.parameter)
 
     def refuse_leaves(self, unit: BlockState, leaves: Sequence[nn.Parameter]) -> None:
         """Make the ``leaves`` of a pass that is over absent: their memory is the next unit's."""
         for member, leaf in zip(cycle(unit.members), leaves):
-            AbsentParameter.turn(leaf, self._stand_ins[member.name].absence)
+            AbsentParameter.turn(leaf, self._absences[member.name])
 
     def refuse_own(self) -> None:
         """Make the model's own parameters absent, which have no values now. Undone by ``allow_own``."""
-        for member, absence in self._absences:
+        for member in self._members:
             own = member.owned.captured.parameter
             self._turned.append((own, type(own)))
-            AbsentParameter.turn(own, absence)
+            AbsentParameter.turn(own, self._absences[member.name])
 
     def allow_own(self) -> None:
         """Make the model's own parameters what they were before."""

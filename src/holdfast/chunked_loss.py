@@ -112,8 +112,11 @@ def exceeds_chunk(head: nn.Module, hidden: Tensor) -> bool:
     return is_plain_linear(head) and hidden.shape[:-1].numel() > rows_per_chunk(head.out_features)
 
 
-def is_plain_linear(head: Any) -> TypeGuard[nn.Linear]:
-    """Return whether calling ``head`` is ``F.linear`` with its weight and bias, and nothing else."""
+def is_plain_linear(head: Any, also: type | None = None) -> TypeGuard[nn.Linear]:
+    """Return whether calling ``head`` is ``F.linear`` with its weight and bias, and nothing else.
+
+    Parameters of the class ``also`` count as plain.
+    """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     if "weight" not in head._parameters:  # a parametrization computes it
@@ -122,12 +125,12 @@ def is_plain_linear(head: Any) -> TypeGuard[nn.Linear]:
     hooks = (
         head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
     )  # fmt: skip
-    return not changed and not any(hooks) and all(_is_plain(each) for each in (head.weight, head.bias))
+    return not changed and not any(hooks) and all(_is_plain(each, also) for each in (head.weight, head.bias))
 
 
-def _is_plain(parameter: Tensor | None) -> bool:
+def _is_plain(parameter: Tensor | None, also: type | None) -> bool:
     """Return whether ``parameter`` computes as a tensor does; one of a planner's trace, without bytes, does."""
-    kinds = (nn.Parameter, Tensor, torch._subclasses.FakeTensor)
+    kinds = (nn.Parameter, Tensor, torch._subclasses.FakeTensor, also)
     return parameter is None or type(parameter) in kinds
 
 

@@ -170,6 +170,20 @@ def test_adapters_of_a_model_in_memory_equal_those_on_unpacked_layers(tmp_path, 
     assert not any(hasattr(module, "library_weight") for module in model.modules())
 
 
+def test_a_layer_that_is_used_outside_of_its_block_is_refused(tmp_path):
+    model = adapted(True)
+    base = model.base_model.model.layers[0][0].base_layer
+    hook = model.base_model.model.last.register_forward_pre_hook(lambda _, given: base(given[0]) and None)
+    refused = r"layers\.0\.0\.base_layer\.weight was used (after \S+layers\.1|between steps)"
+    with holdfast.offload(model, of_adapters(model), tmp_path / "run", precision="fp32") as engine:
+        with pytest.raises(ModelNotSupported, match=refused):
+            engine.evaluate([(torch.randn(3, 5, 8),)])
+        with pytest.raises(ModelNotSupported, match=refused):
+            base(torch.randn(3, 48))
+        hook.remove()
+        engine.step([(torch.randn(3, 5, 8),)])
+
+
 def test_an_unpacked_weight_counts_in_the_memory_of_a_block():
     model = adapted(True, (48, 4096))
     open_layers(model)

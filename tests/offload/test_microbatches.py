@@ -16,6 +16,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
+from holdfast.offload.model.absent_parameters import AbsentParameter
 from holdfast.offload.model.microbatches import (
     BlockCall,
     Coroutine,
@@ -549,10 +550,14 @@ def live_parameters(blocks, directory):
 
     def count(module, args):
         if torch.is_grad_enabled():
-            found = (thing for thing in gc.get_objects() if type(thing) is nn.Parameter)
-            counts.append(sum(p.shape == (24, 16) and not p.is_meta for p in found))
+            found = (thing for thing in gc.get_objects() if type(thing) in (nn.Parameter, AbsentParameter))
+            counts.append(
+                sum(p.shape == (24, 16) and not p.is_meta and id(p) not in stand_ins for p in found)
+            )
 
     with holdfast.offload(model, adamw(model), directory, precision="fp32") as engine:
+        run = engine._run
+        stand_ins = {id(run.absent.stand_in(member)) for unit in run.blocks for member in unit.members}
         model.blocks[0].mlp.register_forward_pre_hook(count)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.step(batches(0, 1))

@@ -191,6 +191,26 @@ def test_adapters_equal_in_other_schedules_too(tmp_path, options):
     assert differing(stored(tmp_path / "0"), stored(tmp_path / "1")) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_is_used_outside_of_its_block_is_refused(tmp_path, kind):
+    model = adapted(load(tmp_path / "folder", kind))
+    base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    seen = []
+
+    def use(*_):
+        seen.append((base.weight.dtype, base.weight.device.type))
+        base(torch.ones(2, base.in_features))
+
+    model.base_model.model.lm_head.register_forward_pre_hook(use)
+    packed = torch.int8 if kind == "int8" else torch.uint8
+    refused = r"layers\.0\.self_attn\.q_proj\.base_layer\.weight was used after \S+layers\.2"
+    with pytest.raises(ModelNotSupported, match=refused), opened(model, tmp_path / "run") as engine:
+        with pytest.raises(ModelNotSupported, match=refused):
+            engine.evaluate(micro_batches(0))
+        engine.step(micro_batches(0))
+    assert seen == [(packed, "cpu")] * 2
+
+
 def test_dora_equals_peft_on_the_resident_base(tmp_path):
     """DoRA unpacks the weight itself, and puts it back."""
     options = {"use_dora": True, "init_lora_weights": True}

@@ -440,6 +440,23 @@ def test_parameters_lie_as_a_plain_loops_do():
     assert ALIGN % 256 == 0
 
 
+def test_what_reads_a_block_from_outside_is_refused(tmp_path):
+    model, seen = decoder(blocks=3), []
+
+    def read(*_):
+        weight = model.blocks[0].mlp.up.weight
+        seen.append((weight.device, weight.dtype))
+        return weight.norm()
+
+    model.head.register_forward_pre_hook(read)
+    refused = r"blocks\.0\.mlp\.up\.weight was used after blocks\.2"
+    with pytest.raises(ModelNotSupported, match=refused), engine_of(tmp_path, model, sample=None) as engine:
+        with pytest.raises(ModelNotSupported, match=refused):
+            engine.evaluate(batches(0, 1))
+        engine.step(batches(0, 1))
+    assert seen == [(HERE, torch.float32)] * 2
+
+
 def test_host_and_device_do_not_mix():
     """The device that is played says so itself, else the tests above could not fail."""
     with pytest.raises(RuntimeError, match="same device"):

@@ -58,6 +58,7 @@ class HeldModel:
     def take_over(self) -> None:
         """Make the model compute with the run's parameters. Raises ``BadInput`` if its own cannot be emptied."""
         take_over(self._run, self.captured, self._taken)
+        self._run.absent.refuse_own()
 
     def guard(self) -> None:
         """Make the model refuse direct use, and watch for changes from here on."""
@@ -89,6 +90,7 @@ class HeldModel:
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        self._run.absent.allow_own()
         self._homes.give_back_buffers()
         mark_released(self.captured, self._taken, self.were_real)
         switch_on_cache(self._caches)
@@ -96,6 +98,7 @@ class HeldModel:
 
     def give_back(self, values: dict[str, torch.Tensor]) -> None:
         """Give the model's own parameters the trained ``values``."""
+        self._run.absent.allow_own()  # an interrupt may have come before ``release``
         give_back(self.captured, values, self._homes)
         close_layers(self._run.model)
         self.is_owed = False

@@ -86,9 +86,9 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.attributes = AttributeWatch(self.model, self.patch.blocks)
-        embeddings = self.blocks[: self.patch.blocks.embeddings]
-        ends = embeddings if self.epilogue is None else [*embeddings, self.blocks[self.epilogue]]
-        self.absent = AbsentParameters(ends, self.device.torch_device)
+        self.absent = AbsentParameters(
+            self.blocks, self.resident, self.patch.blocks, self.device.torch_device
+        )
 
     @property
     def units(self) -> list[BlockState]:

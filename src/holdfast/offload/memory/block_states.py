@@ -95,11 +95,11 @@ class ParameterEntry:
     def trained(self) -> bool:
         return self.owned.captured.trained
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.owned.captured.shape
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.owned.captured.parameter.numel()
 

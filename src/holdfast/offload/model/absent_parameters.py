@@ -1,77 +1,218 @@
-"""Parameters of a streamed embedding or head while they are not on the device.
+"""Parameters that are not in memory. They can be described, and nothing can be computed with them.
 
-A model may ask them for device, dtype and shape, which are those of the compute copy. Any computation with them is
-refused: their values are elsewhere, and kernels would read other memory, or a gradient would be lost.
+A unit's parameters are on the device while the unit computes. Code outside of the unit must not use them: kernels take
+parameters on ``meta`` and read other memory, and gradients would be lost. So these objects refuse it, by name:
+
+1. Stand-ins, which the places in the modules hold in a step or an evaluation while the unit does not compute. Their
+   device and dtype are those of the compute copy.
+2. The script's own parameters, from the takeover of the model to its release. The places hold them between steps, and
+   the optimizer's groups and the script's variables at all times. They are on ``meta``. They may be changed in place,
+   which the next step refuses (``model_values``).
+3. The parameters of a pass that is over: their memory belongs to the next unit.
+
+The class of an object is changed for that, so the object stays the same. Used by the engine's runtime.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ..memory.block_states import BlockState, ParameterEntry
-from .blocks import install
+from .blocks import Blocks, install
+
+BETWEEN = "between steps"
+AS_TENSORS = torch._C.DisableTorchFunctionSubclass
+"""Context in which this thread may use absent parameters as what they are: tensors without values."""
+
+
+@dataclass
+class Place:
+    """The code that runs at present, for a person."""
+
+    text: str = BETWEEN
+
+
+@dataclass(frozen=True, eq=False)
+class Absence:
+    """Why a parameter is not in memory."""
+
+    name: str
+    why: str
+    """A sentence with the way out."""
+    place: Place
+
+    def refusal(self) -> ModelNotSupported:
+        """Return the error about a use of the parameter at the present place."""
+        return ModelNotSupported(
+            f"parameter {self.name} was used {self.place.text}: {self.why} engine.state_dict() has all values, between"
+            " steps."
+        )
 
 
 class AbsentParameter(nn.Parameter):
     """A parameter that can be described and not used."""
 
-    full_name: str
+    absence: Absence
 
     @classmethod
-    def of(cls, member: ParameterEntry, device: torch.device) -> AbsentParameter:
-        """Return a stand-in for ``member``, of one element's memory."""
-        one = torch.empty((), dtype=member.copy_dtype, device=device)
-        made = cls(one.expand(member.shape), member.trained)
-        made.full_name = member.name
-        return made
+    def turn(cls, parameter: nn.Parameter, absence: Absence) -> None:
+        """Make ``parameter`` an absent one."""
+        parameter.__dict__["absence"] = absence
+        parameter.__class__ = cls
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func in _DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
+        with AS_TENSORS():
+            if func in _DESCRIBING:
                 return func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        name = next((leaf.full_name for leaf in leaves if isinstance(leaf, cls)), "")
-        raise ModelNotSupported(
-            f"the model uses {name} where it is not on the device. A streamed embedding is used by one call before the"
-            " blocks, and what is registered after the blocks is used after them. Give"
-            ' embedding_and_head="resident".'
-        )
+            leaves = pytree.tree_leaves((args, kwargs))
+            absent = next(leaf for leaf in leaves if isinstance(leaf, cls))
+            if leaves[0] is absent and absent.is_meta and _is_in_place(func):
+                return func(*args, **(kwargs or {}))
+            if func in _SAME:
+                alias = func(*args, **(kwargs or {})).as_subclass(cls)
+                alias.absence = absent.absence
+                return alias
+        raise absent.absence.refusal()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise self.absence.refusal()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"AbsentParameter({self.absence.name}, {[*self.shape]}, {self.dtype})"
 
 
+def _is_in_place(func: Any) -> bool:
+    """Return whether a function of torch changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 _DESCRIBING = {
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__, Tensor.layout.__get__, Tensor.is_leaf.__get__, Tensor.grad.__get__,  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.is_floating_point, torch.is_floating_point,
-    Tensor.__len__, Tensor.element_size, Tensor.is_complex, torch.is_complex, Tensor.get_device,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "grad", "grad_fn", "is_meta",
+            "is_cuda", "is_cpu", "is_xpu", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
+            "retains_grad",
+        )
+    ),
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, torch.numel, Tensor.nelement, Tensor.__len__,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.element_size,
+    Tensor.get_device, Tensor.__format__,
 }  # fmt: skip
+_SAME = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
+"""Functions that return the same values without a gradient."""
 
 
 class AbsentParameters:
-    """The stand-ins for the parameters of some units."""
+    """The parameters of an engine's units while they are not in memory."""
 
-    def __init__(self, units: Sequence[BlockState], device: torch.device) -> None:
-        self._members = [member for unit in units for member in unit.members]
-        self._made = {member.name: AbsentParameter.of(member, device) for member in self._members}
+    def __init__(
+        self, units: Sequence[BlockState], resident: BlockState, blocks: Blocks, device: torch.device
+    ) -> None:
+        """Make the stand-ins.
+
+        Args:
+            units: The streamed units, those of embedding and head included.
+            resident: The unit that stays on the device.
+            blocks: The blocks of the model.
+            device: The device that computes.
+        """
+        self._place = Place()
+        self._units, self._last = units, len(blocks.modules) - 1
+        self._streamed = [member for unit in units for member in unit.members]
+        self._members = [*self._streamed, *resident.members]
+        self._absences = {m.name: Absence(m.name, _OF_RESIDENT, self._place) for m in resident.members}
+        for number, unit in enumerate(units):
+            is_block = blocks.embeddings <= number <= self._last
+            why = _OF_BLOCK.format(unit=unit.name) if is_block else _OF_ENDS
+            self._absences |= {m.name: Absence(m.name, why, self._place) for m in unit.members}
+        dtypes = {member.copy_dtype for member in self._streamed}
+        memory = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
+        self._stand_ins: dict[str, nn.Parameter] = {}
+        for member in self._streamed:  # all in the memory of one element
+            made = nn.Parameter(memory[member.copy_dtype].expand(member.shape), member.trained)
+            AbsentParameter.turn(made, self._absences[member.name])
+            self._stand_ins[member.name] = made
+        self._turned: list[tuple[nn.Parameter, type]] = []
+
+    # Where the model's code is
+
+    def enter(self, block: int) -> None:
+        """Note that the code of a block runs from here on."""
+        self._place.text = f"in {self._units[block].name}"
+
+    def leave(self, block: int) -> None:
+        """Note that the code after a block runs from here on: the code before the first one, if -1."""
+        if block < 0:
+            self._place.text = f"before {self._units[0].name}"
+        else:
+            last = ", the last block" if block == self._last else ""
+            self._place.text = f"after {self._units[block].name}{last}"
+
+    def enter_backward(self, block: int) -> None:
+        """Note that the backward pass of a block runs from here on."""
+        self._place.text = f"in the backward pass of {self._units[block].name}"
+
+    # What cannot be used
 
     def stand_in(self, member: ParameterEntry) -> nn.Parameter:
-        """Return what the places of ``member`` hold while it is not on the device."""
-        return self._made.get(member.name, member.owned.captured.parameter)
+        """Return what the places of ``member`` hold while its unit does not compute."""
+        return self._stand_ins[member.name]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put the stand-ins into the model inside the context, and the model's own parameters back on exit."""
         try:
-            for member in self._members:
-                install(member.owned, self._made[member.name])
+            for member in self._streamed:
+                install(member.owned, self._stand_ins[member.name])
             yield
         finally:
-            for member in self._members:
+            self._place.text = BETWEEN
+            for member in self._streamed:
                 install(member.owned, member.owned.captured.parameter)
+
+    def refuse_leaves(self, unit: BlockState, leaves: Sequence[nn.Parameter]) -> None:
+        """Make the ``leaves`` of a pass that is over absent: their memory is the next unit's."""
+        for member, leaf in zip(cycle(unit.members), leaves):
+            AbsentParameter.turn(leaf, self._absences[member.name])
+
+    def refuse_own(self) -> None:
+        """Make the model's own parameters absent, which have no values now. Undone by ``allow_own``."""
+        for member in self._members:
+            own = member.owned.captured.parameter
+            self._turned.append((own, type(own)))
+            AbsentParameter.turn(own, self._absences[member.name])
+
+    def allow_own(self) -> None:
+        """Make the model's own parameters what they were before."""
+        for own, kind in self._turned:
+            if isinstance(own, AbsentParameter):
+                own.__class__ = kind
+                del own.__dict__["absence"]
+        self._turned.clear()
+
+
+_OF_BLOCK = (
+    "its values are on the device only while {unit} computes. Use it in that block, whose output can bring the result"
+    " along, or leave the block out of blocks=, and it stays on the device."
+)
+_OF_ENDS = (
+    "a streamed embedding is used by one call before the blocks, and what is registered after the blocks is used after"
+    ' them. Give embedding_and_head="resident".'
+)
+_OF_RESIDENT = (
+    "it was taken from the model before offload(), and has no values in training. Read it from the model where it is"
+    " needed, which holds another object now."
+)

@@ -31,6 +31,7 @@ from ...chunked_loss import REDUCTIONS, Elementwise, cross_entropy_of, is_plain_
 from ...errors import ModelNotSupported
 from ...quantities import format_bytes
 from ...token_chunks import rows_per_chunk
+from .absent_parameters import AbsentParameter
 from .microbatches import Autocast, autocast_as, autocast_state
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-8}
@@ -74,7 +75,8 @@ class ChunkedHead:
         if head is None:
             yield
             return
-        plain, own, before = is_plain_linear(head), head.forward, vars(head).get("forward")
+        plain = is_plain_linear(head, AbsentParameter)  # of a streamed head, before its pass
+        own, before = head.forward, vars(head).get("forward")
         head.__dict__["forward"] = self._pending(head, own) if plain else self._watched(own)
         try:
             yield

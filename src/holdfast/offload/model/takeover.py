@@ -20,6 +20,7 @@ from ...errors import BadInput, ModelNotSupported
 from ...state.capture import Captured
 from ..memory.block_states import memory_order
 from ..runtime import Runtime
+from .absent_parameters import AS_TENSORS
 from .blocks import EMPTY, configurations, install
 
 MARK = "_holdfast_taken"
@@ -153,12 +154,14 @@ class WatchedModel:
 
     def refuse_changes(self) -> None:
         """Raise ``BadInput`` naming the first thing that has changed; nothing is lost by it."""
-        for name, parameter, requires_grad in self._parameters:
-            if parameter.requires_grad != requires_grad:
-                raise BadInput(
-                    f"parameter {name} had requires_grad={requires_grad} when the run was opened and has "
-                    f"{parameter.requires_grad} now; what is trained cannot change within a run. Set it back."
-                )
+        with AS_TENSORS():
+            changed = [(name, before) for name, p, before in self._parameters if p.requires_grad != before]
+        if changed:
+            name, before = changed[0]
+            raise BadInput(
+                f"parameter {name} had requires_grad={before} when the run was opened and has {not before} now; what is"
+                " trained cannot change within a run. Set it back."
+            )
         modules = _modules(self._model)
         for name in {**self._modules, **modules} if modules != self._modules else ():
             if modules.get(name) != self._modules.get(name):

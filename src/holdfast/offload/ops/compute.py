@@ -61,6 +61,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         if boundary is not None:
             del batch.boundaries[block]
             args, kwargs, _ = boundary.inputs()
+            _enter(run, step, m, block)
             with autocast_as(boundary.autocast), callers_default():
                 output = run.patch.forwards[block](*args, **kwargs)
             _deliver(run, step, m, boundary, output)
@@ -77,7 +78,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
             boundary = _reach(run, step, m, block)
             del batch.boundaries[block]
             args, kwargs, _ = boundary.inputs()
-            _enter(run, step, m, _inside(run, block))
+            _enter(run, step, m, block)
             with autocast_as(boundary.autocast), callers_default():
                 output = run.patch.forwards[block](*args, **kwargs)
             _deliver(run, step, m, boundary, output)
@@ -130,6 +131,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         with without_autocast():  # autocast is for the forward alone, as in torch
             if is_last:
                 _loss_and_backward(run, step, m)
+            run.absent.enter_backward(block)
             batch.deliveries.pop(block).backward(graph, boundary.seeds(graph.leaves))
             del graph
             boundary.send_back()
@@ -189,7 +191,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
 def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | ForwardEnd:
     """Run the model's own code, which must call ``block`` next."""
     batch = step.micro_batches[m]
-    _enter(run, step, m, _after(run, block - 1))
+    _leave(run, step, m, block - 1)
     with _drawing_nothing(run, step, block):
         if block == 0:
             return batch.coroutine.start()
@@ -210,7 +212,7 @@ def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[A
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
     """Run the block's own forward with its random numbers, and check that it changed nothing else."""
     watch = InputWatch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
-    _enter(run, step, m, _inside(run, boundary.block))
+    _enter(run, step, m, boundary.block)
     attending = step.training and run.attributes.attending
     inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()
     with (
@@ -237,7 +239,7 @@ def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) 
 def _finish(run: Runtime, step: Step, m: int) -> Any:
     """Run the thread from the last block's output to the model's return, and return the model's result."""
     batch, last = step.micro_batches[m], len(run.patch.forwards) - 1
-    _enter(run, step, m, _after(run, last))
+    _leave(run, step, m, last)
     attending = step.training and run.attributes.attending
     with run.attributes.before(last + 1, m) if attending else nullcontext():
         event = batch.coroutine.resume(batch.deliveries[last].reply())
@@ -267,18 +269,6 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
 
 
-def _inside(run: Runtime, block: int) -> str:
-    """Return the place, for random numbers, inside of a block; embeddings belong to the prologue."""
-    embeddings = run.patch.blocks.embeddings
-    return rng.PROLOGUE if block < embeddings else rng.inside(block - embeddings)
-
-
-def _after(run: Runtime, block: int) -> str:
-    """Return the place, for random numbers, of the code after a block."""
-    embeddings = run.patch.blocks.embeddings
-    return rng.PROLOGUE if block < embeddings else rng.after(block - embeddings)
-
-
 @contextmanager
 def _drawing_nothing(run: Runtime, step: Step, block: int) -> Iterator[None]:
     """Raise ``ModelNotSupported`` if random numbers are drawn before the end of a streamed embedding.
@@ -297,8 +287,22 @@ def _drawing_nothing(run: Runtime, step: Step, block: int) -> Iterator[None]:
         )
 
 
-def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
+def _enter(run: Runtime, step: Step, m: int, block: int) -> None:
+    """Enter the code of a block, with its random numbers; embeddings belong to the prologue."""
+    run.absent.enter(block)
+    _seed(run, step, m, block, rng.inside)
+
+
+def _leave(run: Runtime, step: Step, m: int, block: int) -> None:
+    """Enter the code after a block, with its random numbers; before the first one if ``block`` is -1."""
+    run.absent.leave(block)
+    _seed(run, step, m, block, rng.after)
+
+
+def _seed(run: Runtime, step: Step, m: int, block: int, place_of: Callable[[int], str]) -> None:
     if step.training:
+        repeated = block - run.patch.blocks.embeddings
+        place = rng.PROLOGUE if repeated < 0 else place_of(repeated)
         count = step.shape.micro_batches  # a zeroth-order step runs each twice, with the same numbers
         number = run.fellows.rank * count + m % count
         rng.seed_generators(rng.key_seed(run.seed, step.number, number, place), run.device.torch_device)

@@ -87,7 +87,7 @@ def release(run: Runtime, step: Step, phase: str, block: int, micro_batch: int) 
     A compute copy that an update needs stays in host memory.
     """
     place = (phase, block, micro_batch)
-    run.residency.leaves.pop(place, None)
+    run.absent.refuse_leaves(run.blocks[block], run.residency.leaves.pop(place, ()))
     run.residency.on_device.pop(place)
     if place in run.residency.loaded and not (phase == BACKWARD and block in step.held_copies):
         run.residency.pool.give(run.residency.loaded.pop(place))

@@ -22,6 +22,7 @@ from ...state.plain_tensors import FROM_NAME
 from ...state.tensor_entries import SEED, STEP
 from ...store.run_store import LocalStore
 from ..memory.block_states import BlockState, ParameterEntry, UnitFile, as_tensor
+from ..model.absent_parameters import AS_TENSORS
 from ..model.blocks import Owned, install
 from ..runtime import Runtime
 
@@ -100,8 +101,9 @@ class ExternalEdits:
             for unit in run.units
             for m in unit.members
         ]
-        self._memory = [parameter.data for _, _, parameter in self._held]
-        self._look()
+        with AS_TENSORS():
+            self._memory = [parameter.data for _, _, parameter in self._held]
+            self._look()
 
     def _look(self) -> None:
         self._seen = [_form(parameter) for _, _, parameter in self._held]
@@ -115,16 +117,17 @@ class ExternalEdits:
 
     def names(self) -> list[str]:
         """Return the names of what was changed, for a person."""
-        told = [
-            f"parameter {name}"
-            for (name, owned, parameter), seen in zip(self._held, self._seen, strict=True)
-            if _form(parameter) != seen
-            or any(module._parameters.get(key) is not parameter for module, key in owned.places)
-        ]
-        if self._optimizer.state is not self._state:
-            told.append("the optimizer's state")
-        if not told:
-            self._look()
+        with AS_TENSORS():
+            told = [
+                f"parameter {name}"
+                for (name, owned, parameter), seen in zip(self._held, self._seen, strict=True)
+                if _form(parameter) != seen
+                or any(module._parameters.get(key) is not parameter for module, key in owned.places)
+            ]
+            if self._optimizer.state is not self._state:
+                told.append("the optimizer's state")
+            if not told:
+                self._look()
         return told
 
     def undo(self) -> None:
@@ -133,16 +136,17 @@ class ExternalEdits:
         Collective: every rank must call this.
         """
         values = values_of(self._run, len(self._run.units) - 1)
-        for (name, owned, parameter), memory in zip(self._held, self._memory, strict=True):
-            install(owned, parameter)
-            parameter.data = memory
-            if name in values:
-                memory.copy_(values[name])
         for module, key, buffer in self._buffers:
             now = module._buffers.get(key)
             if now is not None and now.dtype != buffer.dtype:  # by Module.half() and the like
                 module._buffers[key] = buffer
-        self._look()
+        with AS_TENSORS():
+            for (name, owned, parameter), memory in zip(self._held, self._memory, strict=True):
+                install(owned, parameter)
+                parameter.data = memory
+                if name in values:
+                    memory.copy_(values[name])
+            self._look()
 
 
 def edits_text(found: Collection[str]) -> str:

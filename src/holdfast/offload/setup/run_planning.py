@@ -125,6 +125,7 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
             groups = given.optimizer.param_groups
             check_zeroth(groups, given.schedule, given.order, given.placement, clipping, precision)
             given = replace(given, schedule=ZEROTH)
+        refuse_open(given.model)
         open_layers(given.model)
         refuse_prepared(given.model)
         check_recorded(given.model)
@@ -283,7 +284,6 @@ def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_a
 
     Raises ``BadInput`` for a model that cannot be trained out of core.
     """
-    refuse_open(given.model)
     parts = ModelParts.of(
         given.model,
         given.optimizer,

@@ -9,6 +9,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import ModelNotSupported
 from support.grouped import grouped
+from training import differing
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +51,36 @@ def test_a_blocks_values_depend_on_the_seed_and_the_block_alone(tmp_path):
     name = "transformer.h.1.attn.c_attn.weight"
     assert torch.equal(few[name], many[name])
     assert not torch.equal(few[name], made_by_holdfast(gpt2, tmp_path / "other", seed=1)[name])
+
+
+def drawn(module):
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("init", [None, drawn])
+@pytest.mark.parametrize("tied", [True, False])
+def test_values_do_not_depend_on_how_the_model_is_divided(tmp_path, tied, init):
+    """Neither on what is streamed, nor on which modules are blocks, where these are the same."""
+    found = {}
+    for way in ("resident", "streamed", "one block"):
+        config = transformers.GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=tied
+        )
+        with holdfast.empty_parameters():
+            model = transformers.GPT2LMHeadModel(config)
+            model.lm_head.bias = nn.Parameter(torch.empty(64))
+        model.config.use_cache = False
+        options = {"blocks": [model.transformer.h[1]]} if way == "one block" else {"embedding_and_head": way}
+        optimizer = torch.optim.AdamW(model.parameters())
+        with holdfast.offload(
+            model, optimizer, tmp_path / way, init=init, **grouped(dtype="fp32", **options)
+        ) as engine:
+            found[way] = engine.state_dict()
+    assert differing(found["streamed"], found["resident"]) == []
+    others = {name: value for name, value in found["resident"].items() if ".h.0." not in name}
+    assert len(others) > 10 and differing(found["one block"], others) == []
 
 
 def test_real_parameters_of_other_units_are_left_alone(tmp_path):

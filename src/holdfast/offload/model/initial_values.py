@@ -1,8 +1,9 @@
-"""The initial values of a fresh run: the model's own, or created unit by unit for parameters on ``meta``.
+"""The initial values of a fresh run: the model's own, or created block by block for parameters on ``meta``.
 
 A Hugging Face model is initialised as by its own constructor: every module by ``reset_parameters``, then every module
-by ``_init_weights``, children first, because some modules are initialised by their parent. All other units are on
-``meta`` meanwhile, so that nothing is drawn for them.
+by ``_init_weights``, children first, because some modules are initialised by their parent. All other parameters are on
+``meta`` meanwhile, so that nothing is drawn for them. Outside of blocks that is done for each module by itself: whether
+embedding and head are streamed must not change their values.
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ import torch
 from torch import nn
 
 from ...errors import ModelNotSupported
+from ...state.capture import AS_STORED, plain_paths
 from .. import rng
 from ..memory.block_states import BlockState
 from . import peft_adapters
-from .blocks import install
 
 Init = Callable[[nn.Module], Any]
 """Function that initialises the parameters that one module itself holds."""
+Held = tuple[nn.Module, str, nn.Parameter]
+"""A module, the name under which it holds a parameter, and the parameter."""
 
 
 def initial_values(
-    model: nn.Module, unit: BlockState, init: Init | None, seed: int, known: Collection[str] = ()
+    model: nn.Module,
+    unit: BlockState,
+    init: Init | None,
+    seed: int,
+    known: Collection[str] = (),
+    by_module: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the initial values of a unit's parameters, except those that are ``known``.
 
     Real parameters keep their values. Parameters on ``meta`` are initialised by ``init``, ``_init_weights`` or the
-    modules' own ``reset_parameters``. Each unit draws from its own random key. Raises ``ModelNotSupported`` for a
-    parameter that nothing initialises.
+    modules' own ``reset_parameters``. A block draws from a random key of its own. With ``by_module`` each module that
+    holds parameters does, so that the values do not depend on which unit they belong to. Raises ``ModelNotSupported``
+    for a parameter that nothing initialises.
     """
     members = [member for member in unit.members if member.name not in known]
     originals = {m.name: m.owned.captured.parameter for m in members}
@@ -41,29 +50,50 @@ def initial_values(
             f"parameter {lacking[0]} of a quantised layer is on meta, without values, and cannot be initialised. Pass"
             " source=, the weights that holdfast.pretrained(FOLDER) returns."
         )
-    made = {name: nn.Parameter(_fresh(p), p.requires_grad) for name, p in originals.items()}
-    missing = {id(made[name]) for name, p in originals.items() if p.is_meta}
-    for member in members:
-        install(member.owned, made[member.name])
-    rng.seed_generators(rng.key_seed(seed, 0, 0, f"init {unit.name}"), torch.device("cpu"))
-    try:
-        with torch.no_grad(), _others_empty(model, {id(p) for p in made.values()}):
-            holders = [
-                module
-                for module in _children_first(model)
-                if any(id(p) in missing for p in module._parameters.values())
-            ]
-            _initialise(model, holders, init)
-    finally:
-        for member in members:
-            install(member.owned, member.owned.captured.parameter)
-    for name, parameter in originals.items():
-        if parameter.is_meta and bool(torch.isnan(made[name]).any()):
+    missing = {id(p): name for name, p in originals.items() if p.is_meta}
+    made: dict[str, torch.Tensor] = {}
+    holders = [
+        each for each in _children_first(model) if any(id(p) in missing for p in each._parameters.values())
+    ]
+    if by_module:
+        plain, paths = plain_paths(model), {id(module): path for path, module in model.named_modules()}
+        for holder in holders:  # a parameter of several modules has the values of the last
+            own = [(holder, name, p) for name, p in holder._parameters.items() if p is not None]
+            key = rng.key_seed(seed, 0, 0, f"init {plain[paths[id(holder)]]}")
+            drawn = _drawn(model, own, [holder], init, key)
+            made |= {missing[number]: value for number, value in drawn.items() if number in missing}
+    elif holders:
+        own = [(*place, originals[member.name]) for member in members for place in member.owned.places]
+        drawn = _drawn(model, own, holders, init, rng.key_seed(seed, 0, 0, f"init {unit.name}"))
+        made = {name: drawn[number] for number, name in missing.items()}
+    for name, value in made.items():
+        if bool(torch.isnan(value).any()):
             raise ModelNotSupported(
                 f"nothing initialises parameter {name}, which is on meta. Pass init=, a function that initialises the "
                 "parameters that one module itself holds."
             )
-    return {name: (made[name] if p.is_meta else p).detach() for name, p in originals.items()}
+    return {name: made[name] if p.is_meta else p.detach() for name, p in originals.items()}
+
+
+def _drawn(
+    model: nn.Module, own: list[Held], holders: list[nn.Module], init: Init | None, key: int
+) -> dict[int, torch.Tensor]:
+    """Return initial values for the parameters in ``own``, by their ``id``, after ``holders`` were initialised.
+
+    The model holds its own parameters again on return.
+    """
+    own = [(module, name, p) for module, name, p in own if not (p.is_meta and hasattr(p, AS_STORED))]
+    made = {id(p): nn.Parameter(_fresh(p), p.requires_grad) for _, _, p in own}
+    rng.seed_generators(key, torch.device("cpu"))
+    try:
+        for module, name, parameter in own:
+            module._parameters[name] = made[id(parameter)]
+        with torch.no_grad(), _others_empty(model, {id(p) for p in made.values()}):
+            _initialise(model, holders, init)
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
+    return {number: p.detach() for number, p in made.items()}
 
 
 def _fresh(parameter: nn.Parameter) -> torch.Tensor:

@@ -236,13 +236,15 @@ def _values(
 def _own_values(
     run: Runtime, unit: BlockState, init: Init | None, beginning: StartingState | None
 ) -> dict[str, torch.Tensor]:
+    blocks = run.patch.blocks
+    by_module = unit not in run.blocks[blocks.embeddings : len(blocks.modules)]
     if beginning is None:
-        return initial_values(run.model, unit, init, run.seed)
+        return initial_values(run.model, unit, init, run.seed, by_module=by_module)
     there = {member.name: beginning.parameter(member.name) for member in unit.members}
     found = {name: value for name, value in there.items() if value is not None}
     if len(found) == len(there):
         return found
-    return initial_values(run.model, unit, init, run.seed, known=found) | found
+    return initial_values(run.model, unit, init, run.seed, found, by_module) | found
 
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:

@@ -160,6 +160,24 @@ def hard_limit(nbytes: int) -> Iterator[Path | None]:
         group.rmdir()
 
 
+@contextmanager
+def slow_disk(folder: str, bytes_per_second: int) -> Iterator[Path]:
+    """Yield the folder of a cgroup (version 1, as root) that reads and writes so much on the disk of ``folder``.
+
+    Each way has the limit by itself. What goes through the page cache is written by the kernel, without a limit.
+    """
+    device = os.stat(folder).st_dev
+    group = Path("/sys/fs/cgroup/blkio") / f"holdfast-{os.getpid()}"
+    group.mkdir()
+    try:
+        for way in ("read", "write"):
+            limit = f"{os.major(device)}:{os.minor(device)} {bytes_per_second}"
+            (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+        yield group
+    finally:
+        group.rmdir()
+
+
 def memory_of_process(name: str) -> int:
     """Return the bytes in the line ``name`` of /proc/self/status."""
     found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)

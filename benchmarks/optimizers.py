@@ -88,6 +88,7 @@ ARMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "bf16, nearest": all_of(AdamWBF16),
     "8 bit": all_of(AdamW8bit),
     "8 bit, nearest": all_of(AdamW8bit),
+    "8 bit, masters of 24": all_of(AdamW8bit, master_bits=24),
     "muon": of_matrices(torch.optim.Muon, lr=1e-2),
     "apollo": of_matrices(Apollo, lr=1e-2, rank=32),
     "apollo-mini": of_matrices(apollo_mini, lr=1e-2),

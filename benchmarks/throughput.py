@@ -1,7 +1,7 @@
 """Tokens per second and peak memory: state on the SSD, durable at every step, beside plain PyTorch.
 
     python benchmarks/throughput.py [--model 46m|319m] [--micro-batches 1 4 8 16] [--steps 8] [--peers PYTHON]
-                                    [--keep] [--small]
+                                    [--ssd-limit BYTES] [--keep] [--small]
 
 Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
 the engine with no block computed again in the backward pass ("kept"), and with embedding and head streamed
@@ -11,7 +11,8 @@ once with bf16 parameters and nothing else ("plain"), which is a tenth of the op
 and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the
 SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need
 a compiler and libaio's headers, and are compiled when they are first used.
-Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
+With ``--ssd-limit`` every case reads at most so many bytes a second from the SSD, and writes as many (as root, with
+cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 SIZES = {"46m": (12, 512), "319m": (24, 1024), "tiny": (3, 64)}
 TOKENS = 256
@@ -42,6 +45,8 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
     parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
     parser.add_argument("--small", action="store_true", help="seconds, for the tests")
+    parser.add_argument("--ssd-limit", type=int, default=0, help="bytes per second, each way; 0 is none")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="besides the engine; by default all")
     parser.add_argument("--peers", help="a Python that has DeepSpeed; without it that case is left out")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -50,19 +55,22 @@ def main() -> None:
     if options.case:
         print(json.dumps(run_case(options)))
         return
-    from common import finish, table
+    from common import finish, slow_disk, table
 
     pythons = dict.fromkeys(("engine", "kept", "streamed", "masters", "plain"), sys.executable)
     if options.peers:
         pythons["deepspeed"] = options.peers
+    wanted = {"engine", *(options.cases or pythons)}
+    pythons = {case: python for case, python in pythons.items() if case in wanted}
     rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
              *(f"{name} peak MB" for name in pythons), "SSD GB/step"]]  # fmt: skip
-    result = {}
+    result, folder = {}, options.folder or tempfile.gettempdir()
     for m in options.micro_batches:
         found: dict[str, list[dict]] = {case: [] for case in pythons}
         for turn in range(options.rounds):
             for case, python in pythons.items():
-                found[case].append(in_process(python, case, m, options))
+                with slow_disk(folder, options.ssd_limit) if options.ssd_limit else nullcontext() as group:
+                    found[case].append(in_process(python, case, m, options, group))
                 print(f"{m} micro-batches, round {turn + 1}: {case} done", file=sys.stderr)
         seconds = {
             case: statistics.median(s for f in runs for s in f["seconds"]) for case, runs in found.items()
@@ -79,17 +87,29 @@ def main() -> None:
     table(rows)
     finish(
         "throughput",
-        {"model": options.model, "steps": options.steps, "by_micro_batches": result},
+        {
+            "model": options.model,
+            "steps": options.steps,
+            "ssd_limit": options.ssd_limit,
+            "by_micro_batches": result,
+        },
         options.keep,
     )
 
 
-def in_process(python: str, case: str, m: int, options: argparse.Namespace) -> dict:
+def in_process(python: str, case: str, m: int, options: argparse.Namespace, group: Path | None) -> dict:
     command = [python, "-W", "ignore", __file__, "--case", case, "--model", options.model]
     command += ["--micro-batches", str(m), "--steps", str(options.steps)]
     if options.folder:
         command += ["--folder", options.folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    procs = None if group is None else group / "cgroup.procs"
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=None if procs is None else lambda: procs.write_text(str(os.getpid())),
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     failed = done.returncode and case != "deepspeed"  # which may abort after all is done
     assert lines and not failed, f"{case}: {done.stderr[-4000:]}"

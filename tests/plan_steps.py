@@ -81,10 +81,23 @@ def _tiles(count: int, *sizes: int) -> tuple[TileWork, ...]:
     return tuple(TileWork(**dict(zip(names, part))) for part in parts)
 
 
+def split(work: Work) -> Work:
+    """``work`` with masters in parts, of which one is the compute copy."""
+
+    def in_parts(b: BlockWork) -> BlockWork:
+        tiles = (
+            replace(t, rest_bytes=t.state_bytes - t.trained_param_bytes - 7 - i)
+            for i, t in enumerate(b.tiles)
+        )
+        return replace(b, is_split=True, cut=tuple(tiles))
+
+    return replace(work, blocks=tuple(map(in_parts, work.blocks)))
+
+
 def whole(step: Step) -> Step:
     """The same step as MeZO has it: without tiles, and with the state outside of the blocks in host memory."""
     work, placement, shape = step
-    blocks = tuple(replace(block, cut=()) for block in work.blocks)
+    blocks = tuple(replace(block, cut=(), is_split=False) for block in work.blocks)
     return (
         replace(work, blocks=blocks, resident_cut=(), tied_block=None),
         replace(placement, saving=MemorySaving(placement.saving.grad_slots)),
@@ -173,7 +186,8 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
     work = uneven(count, draw(st.booleans()))
     if count > 2 and draw(st.booleans()):
         work = replace(work, tied_block=0)
-    return tiled(work) if draw(st.booleans()) else work, placement, shape
+    work = tiled(work) if draw(st.booleans()) else work
+    return split(work) if draw(st.booleans()) else work, placement, shape
 
 
 @st.composite

@@ -196,6 +196,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         *model,
         "train.optimizer",
         "train.rank",
+        "train.mlp_tokens",
     }
     train = {
         "micro_batches",

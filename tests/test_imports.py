@@ -24,7 +24,7 @@ FLOORS = [
             "profiles",
             "distributed",
         ),
-        *("accelerators", "token_chunks", "chunked_loss"),
+        *("accelerators", "token_chunks", "chunked_loss", "mlp_tiles"),
     },
     {"state", "io", "schedule"},
     {"store", "optim"},

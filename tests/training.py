@@ -65,7 +65,21 @@ def stored(root: str | Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for file in manifest.files.values():
         state |= load_file(Path(root) / file.path)
-    return {key: value for key, value in state.items() if not key.startswith("__pad__")}
+    state = {key: value for key, value in state.items() if not key.startswith("__pad__")}
+    for key in [key for key in state if key.endswith("/param.high")]:
+        name = key.removesuffix(".high")
+        state[name] = joined(*(state.pop(f"{name}.{part}") for part in ("high", "low", "carry")))
+    return state
+
+
+def joined(high: torch.Tensor, low: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
+    """An fp32 master from its parts, as docs/format.md says."""
+    rounded = high.reshape(-1).view(torch.uint16).to(torch.int64)
+    bits = torch.stack([carry >> shift & 1 for shift in range(7, -1, -1)], 1).reshape(-1)[: high.numel()]
+    upper = (rounded - bits) & 0xFFFF
+    upper = torch.where(high.reshape(-1).isnan(), rounded - 0x40 * (1 - bits.to(torch.int64)), upper)
+    whole = upper << 16 | low.reshape(-1).to(torch.int64) << (8 if low.dtype == torch.uint8 else 0)
+    return whole.to(torch.uint32).view(torch.float32).view(high.shape)
 
 
 def read_atoms(root: str | Path) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ _HOME = {
     "progress_bar": ".monitor.progress_bar",
     "loader": ".data.loader",
     "pretrained": ".models.pretrained",
+    "tile_mlps": ".mlp_tiles",
     "HoldfastError": ".errors",
 }
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .chunked_loss import chunked_cross_entropy
     from .data.loader import loader
     from .errors import HoldfastError
+    from .mlp_tiles import tile_mlps
     from .models.pretrained import pretrained
     from .monitor.progress_bar import progress_bar
     from .offload.api import offload
@@ -86,6 +88,7 @@ __all__ = [
     "offload",
     "pretrained",
     "progress_bar",
+    "tile_mlps",
 ]
 
 

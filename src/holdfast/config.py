@@ -100,8 +100,18 @@ class TrainConfig:
     )
     micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
     optimizer: Literal[
-        "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"
+        "adamw",
+        "adamw-bf16",
+        "adamw-8bit",
+        "adamw-8bit-24",
+        "adafactor",
+        "muon",
+        "apollo",
+        "apollo-mini",
+        "grass",
+        "mezo",
     ] = _key("adamw", "or one of docs/optimizers.md, most with less state", fixed=True)
+    mlp_tokens: int = _key(0, "that an MLP computes at once, to save memory; 0 is all", fixed=True)
     rank: int = _key(64, "of apollo's and grass's projections; a quarter of the width is usual", fixed=True)
     learning_rate: Rate = _key(
         "auto", 'at its highest, after the warm-up; "auto" is usual for the optimizer', stated=True
@@ -123,7 +133,7 @@ class TrainConfig:
         _require(count == "auto" or count >= 1, "train.micro_batches", count, 'must be at least 1, or "auto"')
         for key in ("steps", "micro_batch_size", "rank"):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
-        for key in ("warmup_steps", "weight_decay", "clip_norm"):
+        for key in ("warmup_steps", "weight_decay", "clip_norm", "mlp_tokens"):
             _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "must not be negative")
         rate = self.learning_rate
         _require(rate == "auto" or rate > 0, "train.learning_rate", rate, "must be above 0")

@@ -34,6 +34,7 @@ SLOTS = {
     "adamw": moments(F32, 16, 16),
     "adamw-bf16": moments(BF16, 16, 16),
     "adamw-8bit": BYTES | STEP,
+    "adamw-8bit-24": BYTES | STEP,
     "adafactor": {"row_var": (F32, (16, 1)), "col_var": (F32, (1, 16)), **STEP},
     "muon": {"momentum_buffer": (F32, (16, 16)), **STEP},
     "apollo": moments(F32, 4, 16) | DRAWN,
@@ -110,7 +111,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tmp_path, name):
     assert not decays
 
 
-@pytest.mark.parametrize("name", [*OF_MATRICES, "adamw", "adamw-bf16", "adamw-8bit"])
+@pytest.mark.parametrize("name", [*OF_MATRICES, "adamw", "adamw-bf16", "adamw-8bit", "adamw-8bit-24"])
 def test_whatever_is_adamws_has_one_adamw(tmp_path, name):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": name})

@@ -218,6 +218,44 @@ def engine(run: Path, steps: int) -> dict[str, Any]:
     return stored(run)
 
 
+class Straight(nn.Module):
+    """Layers whose inputs are the model's, integers: whatever the parameters are, gradients are exact in bf16."""
+
+    class Block(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            added = (x.detach().to(self.weight.dtype) @ self.weight + self.bias).float()
+            return x + (added - added.detach())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(), self.Block()])
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                values = torch.arange(1, 1 + parameter.numel()).reshape(parameter.shape)
+                parameter.copy_(values * (-1.0) ** number / 3)  # of all 24 bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def engine_bf16(run: Path, steps: int) -> dict[str, Any]:
+    """Out of core with bf16 copies of fp32 masters."""
+    model = Straight()
+    with holdfast.offload(
+        model,
+        sgd(model.parameters()),
+        run,
+        precision="bf16",
+        io=holdfast.IO(direct=False),
+        blocks=[*model.layers],
+    ) as engine:
+        for step in range(engine.steps_done, engine.steps_done + steps):
+            engine.step([(batch(step),), (batch(step, 1),)])
+    return stored(run)
+
+
 def stored(run: Path) -> dict[str, Any]:
     """Digests of the tensors of the newest commit, by the reader."""
     with RunReader(run) as reader:
@@ -255,6 +293,8 @@ KINDS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "left": left,
     "ranks": ranks,
     "engine": engine,
+    "engine_whole": engine_bf16,  # by a version that stored the compute copy beside whole masters
+    "engine_split": engine_bf16,
     "saved": saved,
 }
 """By kind: begins the run with so many steps or goes on by them; returns digests of its end."""
@@ -263,7 +303,7 @@ KINDS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
 def write(target: Path) -> None:
     """Write each run and, beside it, digests of its end and of where a copy of it comes by ``LATER`` steps."""
     for kind, go_on in KINDS.items():
-        ends = {"end": go_on(target / kind, 3 if kind == "engine" else STEPS)}
+        ends = {"end": go_on(target / kind, 3 if kind.startswith("engine") else STEPS)}
         if kind != "saved":
             shutil.copytree(target / kind, target / "copy")
             ends["later"] = go_on(target / "copy", LATER)

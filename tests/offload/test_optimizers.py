@@ -126,6 +126,7 @@ def test_a_run_of_other_bits_is_refused(tmp_path):
     ],
 )
 def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
+    """And its carry, of a master in parts."""
     model = decoder(blocks=2, width=256, hidden=1024)
     options = {"rank": 4} if kind in (Apollo, Grass) else {}
     with holdfast.offload(model, kind(model.parameters(), **options), tmp_path) as engine:
@@ -133,8 +134,9 @@ def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
     elements = sum(p.numel() for p in model.blocks[0].parameters())
     with LocalStore.read(tmp_path) as reader:
         manifest = reader.head()
-        sizes = [(tmp_path / manifest.files[f"blocks.{i}"].path).stat().st_size for i in (0, 1)]
-    assert sizes[0] == pytest.approx(elements * each, rel=0.06)  # headers and alignment
+        files = [file for name, file in manifest.files.items() if name.startswith("blocks.")]
+        sizes = [(tmp_path / file.path).stat().st_size for file in files]
+    assert sizes[0] == pytest.approx(elements * (each + 1 / 8), rel=0.06)  # headers and alignment
     assert [block.state_bytes for block in engine._plan.work.blocks] == sizes
 
 
@@ -148,7 +150,12 @@ def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
         ) as engine:
             taken[name] = engine._plan.memory.at("host").get("updates", 0)
     largest = sorted(p.numel() for p in model.parameters())[-2:]
-    each = {"muon and adamw": 13, "apollo": 5, "grass": 5, "adamw in bytes": 0}
+    each = {
+        "muon and adamw": 17,
+        "apollo": 9,
+        "grass": 9,
+        "adamw in bytes": 0,
+    }  # 4 of a master that was in parts
     assert taken == {name: bytes_each * sum(largest) for name, bytes_each in each.items()}
 
 
@@ -166,9 +173,10 @@ def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
     everywhere = sorted(p.numel() for p in model.parameters())
     in_blocks = sorted(p.numel() for p in model.blocks.parameters())
     outside = [p.numel() for name, p in model.named_parameters() if not name.startswith("blocks.")]
-    assert taken("apollo", clipping="defer", update_workers=3) == 5 * sum(everywhere[-3:])
-    assert taken("apollo", clipping="defer", update_workers=1) == 5 * everywhere[-1]
-    each = [9 * count for count in in_blocks] + [5 * count for count in outside]
+    assert everywhere[-3:] == in_blocks[-3:]
+    assert taken("apollo", clipping="defer", update_workers=3) == 9 * sum(everywhere[-3:])
+    assert taken("apollo", clipping="defer", update_workers=1) == 9 * everywhere[-1]
+    each = [13 * count for count in in_blocks] + [5 * count for count in outside]
     assert taken("apollo", clipping="speculate") == sum(sorted(each)[-2:])
     assert taken("adamw in bytes", clipping="speculate", update_workers=3) == 0
 

@@ -10,9 +10,17 @@ from torch import nn
 
 from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16
-from holdfast.optim.adamw import BLOCK, decode, dynamic_map, encode, to_bf16
+from holdfast.optim.adamw import BLOCK, decode, dynamic_map, encode, to_24_bits, to_bf16
 
-KINDS = [AdamWBF16, AdamW8bit]
+
+class AdamW24(AdamW8bit):
+    """``AdamW8bit`` with masters of 24 bits."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **{"master_bits": 24, **options})
+
+
+KINDS = [AdamWBF16, AdamW8bit, AdamW24]
 
 
 def normal(count, seed=0):
@@ -23,11 +31,13 @@ def rounded(value, coded, step):
     """Once, by the rounding called ``coded``."""
     if coded == "bf16":
         return to_bf16(value, step, 1).float()
+    if coded == "24 bits":
+        return to_24_bits(value, step, 1)
     codes, scales = encode(value, coded == "signed", step, 1)
     return decode(codes, scales, coded == "signed")
 
 
-@pytest.mark.parametrize("coded", ["bf16", "signed", "unsigned"])
+@pytest.mark.parametrize("coded", ["bf16", "24 bits", "signed", "unsigned"])
 def test_rounding_by_chance_has_its_mean_at_the_value(coded):
     value = normal(8192).abs() if coded == "unsigned" else normal(8192)
     once = rounded(value, coded, 0) - value
@@ -36,14 +46,30 @@ def test_rounding_by_chance_has_its_mean_at_the_value(coded):
     assert mean.mean().abs() < 0.01 * once.abs().mean()
 
 
-@pytest.mark.parametrize("coded", ["bf16", "signed", "unsigned"])
+@pytest.mark.parametrize("coded", ["bf16", "24 bits", "signed", "unsigned"])
 def test_a_rounded_value_is_one_of_the_two_beside_it_and_what_has_few_bits_stays(coded):
     value = normal(4097).abs() if coded == "unsigned" else normal(4097)
     found = rounded(value, coded, 3)
-    bound = value.abs() / 128 if coded == "bf16" else value.abs().max() * 0.0142
+    parts = {"bf16": 2**7, "24 bits": 2**15}
+    bound = value.abs() / parts[coded] if coded in parts else value.abs().max() * 0.0142
     assert ((found - value).abs() <= bound).all()
-    assert torch.equal(rounded(found, coded, 4), found) or coded != "bf16"
+    assert torch.equal(rounded(found, coded, 4), found) or coded not in parts
     assert torch.equal(rounded(torch.zeros(300), coded, 1), torch.zeros(300))
+
+
+def test_a_value_that_is_not_finite_is_not_rounded():
+    value = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(to_24_bits(value, 1, 1).view(torch.int32), value.view(torch.int32))
+
+
+def test_updates_leave_masters_of_24_bits():
+    param = nn.Parameter(normal(513))
+    optimizer = AdamW24([param], lr=0.1)
+    param.grad = normal(513, 1)
+    optimizer.step()
+    assert not (param.detach().view(torch.int32) & 0xFF).any()
+    with pytest.raises(ValueError, match="master_bits = 16 must be 24 or 32"):
+        AdamW24([param], master_bits=16)
 
 
 def test_the_values_of_a_byte_are_256_ascending_up_to_1():

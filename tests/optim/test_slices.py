@@ -14,7 +14,9 @@ from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.optim import host_optimizer as host
 from holdfast.optim.declared_state import Form, Slots
 from holdfast.optim.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
+from holdfast.optim.master_parts import SplitMaster
 from holdfast.optim.torch_threads import update_threads
+from holdfast.state.split_masters import carry_bytes
 from holdfast.state.tensor_entries import STEP
 
 SIZES = (0, 1, 255, 256, 257, 4095, 4096, 4097, 10007)
@@ -34,13 +36,23 @@ def plain(kind, shape, steps):
     return {"param": param.detach(), **{k: v for k, v in optimizer.state[param].items() if v is not None}}
 
 
-def by_the_host(kind, shape, steps, threads=1):
+def in_parts(value):
+    """An fp32 tensor as a master in parts."""
+    count = value.numel()
+    sizes = 2 * count, 2 * count, carry_bytes(count)
+    master = SplitMaster.of(tuple(value.shape), *(torch.zeros(size, dtype=torch.uint8) for size in sizes))
+    master.set(value)
+    return master
+
+
+def by_the_host(kind, shape, steps, threads=1, is_split=False):
     """The same of the host optimizer, and a copy in bf16."""
     optimizer = host.HostOptimizer(kind([nn.Parameter(torch.ones(1, 1))], lr=0.01))
     optimizer.start_helpers(2, threads)
     slots = optimizer.slots(0, shape)
     state = host.ParameterState(
-        param=values(shape, 0), grad=torch.empty(shape), copy=torch.empty(shape, dtype=torch.bfloat16), group=0,
+        param=in_parts(values(shape, 0)) if is_split else values(shape, 0), grad=torch.empty(shape),
+        copy=torch.empty(shape, dtype=torch.bfloat16), group=0,
         tensors={name: torch.zeros(form.shape, dtype=form.dtype) for name, form in slots.tensors.items()},
         scalars={name: torch.zeros((), dtype=dtype) for name, dtype in {**slots.scalars, STEP: torch.float32}.items()},
     )  # fmt: skip
@@ -51,8 +63,9 @@ def by_the_host(kind, shape, steps, threads=1):
         state.grad = values(shape, step)
         optimizer.update(state, optimizer.snapshot())
     optimizer.close()
-    assert torch.equal(state.copy, state.param.bfloat16())
-    return {"param": state.param, **state.tensors, **state.scalars}
+    param = state.param.joined() if isinstance(state.param, SplitMaster) else state.param
+    assert torch.equal(state.copy, param.bfloat16())
+    return {"param": param, **state.tensors, **state.scalars}
 
 
 def values(shape, seed):
@@ -78,6 +91,14 @@ def test_threads_that_share_slices_leave_the_bits(monkeypatch, kind):
     monkeypatch.setattr(host, "SLICE_ELEMENTS", 4096)
     monkeypatch.setattr(host, "SHARED_SLICE_ELEMENTS", 16 * 4096)
     same(by_the_host(kind, (200_007,), 4, threads=3), plain(kind, (200_007,), 4))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("elements, threads", [(0, 1), (257, 1), (4097, 1), (10007, 1), (100_007, 3)])
+def test_masters_in_parts_have_the_bits_of_whole_ones(monkeypatch, kind, elements, threads):
+    for name in ("SLICE_ELEMENTS", "SPLIT_SLICE_ELEMENTS"):
+        monkeypatch.setattr(host, name, 4096)
+    same(by_the_host(kind, (elements,), 4, threads, is_split=True), plain(kind, (elements,), 4))
 
 
 @pytest.mark.slow
@@ -113,7 +134,8 @@ def test_a_whole_tensor_is_updated_at_once(monkeypatch, kind, shape):
     if kind is torch.optim.Muon and len(shape) != 2:
         return
     monkeypatch.setattr(host, "SLICE_ELEMENTS", 4096)
-    same(by_the_host(kind, shape, 7), plain(kind, shape, 7))
+    for is_split in (False, True):
+        same(by_the_host(kind, shape, 7, is_split=is_split), plain(kind, shape, 7))
 
 
 def test_every_class_of_torch_is_elementwise_whole_or_refused():

@@ -11,11 +11,16 @@ from holdfast.schedule.operations import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, 
 from holdfast.schedule.planner import formulas
 from holdfast.schedule.planner.training_setting import Duplex, Method, Setting
 from holdfast.schedule.vertical import vertical
+from holdfast.schedule.work import MemorySaving
 
 HALVES = [
     {"params": p, "optimizer": o, "activations": a, "gradients": g, "recycled": 0.0}
     for p, o, a, g in product((0.0, 0.5, 1.0), (0.0, 0.5), (0.0, 0.5, 1.0), (0.0, 1.0))
 ]
+
+
+NO_STATE_WITHOUT_COPY = [kept for kept in HALVES if kept["optimizer"] <= kept["params"]]
+"""With masters in parts the state of a block stays in memory only where its compute copy does."""
 
 
 def setting(clipping="none", micro_batches=5, blocks=80, machine="a100-80g", **method) -> Setting:
@@ -34,10 +39,11 @@ def setting(clipping="none", micro_batches=5, blocks=80, machine="a100-80g", **m
     "clipping, commit_every",
     [("none", 0), ("none", 1), ("defer", 0), ("defer", 1), ("speculate", 1), ("per_block", 1)],
 )
-def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_bytes_are_those_of_the_operation_list(clipping, commit_every, is_split):
     """What the engine runs; the list's last block has no forward pass and its input stays, spread over all blocks."""
-    s = setting(clipping, commit_every=commit_every)
-    for kept in HALVES[::3]:
+    s = setting(clipping, commit_every=commit_every, is_split=is_split)
+    for kept in (NO_STATE_WITHOUT_COPY if is_split else HALVES)[::3]:
         moved = lane_bytes(as_guessed(vertical(work_of(s), placement_of(kept, s.blocks), shape_of(s))))
         assert formulas.read_bytes(s)(kept) == pytest.approx(moved[SSD_READ], rel=0.003)
         assert formulas.written_bytes(s)(kept) == pytest.approx(moved[SSD_WRITE], rel=0.003)
@@ -52,9 +58,10 @@ def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
 @pytest.mark.campaign(cover=True)
 @pytest.mark.parametrize("clipping", ["none", "defer", "speculate", "per_block"])
 @pytest.mark.parametrize("machine", ["a100-80g", "cpu-2-core"])
-def test_host_memory_is_that_of_the_operation_list(clipping, machine):
-    s = setting(clipping, machine=machine)
-    for kept in HALVES[::5]:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_host_memory_is_that_of_the_operation_list(clipping, machine, is_split):
+    s = setting(clipping, machine=machine, is_split=is_split)
+    for kept in (NO_STATE_WITHOUT_COPY if is_split else HALVES)[::5]:
         listed = host_bytes(s, placement_of(kept, s.blocks))
         assert formulas.host_bytes(s)(kept) == pytest.approx(listed, rel=0.12)
 
@@ -66,6 +73,17 @@ def test_a_commit_every_other_step_writes_state_of_the_host_half_as_often():
     assert never == 0
     assert each == pytest.approx(12 * model.parameters)  # durable state costs 12 bytes per parameter and step
     assert other == pytest.approx(each / 2)
+
+
+@pytest.mark.parametrize("keeps_copies, read", [(True, 2 + 2 + 10.125), (False, 2 + 2 + 12.125)])
+def test_masters_in_parts_are_read_and_written_once(keeps_copies, read):
+    """The last of 80 blocks has no forward pass, and what lies outside the blocks has whole masters in memory."""
+    nothing = dict.fromkeys(("params", "optimizer", "gradients", "recycled"), 0.0) | {"activations": 1.0}
+    s = replace(setting(is_split=True), saving=MemorySaving(2, True, keeps_copies))
+    of_blocks = 80 * s.elements
+    assert formulas.read_bytes(s)(nothing) == pytest.approx(read * of_blocks - 2 * s.elements)
+    written = formulas.written_bytes(s)(nothing)
+    assert written == pytest.approx(12.125 * of_blocks + 12 * s.resident_elements)
 
 
 def test_snake_order_saves_three_transfers_per_block():

@@ -18,7 +18,7 @@ from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
 from holdfast.schedule.work import LEAST_MEMORY, BlockPlacement, StepShape
-from plan_steps import LISTS, equal_blocks, machines, steps, tiled, uneven, whole
+from plan_steps import LISTS, Order, equal_blocks, machines, split, steps, tiled, uneven, whole
 
 
 def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
@@ -99,6 +99,27 @@ def test_steps_that_wait_or_guess_hold_no_more_than_guesses(step, waits, data):
     bound = buffers(vertical(work, placement, guess))
     place, kind = data.draw(st.sampled_from(sorted(set().union(*map(buffers, lists)))))
     assert worst(_returning(lists), kind) <= bound[place, kind]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize(
+    "clipping, following", [("none", "evaluate"), ("speculate", "evaluate"), ("speculate", "defer")]
+)
+def test_copies_that_wait_for_updates_count_in_a_step_of_another_kind(clipping, following, unified):
+    """What comes next loads none before those that wait are given back, in whatever order updates end."""
+    work, placement = split(uneven(5, unified)), BlockPlacement.fractions(5)
+    shape = StepShape(micro_batches=1, clipping=clipping, recomputed_fraction=0.5)
+    made = vertical(work, placement, shape)
+    other = replace(shape, clipping=following) if following == "defer" else None
+    after = vertical(work, placement, other) if other else forward_only(work, placement, shape)
+    givers = [
+        op.key for op in made if op.key.kind == "update" and any(name[0] == "params" for name in op.gives)
+    ]
+    assert [key.block for key in givers] == [4, 2, 0]
+    loads = [op.key for op in after if any(hold.kind == "params" for hold in op.takes)]
+    before = Order(made, after).before
+    assert all(before((0, giver), (1, load)) for giver in givers for load in loads)
+    assert worst(_returning([made, after, made]), "params") <= buffers(made)["host", "params"]
 
 
 def _returning(lists: Sequence[list[Op]]) -> list[list[Op]]:

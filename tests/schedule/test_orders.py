@@ -32,10 +32,14 @@ def expected_traffic(
     nothing else, and no update twice. A guess that was wrong reads and writes a block's state once more, wherever
     that lives, and writes its parameters once more; gradients on the SSD are read only then. A block that is not
     computed again needs neither its parameters nor its input a second time. The parameters of a tied block cross once
-    more for the last one, and its sum leaves a separate device in between.
+    more for the last one, and its sum leaves a separate device in between. A compute copy that is a part of the
+    masters is written with them, and read by an update only where no copy is in memory.
     """
     n, m, s = len(work.blocks), shape.micro_batches, work.input_bytes
     vertical = order == "vertical"
+    in_state = [
+        b.is_split and not (p or o) for b, p, o in zip(work.blocks, placement.params, placement.optimizer)
+    ]
     sums = 1 if vertical else m
     moved = dict.fromkeys(("load_params", "load_state", "load_input", "load_grads", "store_params"), 0)
     moved |= dict.fromkeys(("store_state", "store_grads", "store_input"), 0)
@@ -51,9 +55,12 @@ def expected_traffic(
         moved["upload_grads"] += (sums - 1) * b.grad_bytes + parked
         if not placement.params[i]:
             moved["load_params"] += passes * b.param_bytes
-            moved["store_params"] += b.trained_param_bytes
+            moved["store_params"] += 0 if in_state[i] else b.trained_param_bytes
         if not placement.optimizer[i]:
-            moved["load_state"] += b.state_bytes
+            soon = vertical and shape.clipping != "defer" and not is_delayed(shape, i, n)
+            held = in_state[i] and soon and placement.saving.keeps_copies and not kept
+            rest = held or (b.is_split and placement.params[i])
+            moved["load_state"] += sum(t.rest_bytes for t in b.tiles) if rest else b.state_bytes
         if not placement.optimizer[i] or shape.commit:
             moved["store_state"] += b.state_bytes
         if not placement.gradients[i] and (shape.keeps_grads or not vertical or is_delayed(shape, i, n)):
@@ -62,7 +69,7 @@ def expected_traffic(
         if guessed and redone:
             moved["load_state"] += b.state_bytes
             moved["store_state"] += b.state_bytes
-            moved["store_params"] += 0 if placement.params[i] else b.trained_param_bytes
+            moved["store_params"] += 0 if placement.params[i] or in_state[i] else b.trained_param_bytes
         if not placement.activations[i] and i < n - 1 and not kept:
             moved["load_input"] += m * s
             moved["store_input"] += m * s
@@ -186,7 +193,8 @@ def test_the_next_step_computes_with_updated_parameters(order, step):
         assert len({key.kind for key in updates}) == 2
         assert all(before((0, key), (1, following)) for key in updates)
     for load in keys(made, "load_params"):
-        stores = [key for key in keys(made, "store_params") if key.block == load.block]
+        kind = "store_state" if in_state(step, load.block) else "store_params"
+        stores = [key for key in keys(made, kind) if key.block == load.block]
         assert stores and all(before((0, key), (1, load)) for key in stores)
 
 
@@ -243,6 +251,12 @@ def test_gradients_are_measured_where_they_are_summed_before_they_leave(order):
             final = shape.micro_batches - 1
             assert before((0, Key("backward", norm.block, final)), (0, norm))
             assert before((0, norm), (0, Key("download_grads", norm.block, final)))
+
+
+def in_state(step, block: int) -> bool:
+    """Do passes read the compute copy from the files of the state?"""
+    work, placement, _ = step
+    return work.blocks[block].is_split and not (placement.params[block] or placement.optimizer[block])
 
 
 def committing(shape: StepShape) -> StepShape:

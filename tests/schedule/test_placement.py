@@ -12,7 +12,7 @@ from holdfast.quantities import ample_budget, parse_bytes
 from holdfast.schedule.horizontal import horizontal
 from holdfast.schedule.memory_use import predict
 from holdfast.schedule.planner.placement import choose
-from holdfast.schedule.work import CLIPPING, LEAST_MEMORY, BlockPlacement, StepShape
+from holdfast.schedule.work import CLIPPING, BlockPlacement, MemorySaving, StepShape
 from plan_steps import uneven
 
 WORK = uneven(8)
@@ -25,7 +25,7 @@ def needs(placement: BlockPlacement, shape: StepShape = SHAPE) -> int:
 
 def least_of(placement: BlockPlacement) -> BlockPlacement:
     """With all that is slower and takes less memory."""
-    return replace(placement, saving=LEAST_MEMORY)
+    return replace(placement, saving=MemorySaving(1, resident_state=False))
 
 
 def on_ssd(**fractions: float) -> BlockPlacement:

@@ -37,9 +37,9 @@ def make(tmp_path, queue):
     disk.makedirs("data")
     units = []
 
-    def make(name="block_0", layout=LARGE, copies=3, grows=False):
+    def make(name="block_0", layout=LARGE, copies=3, grows=False, cuts=()):
         unit = Generations(name, layout, copies, disk=disk, queue=queue, retained=lambda: make.retained,
-                           way_out=lambda path: "Step 7 does not use it.", grows=grows)  # fmt: skip
+                           way_out=lambda path: "Step 7 does not use it.", grows=grows, cuts=cuts)  # fmt: skip
         units.append(unit)
         return unit
 
@@ -315,3 +315,60 @@ def test_a_file_is_not_removed_under_a_thread_that_has_acquired_it(make, monkeyp
     unit.trim()
     thread.join()
     assert taken and all(unit._disk.exists(unit.path(generation)) for generation in taken)
+
+
+CUTS = (4096, CHECKSUM_BLOCK + 8192)
+"""Offsets between which parts of a file are read: a page into the first block, and two into the second."""
+
+
+def room(nbytes):
+    return BufferPool().take(nbytes, "state").view
+
+
+def test_a_part_between_cuts_is_read_by_itself(make):
+    unit, image = make(cuts=CUTS), image_of(LARGE)
+    unit.create()
+    unit.acquire()
+    checksums = unit.write(0, image, **HOW).result()
+    ends = (0, *CUTS, LARGE.file_bytes)
+    for first, start in enumerate(ends):
+        for stop in ends[first + 1 :]:
+            found = room(stop - start)
+            unit.read(0, found, checksums, start=start, **HOW).result()
+            assert found == image[start:stop], (start, stop)
+
+
+def test_a_part_is_verified_once_the_whole_file_was_read(make, tmp_path):
+    """What one object has written, another reads whole before it reads parts; a file that is written anew counts."""
+    unit, image = make(cuts=CUTS), image_of(LARGE)
+    unit.create()
+    unit.acquire()
+    checksums = unit.write(0, image, **HOW).result()
+    other, part = make(cuts=CUTS), room(CUTS[1] - CUTS[0])
+    with pytest.raises(ValueError, match="read by themselves, and were never read or written as such"):
+        other.read(0, part, checksums, start=CUTS[0], **HOW)
+    other.read(0, room(LARGE.file_bytes), checksums, **HOW).result()
+    other.read(0, part, checksums, start=CUTS[0], **HOW).result()
+    assert part == image[CUTS[0] : CUTS[1]]
+    path = tmp_path / other.path(0)
+    for offset in (CUTS[0], CUTS[1] - 1):
+        spoiled = bytearray(path.read_bytes())
+        spoiled[offset] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(ChunkCorrupt):
+            other.read(0, part, checksums, start=CUTS[0], **HOW).result()
+        spoiled[offset] ^= 1
+        path.write_bytes(spoiled)
+    other.acquire()
+    with pytest.raises(ValueError, match="never read or written"):
+        other.read(0, part, checksums, start=CUTS[0], **HOW)
+
+
+@pytest.mark.parametrize("start, stop", [(0, 8192), (4096, 8192), (8192, LARGE.file_bytes)])
+def test_what_does_not_begin_and_end_at_a_cut_is_refused(make, start, stop):
+    unit = make(cuts=CUTS)
+    unit.create()
+    unit.acquire()
+    checksums = unit.write(0, image_of(LARGE), **HOW).result()
+    with pytest.raises(ValueError, match="read by themselves"):
+        unit.read(0, room(stop - start), checksums, start=start, **HOW)

@@ -22,8 +22,10 @@ from torch import nn
 from .. import accelerators
 from ..io.buffers import Buffer
 from ..optim.host_optimizer import HostOptimizer, ParameterState
+from ..optim.master_parts import SplitMaster
 from ..optim.torch_threads import keep_torch_threads, one_torch_thread
 from ..quantities import MiB
+from ..state.split_masters import carry_bytes
 from ..state.tensor_entries import STEP
 
 WORKERS = 2
@@ -114,13 +116,15 @@ def median_seconds(action: Callable[[], object], seconds: float) -> float:
 
 
 def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
+    """Return a parameter whose bf16 copy is a part of its master, as in a run."""
     slots = optimizer.slots(0, (elements,))
+    sizes = 2 * elements, 2 * elements, carry_bytes(elements)
     return ParameterState(
-        param=torch.zeros(elements),
+        param=SplitMaster.of((elements,), *(torch.zeros(size, dtype=torch.uint8) for size in sizes)),
         grad=torch.full((elements,), 1e-3),
         tensors={name: torch.zeros(elements) for name in slots.tensors},
         scalars={name: torch.zeros(()) for name in {*slots.scalars, STEP}},
-        copy=torch.zeros(elements, dtype=torch.bfloat16),
+        copy=None,
         group=0,
     )
 

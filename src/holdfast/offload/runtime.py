@@ -27,6 +27,7 @@ from .data_parallel import DataParallelGroup
 from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
+from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, Residency
 from .mezo_engine import ZerothOrderState
 from .model.absent_parameters import AbsentParameters
@@ -98,6 +99,17 @@ class Runtime:
     def epilogue(self) -> int | None:
         """The number of the epilogue's unit among ``blocks``; None if its parameters stay on the device."""
         return len(self.blocks) - 1 if self.patch.blocks.epilogue else None
+
+    def reads_state(self, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state."""
+        stays = self.placement.params[block] or self.placement.optimizer[block]
+        return self.blocks[block].is_split and not stays
+
+    def scratch_parts(self, block: int) -> list[CopyPart]:
+        """Return the parts of a block's compute copy, none of them empty, that are in the scratch."""
+        unit = self.blocks[block]
+        first = unit.trained_copy_bytes if self.reads_state(block) else 0
+        return [part for part in unit.copy_parts if part.start < part.stop and part.start >= first]
 
     @property
     def tied(self) -> int | None:
@@ -229,6 +241,8 @@ class Step:
     """Names of the parameters whose gradients wait on the SSD, by block."""
     delta: Delta | None = None
     """Distance by which a zeroth-order step moves the weights, once that is known."""
+    held_copies: frozenset[int] = frozenset()
+    """Blocks whose compute copy stays in host memory from the backward pass to the update."""
     kept: tuple[bool, ...] = ()
     """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
     must_repeat: bool = False

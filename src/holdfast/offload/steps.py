@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from ..schedule.build.transfer_parts import held_copies
 from ..schedule.mezo_schedule import STREAMS, catch_up
 from ..schedule.operations import Op
 from ..schedule.vertical import commit_only, forward_only
@@ -165,11 +166,12 @@ class StepMaker:
             shape = replace(shape, recomputed_fraction=1.0)
         model, send = self._run.model, self._run.device.take_batch
         calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
+        operations = self._listed(rules.schedule, shape)
         return Step(
             number=number,
             shape=shape,
             training=True,
-            operations=self._listed(rules.schedule, shape),
+            operations=operations,
             horizontal=rules.schedule == "horizontal",
             micro_batches=[
                 MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights * self._streams, strict=True)
@@ -177,6 +179,7 @@ class StepMaker:
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
+            held_copies=held_copies(operations),
             kept=kept_blocks(shape, len(self._run.blocks)),
             must_repeat=rules.chooses_recomputed,
             gauge=None if self._recomputation is None else self._recomputation.gauge(),

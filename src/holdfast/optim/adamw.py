@@ -1,10 +1,11 @@
 """AdamW variants whose moments take two bytes or one instead of four.
 
 The update itself is torch's fused AdamW on fp32 copies of the moments. With the fp32 parameter, AdamW keeps 12 bytes
-for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03. A moment with decay beta2 = 0.999 moves by a thousandth of its
-distance in each step, and the nearest value in few bits is then mostly the old one. Moments are therefore rounded up or
-down at random, with the mean at the exact value (Gupta et al. 2015, arXiv 1502.02551). The random number is a hash of
-the value's own bits and the step: no generator state is stored, and an element is rounded alike in any slice.
+for each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03, or 5.03 with ``master_bits=24``. A moment with decay
+beta2 = 0.999 moves by a thousandth of its distance in each step, and the nearest value in few bits is then mostly the
+old one. Moments are therefore rounded up or down at random, with the mean at the exact value (Gupta et al. 2015, arXiv
+1502.02551). The random number is a hash of the value's own bits and the step: no generator state is stored, and an
+element is rounded alike in any slice.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ class _AdamW(ShapedStateOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        **more: Any,
     ) -> None:
         check_adam(lr, betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **more}
+        super().__init__(params, defaults)
 
 
 class AdamWBF16(_AdamW):
@@ -77,7 +80,25 @@ class AdamW8bit(_AdamW):
     Blocks of 256 elements share a scale (block-wise dynamic quantization: Dettmers et al. 2021, arXiv 2110.02861). The
     stored tensors are ``m``, and ``sqrt(v)`` instead of ``v``: the update divides by it, and its range is that of
     ``m``. A byte would be too coarse for ``v``: some elements would keep an ``m`` with a divisor near zero.
+
+    Args:
+        master_bits: 32, or 24 to round fp32 parameters stochastically to 16 bits of mantissa after each update. Out of
+            core in bf16 they then take one byte beside the compute copy instead of two, and values are rounded to 24
+            bits when a run begins.
     """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        master_bits: int = 32,
+    ) -> None:
+        if master_bits not in (24, 32):
+            raise ValueError(f"master_bits = {master_bits} must be 24 or 32")
+        super().__init__(params, lr, betas, eps, weight_decay, master_bits=master_bits)
 
     @staticmethod
     def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
@@ -86,6 +107,7 @@ class AdamW8bit(_AdamW):
         return Slots(
             {"exp_avg": codes, "exp_avg_scale": scales, "rms": codes, "rms_scale": scales},
             {STEP: torch.float32},
+            group.get("master_bits", 32),  # optimizers of earlier runs do not have it
         )
 
     def update(
@@ -102,6 +124,8 @@ class AdamW8bit(_AdamW):
             codes, scales = encode(value, signed, step, salt)
             state[name].copy_(codes.view(param.shape))
             state[f"{name}_scale"].copy_(scales)
+        if group.get("master_bits", 32) == 24 and param.dtype == torch.float32:
+            param.copy_(to_24_bits(param.contiguous(), step, 3))
 
 
 def check_adam(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -147,6 +171,12 @@ def to_bf16(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
     """Return ``value`` in bf16, rounded stochastically."""
     bits = value.view(torch.int32) + chances(value, step, salt)
     return (bits & _signed(0xFFFF0000)).view(torch.float32).bfloat16()
+
+
+def to_24_bits(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
+    """Return an fp32 ``value`` with zeros for its 8 lowest bits, rounded stochastically."""
+    bits = value.view(torch.int32) + (chances(value, step, salt) >> 8)
+    return torch.where(value.isfinite(), (bits & _signed(0xFFFFFF00)).view(torch.float32), value)
 
 
 @cache

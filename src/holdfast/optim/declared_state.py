@@ -102,6 +102,8 @@ class Slots:
 
     tensors: Mapping[str, Form]
     scalars: Mapping[str, torch.dtype] = field(default_factory=dict)
+    master_bits: int = 32
+    """Bits that an update leaves in an fp32 parameter: 24 if the 8 lowest are zeros."""
 
     @property
     def names(self) -> set[str]:

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import BadInput
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
 from .declared_state import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
+from .master_parts import SplitMaster
 from .mezo import MeZO
 from .torch_threads import Lane, limit_torch_threads, one_torch_thread, shared_out
 
@@ -36,11 +38,15 @@ time makes progress, the one that starts the device's work included."""
 
 HELPER_BYTES = 64 * MiB
 """Temporary bytes of one helper of a fused kernel. Measured: at most 16 per element (AdamW with amsgrad)."""
+SPLIT_SLICE_ELEMENTS = 2 * SLICE_ELEMENTS
+"""The elements of one slice of a fused kernel on a master in parts, which several helpers share, one thread each:
+joining and splitting are computed by one thread."""
+
 SLICE_HELPER_BYTES = 16 * MiB
 """Temporary bytes of one helper of another kernel. Measured: at most 51 per element of a slice (AdamW8bit)."""
 
-GRAD_BYTES = 4
-"""Bytes of one element of a gradient: fp32."""
+GRAD_BYTES = MASTER_BYTES = 4
+"""Bytes of one element of a gradient, and of a master: fp32."""
 
 
 @dataclass
@@ -52,13 +58,23 @@ class ParameterState:
     is.
     """
 
-    param: torch.Tensor
+    param: torch.Tensor | SplitMaster
     grad: torch.Tensor
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, torch.Tensor]
     copy: torch.Tensor | None
     group: int
     order: tuple[int, ...] | None = None
+
+    def write_copy(self) -> None:
+        """Write ``copy``, if there is one, from the parameter as it is."""
+        if self.copy is not None:
+            self.copy.copy_(copied(self.param))
+
+
+def copied(param: torch.Tensor | SplitMaster) -> torch.Tensor:
+    """Return the tensor that a compute copy is copied from."""
+    return param.high if isinstance(param, SplitMaster) else param
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class _Worker(threading.local):
 class _Part:
     """The unit of an update: a flat slice of a parameter, or all of it."""
 
-    param: torch.Tensor
+    param: torch.Tensor | SplitMaster
     grad: torch.Tensor
     tensors: dict[str, torch.Tensor]
     copy: torch.Tensor | None
@@ -100,6 +116,8 @@ class HostOptimizer:
         self._worker = _Worker()
         self._fused_helpers: Lane | None = None
         self._slice_helpers: Lane | None = None
+        self.master_bits = [group.get("master_bits", 32) for group in optimizer.param_groups]
+        """The bits of the masters of each group, on which the layout of files depends."""
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
@@ -139,21 +157,34 @@ class HostOptimizer:
         forms = self.slots(group, shape).tensors.values()
         return self.takes_gradients and self.cuts(group) and all(form.shape == shape for form in forms)
 
-    def temporary_bytes(self, group: int, elements: int, keep_grad: bool = False) -> int:
-        """Return the temporary bytes of an update of a parameter, with a copy of its gradient if ``keep_grad``.
+    def temporary_bytes(
+        self, group: int, elements: int, keep_grad: bool = False, is_split: bool = False
+    ) -> int:
+        """Return the temporary bytes of an update of a parameter.
 
-        They are counted as 0 where the update is sliced.
+        They include a copy of its gradient if ``keep_grad``, and the joined master if ``is_split``. They are counted as
+        0 where the update is sliced.
         """
         kind = self._kinds[group]
-        return (kind.temporary_bytes + (0 if kind.cut or not keep_grad else GRAD_BYTES)) * elements
+        whole = 0 if kind.cut else keep_grad * GRAD_BYTES + is_split * MASTER_BYTES
+        return (kind.temporary_bytes + whole) * elements
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the user's optimizer state of ``parameter``, by slot; empty for a fresh optimizer."""
         return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}
 
     def snapshot(self) -> HyperParameters:
-        """Return the hyper-parameters of every group, by value."""
-        groups = enumerate(self._optimizer.param_groups)
+        """Return the hyper-parameters of every group, by value.
+
+        Raises ``BadInput`` if one has changed on which the layout of the files depends.
+        """
+        groups = [*enumerate(self._optimizer.param_groups)]
+        for (number, group), held in zip(groups, self.master_bits):
+            if (bits := group.get("master_bits", 32)) != held:
+                raise BadInput(
+                    f"param_groups[{number}]['master_bits'] was set to {bits}, and this run holds masters of {held}"
+                    " bits. Set it where the optimizer is made."
+                )
         return HyperParameters(tuple(self._by_value(number, group) for number, group in groups))
 
     def update(
@@ -183,15 +214,22 @@ class HostOptimizer:
                 part = replace(part, grad=part.grad.clone())
             if scale is not None:
                 part.grad.mul_(scale)
-            scalars = self._update_part(state, slots, hyper, part, first)
+            param = part.param.joined() if isinstance(part.param, SplitMaster) else part.param
+            scalars = self._update_part(state, slots, hyper, part, param, first)
+            if isinstance(part.param, SplitMaster):
+                part.param.set(param)
             if part.copy is not None:
-                part.copy.copy_(part.param)
+                part.copy.copy_(copied(part.param))
             return scalars
 
-        is_fused = bool(hyper.groups[state.group].get("fused"))
-        helpers = self._fused_helpers if is_fused else self._slice_helpers
-        if helpers is not None and kind.cut and state.param.numel() > SLICE_ELEMENTS:
-            elements = SHARED_SLICE_ELEMENTS if is_fused else SLICE_ELEMENTS
+        is_fused, is_split = (
+            bool(hyper.groups[state.group].get("fused")),
+            isinstance(state.param, SplitMaster),
+        )
+        helpers = self._fused_helpers if is_fused and not is_split else self._slice_helpers
+        if helpers is not None and kind.cut and state.grad.numel() > SLICE_ELEMENTS:
+            shared = SPLIT_SLICE_ELEMENTS if is_split else SHARED_SLICE_ELEMENTS
+            elements = shared if is_fused else SLICE_ELEMENTS
             (*_, scalars) = shared_out(helpers, step, _parts(state, slots, elements))
         else:
             (*_, scalars) = map(step, _parts(state, slots, SLICE_ELEMENTS if kind.cut else 0))
@@ -215,25 +253,34 @@ class HostOptimizer:
         def arranged(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.permute(order).contiguous()
 
+        param = state.param
+        assert isinstance(param, torch.Tensor)  # masters are in parts only where copies are contiguous
+        stepped = arranged(param)
         ordered = replace(
             state,
-            param=arranged(state.param),
+            param=stepped,
             grad=arranged(state.grad),
             tensors={name: arranged(tensor) for name, tensor in state.tensors.items()},
             copy=None if state.copy is None else state.copy.permute(order),
             order=None,
         )
         self.update(ordered, hyper, scale)
-        state.param.permute(order).copy_(ordered.param)
+        param.permute(order).copy_(stepped)
         for name, tensor in state.tensors.items():
             tensor.permute(order).copy_(ordered.tensors[name])
 
     def _update_part(
-        self, state: ParameterState, slots: Slots, hyper: HyperParameters, part: _Part, first: bool
+        self,
+        state: ParameterState,
+        slots: Slots,
+        hyper: HyperParameters,
+        part: _Part,
+        values: torch.Tensor,
+        first: bool,
     ) -> dict[str, torch.Tensor]:
-        """Step one part; return the scalars after it."""
+        """Step one part, whose fp32 ``values`` change in place; return the scalars after it."""
         kind, group = self._kinds[state.group], hyper.groups[state.group]
-        param = nn.Parameter(part.param)
+        param = nn.Parameter(values)
         param.grad = part.grad
         if first:  # the optimizer creates its own initial state
             private = kind.of([param], **group)
@@ -281,14 +328,15 @@ def _parts(state: ParameterState, slots: Slots, slice_elements: int) -> Iterator
     if not slice_elements:
         yield _Part(state.param, state.grad, state.tensors, state.copy)
         return
-    for start, stop in slices(state.param.numel(), slice_elements):
+    for start, stop in slices(state.grad.numel(), slice_elements):
 
         def part(tensor: torch.Tensor, every: int = 1, start: int = start, stop: int = stop) -> torch.Tensor:
             return tensor.view(-1)[start // every : -(-stop // every)]
 
         tensors = {name: part(tensor, slots.tensors[name].every) for name, tensor in state.tensors.items()}
-        copy = None if state.copy is None else part(state.copy)
-        yield _Part(part(state.param), part(state.grad), tensors, copy)
+        copy, whole = None if state.copy is None else part(state.copy), state.param
+        param = whole.slice(start, stop) if isinstance(whole, SplitMaster) else part(whole)
+        yield _Part(param, part(state.grad), tensors, copy)
 
 
 def slices(elements: int, each: int) -> Iterator[tuple[int, int]]:

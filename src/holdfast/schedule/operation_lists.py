@@ -69,18 +69,21 @@ def work_of(setting: Setting) -> Work:
 
 def _unit_work(s: Setting, elements: int, frozen_bytes: int = 0) -> BlockWork:
     """Return the work of a unit of ``elements`` trained elements, without its floating-point operations."""
-    state_bytes, param_bytes = round(elements * s.method.state_bytes), elements * s.method.param_bytes
+    state_bytes, param_bytes = round(elements * s.state_bytes_each), elements * s.method.param_bytes
     count = tile_count(state_bytes)
+    rest_bytes = round_up(round((state_bytes - param_bytes) / count)) if s.method.is_split else 0
     tile = TileWork(
         elements=round(elements / count),
         state_bytes=round_up(round(state_bytes / count)),
         trained_param_bytes=round_up(round(param_bytes / count)),
+        rest_bytes=rest_bytes,
     )
     return BlockWork(
         elements=elements,
         param_bytes=round_up(param_bytes + frozen_bytes),
         trained_param_bytes=round_up(param_bytes),
         state_bytes=count * tile.state_bytes,
+        is_split=s.method.is_split,
         cut=(tile,) * count,
         grad_bytes=elements * s.method.grad_bytes,
     )

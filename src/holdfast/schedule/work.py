@@ -100,6 +100,8 @@ class TileWork:
     """Bytes of the compute copy that its update rewrites."""
     grad_bytes: int = 0
     """Bytes of the gradients that its update needs."""
+    rest_bytes: int = 0
+    """Bytes of the state, of masters in parts, that an update reads where the compute copy is in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,8 @@ class BlockWork:
     """
     frozen_file_bytes: int = 0
     """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
+    is_split: bool = False
+    """True if the files of the state hold the masters in parts, of which one is the compute copy."""
     cut: tuple[TileWork, ...] = ()
     """The tiles into which the state is cut; empty if it is one."""
 
@@ -148,6 +152,7 @@ class BlockWork:
                 elements=self.elements,
                 state_bytes=self.state_bytes,
                 trained_param_bytes=self.trained_param_bytes,
+                rest_bytes=self.state_bytes - self.trained_param_bytes if self.is_split else 0,
             ),
         )
 
@@ -211,15 +216,30 @@ class MemorySaving:
     """
     resident_state: bool = True
     """True if the optimizer state of what lies outside the blocks stays in host memory."""
+    keeps_copies: bool = True
+    """True if a compute copy that is a part of the masters stays in host memory from the backward pass to the update.
+
+    Otherwise an update reads it again.
+    """
 
     def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
-        one = ["one buffer for gradients"] if self.grad_slots == 1 else []
+        one = [] if self.keeps_copies else ["compute copies that updates read again"]
+        one += ["one buffer for gradients"] if self.grad_slots == 1 else []
         return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
 
 
-FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False)
-MEMORY_SAVINGS = (FASTEST, MemorySaving(1), MemorySaving(2, False), LEAST_MEMORY)
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False)
+MEMORY_SAVINGS = (
+    FASTEST,
+    MemorySaving(2, True, False),
+    MemorySaving(1, True),
+    MemorySaving(1, True, False),
+    MemorySaving(2, False),
+    MemorySaving(2, False, False),
+    MemorySaving(1, False),
+    LEAST_MEMORY,
+)
 """The fastest first, and last the one that takes least memory."""
 
 
@@ -233,6 +253,25 @@ class BlockPlacement:
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
     saving: MemorySaving = FASTEST
+
+    def reads_state(self, work: Work, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state.
+
+        That takes masters in parts, and state that every step writes. Where the state stays in host memory, a step
+        that does not commit writes the copy alone.
+        """
+        return work.blocks[block].is_split and not (self.params[block] or self.optimizer[block])
+
+    def scratch_bytes(self, work: Work) -> list[int]:
+        """Return the bytes of each block's compute copy in the SSD scratch, by block."""
+        return [
+            0
+            if self.params[number]
+            else block.kept_param_bytes
+            - block.frozen_file_bytes
+            - (block.trained_param_bytes if self.reads_state(work, number) else 0)
+            for number, block in enumerate(work.blocks)
+        ]
 
     @property
     def shares(self) -> dict[str, float]:

@@ -210,10 +210,13 @@ class LocalStore(RankCommits):
         with self._failing():
             self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
 
-    def unit(self, name: str, layout: Layout, copies: int, folder: str = HOME) -> Generations:
+    def unit(
+        self, name: str, layout: Layout, copies: int, folder: str = HOME, cuts: Sequence[int] = ()
+    ) -> Generations:
         """Return the files of one unit in ``folder``, which names their drive.
 
-        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``.
+        ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``. Bytes
+        between two of ``cuts`` can be read by themselves.
         """
         if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
@@ -231,6 +234,7 @@ class LocalStore(RankCommits):
             direct=self.direct,
             grows=self.keep is not None,
             folder=folder,
+            cuts=cuts,
         )
         self._units[name] = unit
         return unit

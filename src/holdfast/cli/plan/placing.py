@@ -101,6 +101,7 @@ def case_of(given: Mapping[str, Any]) -> Case:
             retain=given.get("retain") or 2,
             order=given.get("order", "plain"),
             least_steps=given.get("ssd_steps") or 0,
+            is_split=True,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -251,6 +252,7 @@ def document_of(solution: Solution) -> dict[str, Any]:
         "on_host": on_host(solution),
         "grad_slots": setting.saving.grad_slots,
         "resident_state_on_host": setting.saving.resident_state,
+        "keeps_copies": setting.saving.keeps_copies,
         "step_seconds": solution.step_seconds,
         "tokens_per_second": solution.tokens_per_second,
         "forward_seconds_per_block": solution.forward_seconds,

@@ -20,6 +20,7 @@ from ...config import Config, literal
 from ...data.loader import SampleLoader
 from ...errors import ConfigError
 from ...events import EventLog
+from ...mlp_tiles import tile_mlps
 from ...offload.api import Budget, offload
 from ...offload.engine import Engine
 from ...offload.model.blocks import find_blocks
@@ -52,6 +53,8 @@ def make_engine(
     ``before_first_commit`` is called in a fresh directory.
     """
     seed_all(config.run.seed)
+    if config.train.mlp_tokens:
+        tile_mlps(recipe.model, config.train.mlp_tokens)
     optimizer = make_optimizer(recipe, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
@@ -131,6 +134,8 @@ def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(groups, lr=rate)
     if kind == "mezo":
         return MeZO(groups, lr=rate, seed=config.run.seed)
+    if kind == "adamw-8bit-24":
+        return AdamW8bit(groups, lr=rate, betas=BETAS, master_bits=24)
     adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}[kind]
     return adamw(groups, lr=rate, betas=BETAS)
 

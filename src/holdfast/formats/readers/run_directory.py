@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BadInput, Damaged
+from ...errors import BadInput
 from ...state.encoding import joined
 from ...state.layout.fragments import Fragment, Fragments, row_major
 from ...state.layout.regions import Region
 from ...state.tensor_entries import PENDING, TensorEntry
 from ...store.format.file_names import CHECKSUM_BLOCK
 from ...store.format.manifest import FileRef, Manifest
-from ...store.format.payload_files import INSPECT
 from ...store.format.payload_ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ..entry_keys import KEY, ShapeAndType, name_all
@@ -46,7 +45,7 @@ class CommitSource(Source):
             )
         self.manifest = manifest
         self.reader, self._files = reader, VerifiedFiles(reader.disk)
-        self._of_part: list[FileRef] = []
+        self._of_part: list[tuple[FileRef, str]] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self.by_key: dict[str, SourceTensor] = {}
         """The tensors of a commit that ``dcp.save`` made, by their keys in the state dict."""
@@ -74,7 +73,7 @@ class CommitSource(Source):
 
     def _read(self, part: int, offset: int, into: memoryview) -> None:
         with self.reader.listed(self.manifest):
-            self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+            self._files.read_tensor(*self._of_part[part], offset, into)
 
     def check(self, part: int) -> None:
         where = self.parts[part]
@@ -122,14 +121,11 @@ class CommitSource(Source):
         return SourceTensor(atom, Fragments.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
-        """Return the part for the tensor ``key`` of a file, and the shape of that tensor."""
-        layout = self._files.layout(ref)
-        if key not in layout:
-            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
-        entry = layout[key]
+        """Return the part for the tensor ``key`` of a file, and the shape of that tensor. Raises ``Damaged``."""
+        entry = self._files.entry(ref, key)
         number = self._numbers.get((ref.path, key))
         if number is None:
             number = self.add_part(StoredArray(ref.path, entry.offset, entry.nbytes, entry.dtype))
             self._numbers[ref.path, key] = number
-            self._of_part.append(ref)
+            self._of_part.append((ref, key))
         return number, entry.shape

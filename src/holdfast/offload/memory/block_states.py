@@ -9,6 +9,10 @@ The state of a large unit is cut into *tiles* of about ``TILE_BYTES``, each with
 an update needs a few tiles in memory and never a whole block. A tile is cut where ranks are: between rows, where an
 update of a part equals that part of the update. Optimizers that need a whole tensor have it in one tile.
 
+In bf16 the masters of a block are *split* (``state/split_masters``): their high parts are the compute copy. These lie
+first in a tile's file, placed as in the compute copy, so a pass reads them from the newest file, and nothing is stored
+twice.
+
 With several ranks each has its ``pieces`` of a unit. Its images hold only these, while a compute copy that computes and
 gradients that are being summed are those of the whole unit on every rank.
 """
@@ -19,7 +23,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,14 +33,16 @@ import xxhash
 from ...errors import BadInput, ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
-from ...optim.host_optimizer import HostOptimizer, ParameterState
+from ...optim.host_optimizer import HostOptimizer, ParameterState, copied
+from ...optim.master_parts import SplitMaster
 from ...quantities import PAGE, round_up
 from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
 from ...state.plain_tensors import FROM_NAME, TO_NAME
-from ...state.tensor_entries import STEP, TensorEntry
-from ...store.format.file_names import SMALL_ALIGNMENT, Layout
+from ...state.split_masters import DTYPES, PARTS, carry_bytes, part_key
+from ...state.tensor_entries import DTYPE_BYTES, STEP, TensorEntry
+from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
 from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
 
@@ -129,20 +135,32 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class UnitFile:
-    """A file of a unit: fragments of parameters, and the place of every tensor entry in it."""
+    """A file of a unit: fragments of parameters, and the place of every tensor entry in it.
+
+    Of ``split`` parameters the file has the parts, and ``entries`` the masters.
+    """
 
     def __init__(
         self,
         pieces: Sequence[ParameterShard],
         entries: Sequence[PlacedEntry],
         alignment: int = SMALL_ALIGNMENT,
+        split: int = 0,
+        master_bits: Mapping[str, int] | None = None,
     ) -> None:
-        self.pieces = list(pieces)
+        """Lay the file out.
+
+        The high parts of ``split`` masters, of so many ``master_bits`` by parameter name, start at multiples of that
+        number; 0 splits none.
+        """
+        self.pieces, self.is_split = list(pieces), bool(split)
         self.entries = [placed.entry for placed in entries]
         self.places = {placed.entry.key: (placed.shape, placed.box) for placed in entries}
         """Shape of the whole tensor entry, and the region stored here, by the entry's key."""
-        self.layout = Layout.build(
-            [(entry.key, entry.dtype, entry.shape) for entry in self.entries], alignment=alignment
+        self.layout = (
+            _split_layout(self.entries, split, master_bits or {})
+            if split
+            else Layout.build([(e.key, e.dtype, e.shape) for e in self.entries], alignment=alignment)
         )
         self.name = ""
         """Name of the file, as commits use it."""
@@ -157,9 +175,33 @@ class UnitFile:
         here = image[entry.offset : entry.offset + entry.nbytes]
         return here.view(FROM_NAME[entry.dtype]).view(entry.shape)
 
+    def master(self, image: torch.Tensor, name: str) -> torch.Tensor | SplitMaster:
+        """Return a parameter inside an image of the file, which may hold it in parts."""
+        if not self.is_split:
+            return self.view(image, name)
+        places = [self.layout[part_key(f"{name}/param", part)] for part in PARTS]
+        return SplitMaster.of(places[0].shape, *(image[place.offset : place.end] for place in places))
+
+    def values(self, image: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the values of a parameter inside an image of the file: a view, or joined from parts."""
+        held = self.master(image, name)
+        return held.joined() if isinstance(held, SplitMaster) else held
+
+    def set_values(self, image: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        """Set a parameter inside an image. Raises ``BadInput`` for a value that the file's dtype does not hold."""
+        held = self.master(image, name)
+        if isinstance(held, SplitMaster):
+            master = values
+            if values.dtype != torch.float32 or values.device.type != "cpu":
+                master = torch.empty(held.shape, dtype=torch.float32)
+                copy_exactly(master, values, name)
+            held.set(master)
+        else:
+            copy_exactly(held, values, name)
+
     def digest(self) -> str:
         """Return what identifies the regions that the file holds."""
-        boxes = [self.places[entry.key][1].to_json() for entry in self.layout.entries]
+        boxes = [self.places[entry.key][1].to_json() for entry in self.entries]
         return xxhash.xxh3_64_hexdigest(self.layout.header + json.dumps(boxes).encode())[:8]
 
 
@@ -167,14 +209,35 @@ class StateTile(UnitFile):
     """A part of a unit's state."""
 
     def __init__(
-        self, pieces: Sequence[ParameterShard], entries: Sequence[PlacedEntry], itemsize: int, index: int
+        self,
+        pieces: Sequence[ParameterShard],
+        entries: Sequence[PlacedEntry],
+        itemsize: int,
+        index: int,
+        split: int = 0,
+        master_bits: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(pieces, entries)
+        super().__init__(pieces, entries, split=split, master_bits=master_bits)
         self.index = index
         self.copy_start = min((piece.copy_at for piece in pieces), default=0) // PAGE * PAGE
         """Offset of the tile in this rank's shard of the compute copy."""
         end = max((piece.copy_at + piece.elements * itemsize for piece in pieces), default=0)
         self.copy_bytes = round_up(end - self.copy_start)
+        self.high_start = len(self.layout.header)
+        """Offset in the file of the high parts, ``copy_bytes`` of them, if masters are split."""
+        for piece in pieces if split else ():
+            place = self.layout[part_key(f"{piece.name}/param", "high")]
+            assert place.offset - self.high_start == piece.copy_at - self.copy_start, piece.name
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the file behind the high parts; all of it if masters are not split."""
+        return self.layout.file_bytes - (self.cuts[-1] if self.is_split else 0)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Offsets in the file between which bytes are read by themselves."""
+        return (self.high_start, self.high_start + self.copy_bytes) if self.is_split else ()
 
 
 class PlacedEntry(NamedTuple):
@@ -200,9 +263,24 @@ class BlockState:
         rank: int = 0,
         world_size: int = 1,
         prefix: str = "",
+        may_split: bool = False,
     ) -> None:
-        """Lay the unit out. ``prefix`` begins the names of this rank's files."""
-        self.name, self.dtype, self._optimizer = name, dtype, optimizer
+        """Lay the unit out. ``prefix`` begins the names of this rank's files.
+
+        Masters are split if they ``may_split`` and the high parts can be the compute copy of one process: in bf16, in
+        the usual memory order.
+        """
+        self.name, self.dtype, self._optimizer, self.may_split = name, dtype, optimizer, may_split
+        trained_ones = [one for one in owned if one.captured.trained]
+        self.is_split = (
+            may_split
+            and world_size == 1
+            and dtype == torch.bfloat16
+            and optimizer.takes_gradients
+            and bool(trained_ones)
+            and all(memory_order(one.captured.parameter) is None for one in trained_ones)
+        )
+        """True if the files of the state hold the masters in parts."""
         self.buffers, self._absent = buffers or {}, absent or {}
         count = self._tile_count(owned, world_size)
         self.members: list[ParameterEntry] = []
@@ -238,7 +316,12 @@ class BlockState:
         tiles = self._divide(rank, world_size, count)
         self.tiles = [
             StateTile(
-                pieces, self._state_entries(pieces, self.buffers if index == 0 else {}), dtype.itemsize, index
+                pieces,
+                self._state_entries(pieces, self.buffers if index == 0 else {}),
+                dtype.itemsize,
+                index,
+                (ALIGN if count == 1 else PAGE) if self.is_split and pieces else 0,
+                {piece.name: self.member_slots(piece.member).master_bits for piece in pieces},
             )
             for index, pieces in enumerate(tiles)
         ]
@@ -283,7 +366,7 @@ class BlockState:
         """
         count = len(self.tiles)
         for tile in self.tiles:
-            part = "" if count == 1 else f"{TILE}{tile.index}of{count}"
+            part = "" if count == 1 and not tile.is_split else f"{TILE}{tile.index}of{count}"
             tile.name = f"{prefix}{self.name}{part}" + (f"-{tile.digest()}" if prefix or part else "")
         frozen = self.frozen_file
         changes = prefix or any(entry.dtype != "F32" for entry in frozen.entries)
@@ -382,7 +465,7 @@ class BlockState:
     def member_slots(self, member: ParameterEntry | ParameterShard) -> Slots:
         """Return what the optimizer keeps for a parameter or a fragment, with the count of its updates."""
         slots = self.kept(member)
-        return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
+        return replace(slots, scalars={**slots.scalars, STEP: torch.float32})
 
     def _state_entries(
         self, pieces: Sequence[ParameterShard], buffers: Mapping[str, BufferPlace]
@@ -454,7 +537,7 @@ class BlockState:
             return tile.view(image, piece.name, slot)
 
         return ParameterState(
-            param=view("param"),
+            param=tile.master(image, piece.name),
             grad=grad,
             tensors={slot: view(slot) for slot in slots.tensors},
             scalars={slot: view(slot) for slot in slots.scalars},
@@ -473,7 +556,7 @@ class BlockState:
         ``copy`` is this rank's shard of it from the offset ``start`` on; the whole copy if None.
         """
         for piece in file.pieces:
-            self.piece_of_copy(copy, piece, start).copy_(file.view(image, piece.name))
+            self.piece_of_copy(copy, piece, start).copy_(copied(file.master(image, piece.name)))
 
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.
@@ -482,7 +565,7 @@ class BlockState:
         """
         image.zero_()
         for piece in file.pieces:
-            copy_exactly(file.view(image, piece.name), piece.of(values[piece.name]), piece.name)
+            file.set_values(image, piece.name, piece.of(values[piece.name]))
         if file is self.tiles[0]:
             self.write_buffers(image, self.buffer_values())
 
@@ -534,6 +617,29 @@ class BlockState:
 def _place_in_copy(member: ParameterEntry) -> tuple[int, int]:
     """Return the offset of a parameter in the compute copy, and the bytes of one of its elements."""
     return member.copy_offset, member.copy_dtype.itemsize
+
+
+def _split_layout(entries: Sequence[TensorEntry], alignment: int, master_bits: Mapping[str, int]) -> Layout:
+    """Return the layout of a file of split masters: high parts, low parts, carries, then all other entries.
+
+    High parts start at multiples of ``alignment``, as in a compute copy, and what follows them at a page.
+    """
+    masters = [entry for entry in entries if entry.slot == "param"]
+    shapes = {
+        "high": [master.shape for master in masters],
+        "low": [master.shape for master in masters],
+        "carry": [(carry_bytes(master.elements),) for master in masters],
+    }
+    tensors = [
+        (part_key(master.key, part), DTYPES[master_bits[master.name]][place], shape)
+        for place, part in enumerate(PARTS)
+        for master, shape in zip(masters, shapes[part], strict=True)
+    ]
+    tensors += [(entry.key, entry.dtype, entry.shape) for entry in entries if entry.slot != "param"]
+    own = {key: alignment for key, _, _ in tensors[: len(masters)]}
+    first, dtype, shape = tensors[len(masters)]
+    own[first] = LARGE_ALIGNMENT if DTYPE_BYTES[dtype] * math.prod(shape) >= LARGE else PAGE
+    return Layout.build(tensors, own=own)
 
 
 def _entry(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:

@@ -70,6 +70,8 @@ class Residency:
         """Compute copies that stay on the host."""
         self.images: dict[tuple[int, int], Buffer] = {}
         """State images by (unit, tile): those that stay on the host; during an update also those that do not."""
+        self.lack_copy: set[tuple[int, int]] = set()
+        """Keys of images that were read without the compute copy, a part of the masters, which is in memory anyway."""
         self.loaded: dict[tuple[str, int, int], Buffer] = {}
         """Compute copies loaded for one pass, by (phase, block, micro-batch)."""
         self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}

@@ -79,7 +79,7 @@ class ModelParts:
         host, ranks = HostOptimizer(optimizer), ranks or Ranks()
         place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
         units = [
-            BlockState(name, owned, host, DTYPES[dtype], **place)
+            BlockState(name, owned, host, DTYPES[dtype], **place, may_split=True)
             for name, owned in zip(blocks.unit_names, by_block, strict=True)
         ]
         for unit in units:
@@ -105,7 +105,14 @@ class ModelParts:
         if self.world_size == 1:
             return self
         units = [
-            BlockState(u.name, [m.owned for m in u.members], self.optimizer, u.dtype, u.buffers)
+            BlockState(
+                u.name,
+                [m.owned for m in u.members],
+                self.optimizer,
+                u.dtype,
+                u.buffers,
+                may_split=u.may_split,
+            )
             for u in self.all_units
         ]
         return replace(self, units=units[:-1], resident=units[-1], rank=0, world_size=1)
@@ -137,6 +144,7 @@ class ModelParts:
                     trained_param_bytes=unit.share_trained_copy_bytes,
                     state_bytes=unit.state_bytes,
                     frozen_file_bytes=unit.share_copy_bytes - unit.scratch_bytes,
+                    is_split=unit.is_split,
                     cut=_tiles(unit),
                     grad_bytes=unit.grad_bytes,
                     grad_share_bytes=unit.share_grad_bytes,
@@ -174,7 +182,7 @@ class ModelParts:
         """Return the temporary bytes of the ``workers`` largest updates, as many as run at once."""
         sizes = [
             self.optimizer.temporary_bytes(
-                member.group, member.elements, guesses and unit is not self.resident
+                member.group, member.elements, guesses and unit is not self.resident, unit.is_split
             )
             for unit in self.all_units
             for member in unit.trained
@@ -211,6 +219,7 @@ def _tiles(unit: BlockState) -> tuple[TileWork, ...]:
             state_bytes=tile.layout.file_bytes,
             trained_param_bytes=tile.copy_bytes,
             grad_bytes=stop - start,
+            rest_bytes=tile.rest_bytes,
         )
         for tile, (start, stop) in zip(unit.tiles, unit.tile_grads, strict=True)
     )

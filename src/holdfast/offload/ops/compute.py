@@ -95,7 +95,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
             batch.loss = 0.0 if batch.weight == 0.0 else float(loss)
             batch.deliveries.pop(len(run.patch.forwards) - 1).device = None
     if m == len(step.micro_batches) - 1:
-        parameter_ops.release(run, DISPLACED, block, -1)
+        parameter_ops.release(run, step, DISPLACED, block, -1)
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
@@ -351,7 +351,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
     if is_final and not (kept and op.key.kind == FORWARD):
         for place in places:
-            parameter_ops.release(run, *place)
+            parameter_ops.release(run, step, *place)
 
 
 def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:

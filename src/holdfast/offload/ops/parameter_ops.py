@@ -9,23 +9,37 @@ from __future__ import annotations
 from concurrent.futures import Future
 from functools import partial
 
+import torch
+
 from ...schedule.operations import Op
 from ..executor import together
 from ..memory.block_states import as_tensor
 from ..runtime import Runtime, Step, of
 
+BACKWARD = "backward"
+"""Name of the pass whose compute copy may stay in host memory until the update."""
+
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read this process's part of a compute copy from the SSD into a buffer for the whole copy."""
+    """Read this process's part of a compute copy from the SSD into a buffer for the whole copy.
+
+    It is in the scratch, or in the newest files of the block: of its state, and of its frozen parameters.
+    """
     block = op.key.block
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.copy_bytes, "parameters")
     run.residency.loaded[op.key.phase, block, op.key.micro_batch] = buffer
     offset, reads = run.param_offsets[block], []
-    for at, start, stop in unit.copy_parts:
-        if start < stop:
-            assert run.param_scratch is not None  # None only if this rank has nothing of any block
-            reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    for at, start, stop in run.scratch_parts(block):
+        assert run.param_scratch is not None  # None only if this rank has nothing of any block
+        reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    for tile in unit.tiles if run.reads_state(block) else ():
+        if tile.copy_bytes:
+            high, newest = buffer.view[tile.copy_start :][: tile.copy_bytes], run.newest[tile.name]
+            files = run.stored[tile.name]
+            reads.append(
+                files.read(newest.generation, high, newest.checksums, start=tile.high_start, **of(op))
+            )
     if unit.computes_with_frozen_file:
         name, newest = unit.frozen_file.name, run.newest[unit.frozen_file.name]
         frozen = buffer.view[unit.trained_copy_bytes : unit.copy_bytes]
@@ -60,20 +74,34 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)
     residency = run.residency
     buffer = residency.loaded.get(place) or residency.copies[block]
-    copied = None
-    if not run.device.unified and residency.loaded.pop(place, None) is not None:
+    copied, is_held = None, op.key.phase == BACKWARD and block in step.held_copies
+    if not (run.device.unified or is_held) and residency.loaded.pop(place, None) is not None:
         copied = partial(residency.pool.give, buffer)
     (residency.on_device[place],) = run.device.upload([as_tensor(buffer)], copied)
     run.moved[op.lane, op.key.kind] += buffer.nbytes
 
 
-def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
-    """Release the parameters of a pass from the device, after its last computation."""
+def release(run: Runtime, step: Step, phase: str, block: int, micro_batch: int) -> None:
+    """Release the parameters of a pass from the device, after its last computation.
+
+    A compute copy that an update needs stays in host memory.
+    """
     place = (phase, block, micro_batch)
     run.absent.refuse_leaves(run.blocks[block], run.residency.leaves.pop(place, ()))
     run.residency.on_device.pop(place)
-    if place in run.residency.loaded:
+    if place in run.residency.loaded and not (phase == BACKWARD and block in step.held_copies):
         run.residency.pool.give(run.residency.loaded.pop(place))
+
+
+def copy_before(run: Runtime, block: int) -> torch.Tensor:
+    """Return the compute copy of a block whose update finds it in host memory, as it was before the update."""
+    return as_tensor(run.residency.loaded.get((BACKWARD, block, -1)) or run.residency.copies[block])
+
+
+def release_held(run: Runtime, step: Step, block: int) -> None:
+    """Release the compute copy that the last update of a block has used."""
+    if block in step.held_copies:
+        run.residency.pool.give(run.residency.loaded.pop((BACKWARD, block, -1)))
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:

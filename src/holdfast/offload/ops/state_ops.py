@@ -15,6 +15,7 @@ from ...schedule.operations import GUESS, Op
 from ..memory.block_states import BlockState, StateTile, as_tensor
 from ..memory.residency import Gradients
 from ..runtime import Runtime, Step, StoredBlock, of
+from . import parameter_ops
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
@@ -31,8 +32,12 @@ def _load(run: Runtime, op: Op, unit: int) -> Future:
     tile = run.units[unit].tiles[op.key.tile]
     buffer = run.residency.pool.take(tile.layout.file_bytes, "optimizer state")
     run.residency.images[unit, tile.index] = buffer
-    newest = run.newest[tile.name]
-    return run.stored[tile.name].read(newest.generation, buffer.view, newest.checksums, **of(op))
+    newest, start = run.newest[tile.name], tile.layout.file_bytes - op.nbytes
+    if start:  # the compute copy, a part of the masters, is in host memory
+        run.residency.lack_copy.add((unit, tile.index))
+    return run.stored[tile.name].read(
+        newest.generation, buffer.view[start:], newest.checksums, start=start, **of(op)
+    )
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
@@ -45,11 +50,19 @@ def update(run: Runtime, op: Op, step: Step) -> None:
     tile = unit.tiles[op.key.tile]
     if guess:
         step.before[block, tile.index] = run.newest[tile.name]
+    lacks_copy = (block, tile.index) in run.residency.lack_copy
+    run.residency.lack_copy.discard((block, tile.index))
     if not step.leaves(unit):
-        image, copy = as_tensor(run.residency.images[block, tile.index]), UpdatedCopy.of(run, block, tile)
+        image = as_tensor(run.residency.images[block, tile.index])
+        if lacks_copy:
+            start, stop = tile.copy_start, tile.copy_start + tile.copy_bytes
+            image[slice(*tile.cuts)] = parameter_ops.copy_before(run, block)[start:stop]
+        copy = UpdatedCopy.of(run, block, tile)
         apply(run, step, unit, tile, image, run.residency.grads[block], copy, guess)
-    if not guess and is_last(unit, tile):
-        run.residency.free_grads(block, in_inputs=any(name[0] == "kept_inputs" for name in op.gives))
+    if is_last(unit, tile):
+        parameter_ops.release_held(run, step, block)
+        if not guess:
+            run.residency.free_grads(block, in_inputs=any(name[0] == "kept_inputs" for name in op.gives))
 
 
 def is_last(unit: BlockState, tile: StateTile) -> bool:
@@ -68,13 +81,13 @@ class UpdatedCopy:
 
     @classmethod
     def of(cls, run: Runtime, block: int, tile: StateTile) -> UpdatedCopy | None:
-        """Return the place of a tile's updated copy; None if this rank has no trained part of it.
+        """Return the place of a tile's updated copy; None if this rank has no trained part of it outside of its state.
 
         It is where the copy stays, or a buffer on its way to the SSD.
         """
         if run.placement.params[block]:
             return cls(as_tensor(run.residency.copies[block]), 0)
-        if not tile.copy_bytes:
+        if run.reads_state(block) or not tile.copy_bytes:
             return None
         buffer = run.residency.pool.take(tile.copy_bytes, "updated parameters")
         run.residency.outgoing[block, tile.index] = buffer
@@ -104,8 +117,8 @@ def apply(
         state = unit.parameter_state(tile, piece, image, grad, there)
         if piece.name in grads.touched:
             run.optimizer.update(state, step.hyper, scale, keep_grad=guess)
-        elif state.copy is not None:
-            state.copy.copy_(state.param)
+        else:
+            state.write_copy()
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future | None:

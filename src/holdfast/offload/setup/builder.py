@@ -47,7 +47,8 @@ def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[s
         for file in unit.files:
             folder = drives.folders_of.get(file.name, HOME)
             copies = 1 if file is unit.frozen_file else store.retain + store.spare
-            found[file.name] = store.unit(file.name, file.layout, copies, folder)
+            cuts = file.cuts if isinstance(file, StateTile) else ()
+            found[file.name] = store.unit(file.name, file.layout, copies, folder, cuts)
     return found
 
 
@@ -88,7 +89,7 @@ def build(
             stored=stored,
             index=store.put_index(parts.index()),
             param_scratch=store.scratch(f"params{mine}", params) if params else None,
-            param_offsets=_offsets([unit.scratch_bytes for unit in parts.units]),
+            param_offsets=_param_offsets(parts, plan),
             grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
             grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
             input_scratch=InputScratch(
@@ -106,6 +107,18 @@ def _largest_input_bytes(plan: RunPlan) -> int:
     """Return the most bytes that the plan needs for one input of a block, or for its gradient."""
     holds = (hold for op in plan.operations for hold in op.takes)
     return round_up(max((hold.nbytes for hold in holds if hold.kind in ("inputs", "input_grads")), default=0))
+
+
+def _param_offsets(parts: ModelParts, plan: RunPlan) -> list[int]:
+    """Return the offset in the scratch at which each block's whole compute copy would begin.
+
+    Less than 0 where only what follows the trained parameters is in the scratch.
+    """
+    offsets = _offsets(plan.placement.scratch_bytes(plan.work))
+    return [
+        offset - (unit.share_trained_copy_bytes if plan.placement.reads_state(plan.work, block) else 0)
+        for block, (offset, unit) in enumerate(zip(offsets, parts.units, strict=True))
+    ]
 
 
 def _offsets(sizes: list[int]) -> list[int]:
@@ -185,7 +198,7 @@ def _fill_unit(run: Runtime, block: int, fill: Callable[[UnitFile, Buffer], None
     if copy is None:
         run.fellows.gather_copy(unit, run.resident_copy)
     else:
-        _place_copy(run, block, unit, copy)
+        _place_copy(run, block, copy)
 
 
 def _set_quant_states(run: Runtime, unit: BlockState, image: torch.Tensor) -> None:
@@ -255,7 +268,7 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buf
     name, files = file.name, run.stored[file.name]
     ref = recut.file(name, not isinstance(file, StateTile), files.is_mine)
     if ref is None or not files.is_mine(ref.path):
-        recut.fill(image.view, files.layout, file.places)
+        recut.fill(image, file)
         _write(run, name, image)
         return
     generation = files.generation_of(ref.path)
@@ -273,14 +286,12 @@ def _write(run: Runtime, name: str, image: Buffer) -> None:
     run.newest[name] = StoredBlock(generation, tuple(checksums))
 
 
-def _place_copy(run: Runtime, block: int, unit: BlockState, copy: Buffer) -> None:
+def _place_copy(run: Runtime, block: int, copy: Buffer) -> None:
     if run.placement.params[block]:
         run.residency.copies[block] = copy
         return
     offset = run.param_offsets[block]
-    for part in unit.copy_parts:
-        if part.start == part.stop:
-            continue
+    for part in run.scratch_parts(block):
         assert run.param_scratch is not None  # None only if this rank has nothing of any block
         run.param_scratch.write(
             offset + part.at, copy.view[part.at : part.end], kind="params", phase="setup", priority=0

@@ -9,7 +9,7 @@ engine.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,16 +20,15 @@ import torch
 
 from ...distributed import Ranks
 from ...errors import Damaged, NoCommit, RunMismatch
-from ...state.layout.regions import Region
+from ...io.buffers import Buffer
 from ...state.plain_tensors import FROM_NAME
 from ...store.commit.generations import Generations
 from ...store.commit.housekeeping import restore_index
 from ...store.disk import AnyDisk
-from ...store.format.file_names import Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
-from ..memory.block_states import copy_exactly, unit_of
+from ..memory.block_states import UnitFile, as_tensor, copy_exactly, unit_of
 from ..model.model_parts import REST, ModelParts
 
 FROZEN_DTYPES = ("F32", "BF16", "F16")
@@ -109,17 +108,20 @@ class ReshardedCommit:
                     return other
         return found
 
-    def fill(
-        self, image: memoryview, layout: Layout, places: Mapping[str, tuple[tuple[int, ...], Region]]
-    ) -> None:
-        """Fill ``image`` with the commit's values of the regions at ``places``, by key of the tensor entry."""
-        image[:] = bytes(len(image))
-        for entry in layout.entries:
-            box, atom = places[entry.key][1], self._atoms[entry.key]
+    def fill(self, image: Buffer, file: UnitFile) -> None:
+        """Fill ``image``, of ``file``, with the commit's values of the regions that the file holds."""
+        image.view[:] = bytes(len(image.view))
+        for entry in file.entries:
+            box, atom = file.places[entry.key][1], self._atoms[entry.key]
             found = read_box(self._files, self._manifest, atom, box)
             if atom["dtype"] != entry.dtype:  # a frozen parameter that was stored in another one
                 found = _converted(found, atom, entry.dtype)
-            image[entry.offset : entry.end] = found
+            if file.is_split and entry.slot == "param":
+                values = torch.frombuffer(found, dtype=torch.float32) if found else torch.empty(0)
+                file.set_values(as_tensor(image), entry.name, values.view(entry.shape))
+            else:
+                place = file.layout[entry.key]
+                image.view[place.offset : place.end] = found
 
 
 def _converted(raw: bytearray, atom: dict[str, Any], dtype: str) -> bytes:
@@ -158,6 +160,14 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
             raise RunMismatch(
                 f"{store.root} holds another model or optimizer: {key} is {there} there and {here} here. "
                 "Give this one its own directory, or build the model and optimizer that the run was made with."
+            )
+    groups = manifest.progress.get("groups", [])
+    for number, (group, here) in enumerate(zip(groups, parts.optimizer.master_bits)):
+        if (there := group.get("master_bits", 32)) != here:
+            raise RunMismatch(
+                f"{store.root} has masters of {there} bits, and param_groups[{number}]['master_bits'] is {here}. A run"
+                " keeps them: give the optimizer the same, or begin another run from this one"
+                " (source=holdfast.From(...))."
             )
 
 

@@ -187,7 +187,7 @@ def _copy_values(
     """Copy what ``file`` holds into ``values``: from its image where that is ``kept`` in memory."""
     image = kept or _read(run, file.name)
     for piece in file.pieces:
-        piece.of(values[piece.name]).copy_(file.view(as_tensor(image), piece.name))
+        piece.of(values[piece.name]).copy_(file.values(as_tensor(image), piece.name))
     if kept is None:
         run.residency.pool.give(image)
 

@@ -128,8 +128,7 @@ class RunPlan:
     @property
     def param_scratch_bytes(self) -> int:
         """Bytes of the SSD scratch for compute copies; 0 if none is read from there."""
-        loads = not all(self.placement.params)
-        return sum(b.kept_param_bytes - b.frozen_file_bytes for b in self.work.blocks) if loads else 0
+        return sum(self.placement.scratch_bytes(self.work))
 
     @property
     def grad_scratch_bytes(self) -> int:

@@ -69,6 +69,8 @@ class StepBuilder:
     ops: list[Op] = field(default_factory=list)
     computed: Key | None = None
     """The last computation so far."""
+    param_takes: int = 0
+    """Number of compute copies that were brought to host memory so far."""
 
     @property
     def count(self) -> int:
@@ -105,6 +107,32 @@ class StepBuilder:
     def updated(self, block: int) -> Key:
         """Return the block's last update, which is over after those of its other tiles."""
         return Key("update", block, tile=self.tiles(block)[-1])
+
+    def reads_state(self, block: int) -> bool:
+        """Return whether passes over ``block`` read the compute copy from the files of its state."""
+        return self.placement.reads_state(self.work, block)
+
+    def stores_params(self, block: int) -> bool:
+        """Return whether an update of ``block`` writes its compute copy to the scratch."""
+        return not (self.placement.params[block] or self.reads_state(block))
+
+    def has_copy(self, block: int) -> bool:
+        """Return whether an update of ``block`` finds the compute copy, a part of the masters, in host memory."""
+        on_host = self.work.blocks[block].is_split and self.placement.params[block]
+        return on_host or self.holds_copy(block)
+
+    def holds_copy(self, block: int) -> bool:
+        """Return whether the copy that the backward pass of ``block`` has read stays until the update, soon after."""
+        soon = not delayed_blocks(self.shape, self.count)[block] and (
+            self.guesses(block) or not self.keeps_grads
+        )
+        return soon and self.placement.saving.keeps_copies and self.reads_state(block) and not self.kept[block]
+
+    @cached_property
+    def param_slots(self) -> int:
+        """Number of compute copies in host memory at once: one more where one waits for its update."""
+        holds = self.training and any(self.holds_copy(block) for block in range(self.count))
+        return PARAM_SLOTS + holds
 
     def waits(self, block: int) -> bool:
         """Return whether the gradients of ``block`` wait for the end of the backward pass."""

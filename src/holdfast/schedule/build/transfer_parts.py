@@ -10,8 +10,10 @@ because autograd reads them again. The last block's pass brings the tied block's
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import operations
-from ..operations import TIED, Hold, Key
+from ..operations import GUESS, TIED, Hold, Key, Op
 from ..work import grad_stays, input_stays
 from .step_builder import (
     AS_LISTED,
@@ -205,20 +207,23 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
     b, on_host = s.work.blocks[block], s.placement.params[block]
     key = Key("upload_params", block, micro_batch, phase)
     name, device_name = _names(s, phase, block, micro_batch)
-    most = 1 if phase == TIED else PARAM_SLOTS
-    slots = AS_LISTED if s.kept[block] and phase == "forward" else most
-    taken = s.on_device(device_name, b.param_bytes, slots)
+    is_kept, is_tied = s.kept[block] and phase == "forward", phase == TIED
+    taken = s.on_device(
+        device_name, b.param_bytes, AS_LISTED if is_kept else 1 if is_tied else PARAM_SLOTS
+    )
     if on_host and s.work.ranks == 1:
         updated = (s.updated(block),)
         return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
-    buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else most)
+    slots = 1 if is_tied else s.param_slots
+    buffer = Hold(name, b.param_bytes, slots=AS_LISTED if is_kept and s.work.unified else slots)
     ready: tuple[Key, ...] = ()
     if not on_host:
+        written = "store_state" if s.reads_state(block) else "store_params"
         read = s.add(
             Key("load_params", block, micro_batch, phase),
             operations.SSD_READ,
             nbytes=b.kept_param_bytes,
-            needs_previous=tuple(Key("store_params", block, tile=t) for t in s.tiles(block)),
+            needs_previous=(*(Key(written, block, tile=t) for t in s.tiles(block)), *(() if is_tied else _holding(s))),
             takes=(buffer,),
         )
         ready = (read,)
@@ -232,8 +237,26 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)
-    given = s.off_device(name)
+    s.param_takes += not (is_kept or is_tied)
+    given = () if phase == "backward" and s.holds_copy(block) else s.off_device(name)
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
+
+
+def _holding(s: StepBuilder) -> tuple[Key, ...]:
+    """Return the updates of the step before that may still use a compute copy; empty but for the first loads.
+
+    Slots count the buffers of one kind of step. These waits do it from one kind to another.
+    """
+    if s.param_takes >= s.param_slots:
+        return ()
+    at_once = s.shape.clipping in ("none", "per_block")
+    phases = (GUESS,) if s.training and not at_once else ("",) if s.training else ("", GUESS)
+    blocks = [
+        block for block in range(s.count) if s.reads_state(block) and not (s.training and s.delayed[block])
+    ]
+    found = [Key("update", block, phase=phase, tile=s.tiles(block)[-1]) for block in blocks for phase in phases]
+    made = {op.key for op in s.ops if op.key.kind == "update"}  # of this step
+    return tuple(key for key in found if key not in made)
 
 
 def release(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
@@ -252,7 +275,18 @@ def _released(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple
     if not s.work.unified:
         return (device_name,)
     stays = s.placement.params[block] and s.work.ranks == 1
-    return () if stays else (name,)
+    return () if stays or (phase == "backward" and s.holds_copy(block)) else (name,)
+
+
+def held_copy(s: StepBuilder, block: int) -> tuple[tuple, ...]:
+    """Return the buffer of a compute copy that the last update of ``block`` gives back; empty if there is none."""
+    return (_names(s, "backward", block, -1)[0],) if s.holds_copy(block) else ()
+
+
+def held_copies(ops: Iterable[Op]) -> frozenset[int]:
+    """Return the blocks whose compute copy stays in host memory from the backward pass to the update."""
+    updates = (op for op in ops if op.key.kind == "update")
+    return frozenset(op.key.block for op in updates if any(name[0] == "params" for name in op.gives))
 
 
 def _names(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:

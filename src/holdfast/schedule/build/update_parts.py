@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .. import operations
 from ..operations import GUESS, Hold, Key
-from . import gradient_parts
+from . import gradient_parts, transfer_parts
 from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
@@ -50,7 +50,7 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
     written. Operations that need the block wait for these operations.
     """
     ready, used = gradient_parts.consume(s, block, end, redo=True)
-    to_ssd, updated = not s.placement.params[block], ()
+    to_ssd, updated = s.stores_params(block), ()
     for t, tile in enumerate(s.work.blocks[block].tiles):
         image = ("redone_state", block, t)
         guessed = (Key("store_params", block, phase=GUESS, tile=t),) if to_ssd else ()
@@ -82,9 +82,10 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
 def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
     """Bring a block's state to the host, update it after ``after``, and write it and its compute copy, tile by tile.
 
-    A guess leaves the gradients where they are. Returns the last update, which is over after all others.
+    A guess leaves the gradients where they are. Of masters in parts, the compute copy is read only where it is not in
+    host memory. Returns the last update, which is over after all others.
     """
-    on_host, to_ssd = s.placement.optimizer[block], not s.placement.params[block]
+    on_host, to_ssd = s.placement.optimizer[block], s.stores_params(block)
     if phase == GUESS:
         ready, used = (gradient_parts.summed(s, block),), ()
     else:
@@ -96,7 +97,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
             load = s.add(
                 Key("load_state", block, phase=phase, tile=t),
                 operations.SSD_READ,
-                nbytes=tile.state_bytes,
+                nbytes=tile.rest_bytes if s.has_copy(block) else tile.state_bytes,
                 needs_previous=previous,
                 takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
                 priority=operations.SOON,
@@ -110,7 +111,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
             needs=(*needs, *ready, *(updated if is_last else ())),
             needs_previous=previous,
             takes=_updated_params(s, block, t),
-            gives=used if is_last else (),
+            gives=(*used, *transfer_parts.held_copy(s, block)) if is_last else (),
         )
         updated = (*updated, done)
         if to_ssd:
@@ -123,8 +124,8 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
 
 
 def _updated_params(s: StepBuilder, block: int, tile: int) -> tuple[Hold, ...]:
-    """Return the buffer of a tile's updated compute copy on its way to the SSD; empty if the copy stays."""
-    if s.placement.params[block]:
+    """Return the buffer of a tile's updated compute copy on its way to the scratch; empty if it does not go there."""
+    if not s.stores_params(block):
         return ()
     nbytes = s.work.blocks[block].tiles[tile].trained_param_bytes
     return (Hold(("updated_params", block, tile), nbytes, slots=UPDATED_SLOTS),)
@@ -155,7 +156,7 @@ def store_state(
 ) -> None:
     """Write a tile of a block's state to a file that no kept commit names: the last commit has freed one.
 
-    With no ``after``, the state is that of the last update.
+    With no ``after``, the state is that of the last update. Where passes read it, one of them may wait for it.
     """
     s.add(
         Key("store_state", block, phase=phase, tile=tile),
@@ -164,7 +165,7 @@ def store_state(
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update", block, tile=tile), Key("commit")),
         gives=gives,
-        priority=operations.LATER,
+        priority=operations.SOON if s.reads_state(block) else operations.LATER,
         redo=redo,
     )
 

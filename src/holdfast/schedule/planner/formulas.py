@@ -68,7 +68,7 @@ def forward(s: Setting) -> Phase:
         updated_elements=delayed * s.elements,
         up=Affine(passes * ((m - snake) * size + s.param_bytes)),
         down=Affine(m * size),
-        read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
+        read=passes * again * params + delayed * (_read(s, state, on_host(s)) + on_ssd(s, "gradients")),
         written=written
         + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
     )
@@ -78,12 +78,13 @@ def backward(s: Setting) -> Phase:
     """Return the backward pass with the recomputation, and the updates that are not delayed."""
     m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
+    has_copy = on_host(s) + (1 - Affine.of("params")) * s.holds_copies
     return Phase(
         compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
         up=Affine((2 * m - snake) * size + s.param_bytes),
         down=Affine((m - snake) * size + s.grad_bytes),
-        read=_forward_passes(s) * _spilled(s) + params + now * state,
+        read=_forward_passes(s) * _spilled(s) + params + now * _read(s, state, has_copy),
         written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
     )
 
@@ -128,6 +129,14 @@ def on_ssd(s: Setting, what: str) -> Affine:
     """Return the bytes of one block's params, optimizer state or gradients (``what``) that live on the SSD."""
     size = {"params": s.param_bytes, "optimizer": s.state_bytes, "gradients": s.grad_bytes}[what]
     return size * (1 - Affine.of(what))
+
+
+def on_host(s: Setting) -> Affine:
+    """Return the fraction of the blocks of which the compute copy stays in host memory and the state does not.
+
+    The state of a block stays only where the compute copy does: that saves more for its bytes.
+    """
+    return Affine.of("params") - Affine.of("optimizer")
 
 
 def dead_bytes(s: Setting) -> Affine:
@@ -223,9 +232,17 @@ def _stored(s: Setting, state: Affine) -> Affine:
     return state + _each_commit(s) * (s.state_bytes - state)
 
 
+def _read(s: Setting, state: Affine, has_copy: Affine) -> Affine:
+    """Return the bytes of a block's state that an update reads from the SSD.
+
+    Of masters in parts it does not read the compute copies in host memory, those of the fraction ``has_copy``.
+    """
+    return state - s.trained_param_bytes * s.method.is_split * has_copy
+
+
 def _updated(s: Setting) -> Affine:
-    """Return the bytes of a block's parameters that an update writes to the SSD."""
-    return s.trained_param_bytes * (1 - Affine.of("params"))
+    """Return the bytes of a block's parameters that an update writes to the SSD, besides those of its state."""
+    return s.trained_param_bytes * (not s.method.is_split) * (1 - Affine.of("params"))
 
 
 def _all_state_bytes(s: Setting) -> float:
@@ -246,8 +263,8 @@ def _host_bytes(s: Setting) -> Affine:
     return (
         rows * size
         + s.param_bytes * s.blocks * params
-        + s.largest_param_bytes * PARAM_SLOTS * (1 - params)
-        + s.trained_param_bytes / s.tiles * UPDATED_SLOTS * (1 - params)
+        + s.largest_param_bytes * (PARAM_SLOTS + (s.holds_copies and s.delayed_fraction < 1)) * (1 - params)
+        + _updated(s) / s.tiles * UPDATED_SLOTS
         + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
         + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
         + (s.resident_state_bytes if s.saving.resident_state else 0)

@@ -120,6 +120,7 @@ def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Soluti
 def savings(setting: Setting) -> list[MemorySaving]:
     """Return the savings with which the setting fits a separate device; all if it fits with none of them."""
     every = list(MEMORY_SAVINGS[:1] if setting.method.paper else MEMORY_SAVINGS)
+    every = [each for each in every if each.keeps_copies or setting.method.is_split]
     machine = setting.machine
     if machine.device_shares_host:
         return every

@@ -92,7 +92,7 @@ class _Search:
     def choose_saving(self, fractions: dict[str, float]) -> None:
         """Take the first saving that fits in host memory, and on a separate device if one does; else the last."""
         fitting = []
-        for saving in savings_of(self.schedule, self.savings):
+        for saving in savings_of(self.work, self.schedule, self.savings):
             self.saving = saving
             if self.fits(fractions):
                 fitting.append(saving)
@@ -133,9 +133,16 @@ class _Search:
         return largest_fitting(least, rows, lambda n: self.fits({**fractions, kind: n / rows})) / rows
 
 
-def savings_of(schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS) -> list[MemorySaving]:
-    """Return those ``savings`` with which ``schedule`` works: MeZO has no operation that reads the resident state."""
-    return [each for each in savings if each.resident_state or schedule is not zeroth]
+def savings_of(
+    work: Work, schedule: MakesOps, savings: Sequence[MemorySaving] = MEMORY_SAVINGS
+) -> list[MemorySaving]:
+    """Return those ``savings`` with which ``schedule`` works, and which save something.
+
+    MeZO has no operation that reads the resident state. Copies wait for updates only where they are parts of masters.
+    """
+    is_split = any(block.is_split for block in work.blocks)
+    found = [each for each in savings if each.resident_state or schedule is not zeroth]
+    return [each for each in found if each.keeps_copies or is_split]
 
 
 def checked(kind: str, value: Fraction) -> float | None:

@@ -31,7 +31,7 @@ from ..work import BlockPlacement, StepShape, Work, kept_blocks
 from .formulas import FRACTIONS, PROCESS_BYTES
 from .linear_program import load_highs, solve
 from .placement import ORDER, checked, choose, savings_of
-from .training_setting import Method, Setting
+from .training_setting import CARRY_BYTES, Method, Setting
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, rounded to whole blocks."""
@@ -216,7 +216,7 @@ class _Search:
                 held_bytes=q.held_bytes,
                 order=ORDER,
                 device_budget_bytes=q.device_budget,
-                savings=savings_of(q.schedule),
+                savings=savings_of(q.work, q.schedule),
                 **q.asked,
             )
         except DoesNotFit as error:
@@ -323,7 +323,8 @@ class _Search:
                 commit_every=int(q.shape.commit),
                 order="snake" if q.shape.order == "snake" else "plain",
                 param_bytes=model.param_bytes_each,
-                state_bytes=model.state_bytes_each,
+                state_bytes=model.state_bytes_each - CARRY_BYTES * model.is_split,
+                is_split=model.is_split,
                 recycles=False,
             ),
             micro_batches=q.shape.micro_batches,
@@ -339,7 +340,7 @@ class _Search:
     def _variants(self, placement: BlockPlacement, shape: StepShape) -> list[BlockPlacement]:
         """Return ``placement`` with each saving that fits on the device; with all if none does."""
         q = self.question
-        made = [replace(placement, saving=each) for each in savings_of(q.schedule)]
+        made = [replace(placement, saving=each) for each in savings_of(q.work, q.schedule)]
         if q.work.unified or q.device_budget is None:
             return made
         return [p for p in made if self._memory(p, shape).device_bytes <= q.device_budget] or made
@@ -434,6 +435,11 @@ class MeasuredModel:
     @property
     def streamed_workspace_bytes(self) -> int:
         return self.work.workspace_bytes
+
+    @property
+    def is_split(self) -> bool:
+        """True if masters are stored in parts, of which one is the compute copy."""
+        return any(block.is_split for block in self.work.blocks)
 
     @property
     def param_bytes_each(self) -> int:

@@ -17,6 +17,9 @@ from typing import Literal, Protocol
 from ...profiles import MachineProfile
 from ..work import CLIPPING, FASTEST, ClippingMode, MemorySaving, tile_count
 
+CARRY_BYTES = 1 / 8
+"""Bytes of the carry of one master in parts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -37,7 +40,9 @@ class Method:
     """Bytes of one parameter on the device."""
     grad_bytes: int = 4
     state_bytes: float = 12
-    """Bytes of one trained parameter's master and optimizer state."""
+    """Bytes of one trained parameter's master and optimizer state, without the carry of a master in parts."""
+    is_split: bool = False
+    """True if masters of blocks are stored in parts, of which one is the compute copy (``state/split_masters``)."""
     recycles: bool = True
     """True if gradients that wait use buffers that are dead by then, as far as these reach.
 
@@ -149,8 +154,18 @@ class Setting:
         return self.model.streamed_workspace_bytes if self.tables else self.model.workspace_bytes
 
     @property
+    def state_bytes_each(self) -> float:
+        """Bytes of one trained parameter's state in a block: of a master in parts, with its carry."""
+        return self.method.state_bytes + CARRY_BYTES * self.method.is_split
+
+    @property
     def state_bytes(self) -> int:
-        return round(self.elements * self.method.state_bytes)
+        return round(self.elements * self.state_bytes_each)
+
+    @property
+    def holds_copies(self) -> bool:
+        """True if a compute copy stays from the backward pass to an update soon after, which reads the rest."""
+        return self.method.is_split and self.saving.keeps_copies and self.method.clipping != "defer"
 
     @property
     def tiles(self) -> int:

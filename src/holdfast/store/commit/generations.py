@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import pairwise
 
 import xxhash
 
@@ -58,10 +59,12 @@ class Generations:
         direct: bool = True,
         grows: bool = False,
         folder: str = HOME,
+        cuts: Sequence[int] = (),
     ) -> None:
         """Prepare the files without touching the disk.
 
-        A unit that ``grows`` may have more than ``copies`` files, because commits are kept for good.
+        A unit that ``grows`` may have more than ``copies`` files, because commits are kept for good. Bytes between two
+        of the offsets ``cuts``, whole pages, can be read by themselves.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
@@ -69,6 +72,10 @@ class Generations:
         self._disk, self._queue, self._direct = disk, queue, direct
         self._retained, self._way_out, self._check_writer = retained, way_out, check_writer
         self._spans = list(block_spans(layout.file_bytes))
+        self._pieces = [_cut(start, stop, cuts) for start, stop in self._spans]
+        """The ranges of each checksum block that can be read by themselves; one for most."""
+        self._digests: dict[int, dict[int, str]] = {}
+        """Checksum of each of several pieces of a block, by generation and offset: of files written or read whole."""
         self._lock = threading.Lock()
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
@@ -161,6 +168,7 @@ class Generations:
                 if generation not in self._acquired and self.path(generation) not in retained:
                     self._acquired.add(generation)
                     self._synced.pop(generation, None)
+                    self._digests.pop(generation, None)
                     return generation
             raise PoolExhausted(
                 f"unit {self.name!r} has no free file: {self.copies} exist, {len(self._acquired)} are being"
@@ -203,7 +211,11 @@ class Generations:
         checksums = [""] * len(self._spans)
         requests = [
             Request(
-                file, view := image[start:stop], start, True, partial(_digest_into, checksums, block, view)
+                file,
+                view := image[start:stop],
+                start,
+                True,
+                partial(self._digest, generation, checksums, block, view),
             )
             for block, (start, stop) in enumerate(self._spans)
         ]
@@ -259,28 +271,41 @@ class Generations:
         kind: str,
         phase: str,
         priority: int,
+        start: int | None = None,
     ) -> Future[None]:
-        """Fill ``image`` with the whole file and verify every block of it.
+        """Fill ``image`` with the whole file, or with its bytes from ``start`` on, and verify every byte.
 
-        Raises ``ChunkCorrupt`` for a damaged block, ``RunMismatch`` for a file of another size.
+        A part of the file begins and ends at one of ``cuts`` or at an end of the file. The generation must have been
+        written or read whole before, else raises ``ValueError``. Raises ``ChunkCorrupt`` for a damaged block,
+        ``RunMismatch`` for a file of another size.
         """
-        self._check(image)
+        if start is None:
+            self._check(image)
+        first, last = start or 0, (start or 0) + len(image)
         if len(checksums) != len(self._spans):
             raise RunMismatch(
                 f"{self.path(generation)} was written with {len(checksums)} blocks, this layout has"
                 f" {len(self._spans)}: the run holds another model"
             )
         file = self._file(generation)
-        requests = [
-            Request(
-                file,
-                view := image[start:stop],
-                start,
-                False,
-                after=partial(self._verify, generation, start, view, checksums[block]),
+        requests = []
+        for block, (begin, end) in enumerate(self._spans):
+            if first <= begin and end <= last:
+                view = image[begin - first : end - first]
+                check = partial(self._verify_block, generation, block, view, checksums[block])
+                requests.append(Request(file, view, begin, False, after=check))
+                continue
+            for a, b in self._pieces[block]:
+                expected = self._digests.get(generation, {}).get(a)
+                if first <= a and b <= last and expected is not None:
+                    view = image[a - first : b - first]
+                    check = partial(self._verify, generation, a, view, expected)
+                    requests.append(Request(file, view, a, False, after=check))
+        if sum(len(request.view) for request in requests) != len(image):
+            raise ValueError(
+                f"{self.path(generation)}: bytes {first} to {last} are read by themselves, and were never read or"
+                " written as such"
             )
-            for block, (start, stop) in enumerate(self._spans)
-        ]
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
     def close(self) -> None:
@@ -354,6 +379,21 @@ class Generations:
         self._synced[generation] = tuple(checksums)
         return tuple(checksums)
 
+    def _digest(self, generation: int, checksums: list[str], block: int, view: memoryview) -> None:
+        checksums[block] = xxhash.xxh3_64_hexdigest(view)
+        self._digest_pieces(generation, block, view)
+
+    def _digest_pieces(self, generation: int, block: int, view: memoryview) -> None:
+        """Keep the checksums of the pieces of a block that is ``view``, if there are several."""
+        pieces, begin = self._pieces[block], self._spans[block][0]
+        for start, stop in pieces if len(pieces) > 1 else ():
+            digest = xxhash.xxh3_64_hexdigest(view[start - begin : stop - begin])
+            self._digests.setdefault(generation, {})[start] = digest
+
+    def _verify_block(self, generation: int, block: int, view: memoryview, expected: str) -> None:
+        self._verify(generation, self._spans[block][0], view, expected)
+        self._digest_pieces(generation, block, view)
+
     def _verify(self, generation: int, start: int, view: memoryview, expected: str) -> None:
         got = xxhash.xxh3_64_hexdigest(view)
         if got != expected:
@@ -421,6 +461,15 @@ def name_atoms(atoms: Collection[str]) -> str:
     "'a/param', 'b/param', 'c/param' and 1 more"
     """
     return shown([repr(atom) for atom in atoms]) or "the header or filler"
+
+
+def _cut(start: int, stop: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ranges into which ``cuts`` divide the one from ``start`` to ``stop``.
+
+    >>> _cut(0, 8, [4, 12])
+    [(0, 4), (4, 8)]
+    """
+    return [*pairwise([start, *sorted({cut for cut in cuts if start < cut < stop}), stop])]
 
 
 def _digest_into(checksums: list[str], block: int, view: memoryview) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.errors import Damaged
 from holdfast.quantities import PAGE, KiB, MiB, round_up
+from holdfast.state.split_masters import key_of_whole
 from holdfast.state.tensor_entries import DTYPE_BYTES
 
 CHECKSUM_BLOCK = 4 * MiB
@@ -64,8 +65,9 @@ class Layout:
         return key in self._by_key
 
     def keys_between(self, start: int, stop: int) -> list[str]:
-        """Return the tensors with a byte in ``[start, stop)``."""
-        return [entry.key for entry in self.entries if entry.offset < stop and entry.end > start]
+        """Return the tensors with a byte in ``[start, stop)``; for a part of a split master, the master."""
+        found = [entry.key for entry in self.entries if entry.offset < stop and entry.end > start]
+        return [*dict.fromkeys(map(key_of_whole, found))]
 
     @classmethod
     def build(
@@ -73,10 +75,12 @@ class Layout:
         tensors: Sequence[tuple[str, str, tuple[int, ...]]],
         metadata: dict[str, str] | None = None,
         alignment: int = SMALL_ALIGNMENT,
+        own: Mapping[str, int] | None = None,
     ) -> Layout:
         """Return the layout of ``tensors`` (key, dtype, shape) in this order.
 
-        Depends on nothing else. Small tensors start at multiples of ``alignment``.
+        Depends on nothing else. Small tensors start at multiples of ``alignment``. Those in ``own``, whatever their
+        size, start at multiples of the number there.
 
         >>> layout = Layout.build([("w", "F32", (3,))])
         >>> layout["w"].offset, layout.file_bytes
@@ -85,7 +89,7 @@ class Layout:
         _check(tensors)
         header_bytes = PAGE
         while True:  # the offsets are in the header, and the length of the header moves the tensors
-            placed = _place(tensors, header_bytes, alignment)
+            placed = _place(tensors, header_bytes, alignment, own or {})
             header = _encode(placed, header_bytes, metadata)
             if len(header) == header_bytes:
                 return cls._of(placed, header)
@@ -164,7 +168,10 @@ def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
 
 
 def _place(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int, alignment: int
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    header_bytes: int,
+    alignment: int,
+    own: Mapping[str, int],
 ) -> list[TensorInFile]:
     """Return entries in file order, filler included, that cover all bytes from the header to a whole page."""
     placed: list[TensorInFile] = []
@@ -181,7 +188,7 @@ def _place(
 
     for key, dtype, shape in tensors:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        fill(round_up(position, LARGE_ALIGNMENT if nbytes >= LARGE else alignment))
+        fill(round_up(position, own.get(key) or (LARGE_ALIGNMENT if nbytes >= LARGE else alignment)))
         placed.append(TensorInFile(key, dtype, tuple(shape), position, nbytes))
         position += nbytes
     fill(round_up(position, PAGE))

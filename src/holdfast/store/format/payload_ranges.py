@@ -17,15 +17,18 @@ import xxhash
 
 from holdfast.errors import Damaged, FileMissing
 from holdfast.state.layout.regions import Region
+from holdfast.state.split_masters import DTYPES, GROUP, PARTS, SplitArrays, carry_bytes, join, part_key
 from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.commit.generations import corrupt
 from holdfast.store.disk import AnyDisk, OpenFile
-from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout
+from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, TensorInFile
 from holdfast.store.format.manifest import FileRef, Manifest
 from holdfast.store.format.payload_files import INSPECT, check_size
 
 KEPT_BLOCKS = 16
 """The number of end blocks that are kept; 64 MiB."""
+JOINED_AT_ONCE = 2 * 1024 * 1024
+"""The number of elements of a split master that are joined at once, so that most blocks are read whole."""
 NUM_LOCKS = 64
 """The number of locks, about the number of blocks read at once. Blocks that share a lock wait for one another."""
 
@@ -51,15 +54,73 @@ class VerifiedFiles:
             self._layouts[ref.path] = Layout.parse(self._header(ref))
         return self._layouts[ref.path]
 
+    def entry(self, ref: FileRef, key: str) -> TensorInFile:
+        """Return the tensor ``key`` of a file, which may be a master that is stored in parts.
+
+        Such a tensor has the dtype F32, and the offset of its first part. Raises ``Damaged``.
+        """
+        layout = self.layout(ref)
+        if key in layout:
+            return layout[key]
+        parts = _parts(layout, key)
+        if parts is None:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        high, low, carry = parts
+        count = high.nbytes // 2
+        if tuple(part.dtype for part in parts) not in DTYPES.values() or (
+            low.shape != high.shape or carry.shape != (carry_bytes(count),)
+        ):
+            told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+            raise Damaged(
+                f"{ref.path}: the parts of {key!r} are {told}, which do not fit together. {INSPECT}",
+                path=ref.path,
+                atoms=(key,),
+            )
+        return TensorInFile(key, "F32", high.shape, high.offset, 4 * count)
+
     def tensor(self, ref: FileRef, key: str) -> np.ndarray:
         """Return a tensor of the file as an array of opaque elements. Raises ``Damaged``."""
-        layout = self.layout(ref)
-        if key not in layout:
-            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
-        entry = layout[key]
+        entry = self.entry(ref, key)
         data = np.empty(entry.nbytes, np.uint8)
-        self.read(ref, entry.offset, data.data)
+        self.read_tensor(ref, key, 0, data.data)
         return data.view(f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
+
+    def read_tensor(self, ref: FileRef, key: str, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a tensor from ``offset``, counted from its start. Raises as ``read`` does.
+
+        A master that is stored in parts is joined.
+        """
+        entry, layout = self.entry(ref, key), self.layout(ref)
+        if not 0 <= offset <= offset + len(into) <= entry.nbytes:
+            raise Damaged(
+                f"{key!r} has {entry.nbytes} bytes in {ref.path}, and {offset} to {offset + len(into)} are asked for."
+                f" {INSPECT}",
+                path=ref.path,
+            )
+        if key in layout:
+            self.read(ref, entry.offset + offset, into)
+            return
+        done = 0
+        while done < len(into):  # in slices, so that the parts of few elements are in memory
+            start = (offset + done) // 4 // GROUP * GROUP
+            stop = min(start + JOINED_AT_ONCE, -(-(offset + len(into)) // 4))
+            master = self._joined(ref, layout, key, start, stop).view(np.uint8)
+            first = offset + done - 4 * start
+            piece = master[first : first + len(into) - done]
+            into[done : done + len(piece)] = piece.data
+            done += len(piece)
+
+    def _joined(self, ref: FileRef, layout: Layout, key: str, start: int, stop: int) -> np.ndarray:
+        """Return elements of a master that is stored in parts; ``start`` is a multiple of ``GROUP``."""
+        count, narrow = stop - start, layout[part_key(key, "low")].dtype == "U8"
+        low = np.empty(count, np.uint8 if narrow else np.uint16)
+        read = SplitArrays(np.empty(count, np.uint16), low, np.empty(carry_bytes(count), np.uint8))
+        begins = 2 * start, low.itemsize * start, start // GROUP
+        for part, begin, data in zip(PARTS, begins, read, strict=True):
+            self.read(ref, layout[part_key(key, part)].offset + begin, data.view(np.uint8).data)
+        master = np.empty(count, np.uint32)
+        join(read, master)
+        return master
 
     def read(self, ref: FileRef, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes from ``offset`` on.
@@ -165,6 +226,12 @@ def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box
 def _within(box: Region, other: Region) -> Region:
     """Return ``box``, which lies in ``other``, relative to the start of ``other``."""
     return box.moved(tuple(-start for start in other.start))
+
+
+def _parts(layout: Layout, key: str) -> list[TensorInFile] | None:
+    """Return the parts of the master ``key``; None if one of them is missing."""
+    keys = [part_key(key, part) for part in PARTS]
+    return [layout[each] for each in keys] if all(each in layout for each in keys) else None
 
 
 def _span(ref: FileRef, block: int) -> tuple[int, int]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import ChunkCorrupt, FileMissing
+from holdfast.errors import ChunkCorrupt, FileMissing, RunMismatch
 from holdfast.models.pretrained import Weights
 from holdfast.store.disk import reference_at
+from holdfast.store.format.checksummed_json import unseal
 from holdfast.store.run_store import LocalStore
 from training import differing, read_atoms
 
@@ -19,53 +20,20 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 import tiny_folders  # noqa: E402  (needs transformers)
-from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+from referenced_runs import (  # noqa: E402
+    folder_of,
+    micro_batches,
+    offloaded,
+    opened,
+    referenced,
+    train,
+    wide_llama,
+)
+from tiny_folders import write_quantised  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
 
 STEPS = 4
-
-
-def wide_llama():
-    return tiny_folders.llama(hidden_size=32, intermediate_size=4096)
-
-
-def folder_of(path, make=wide_llama, **options):
-    """A folder of three shards; a block lies in two of them."""
-    return write_folder(path, make, max_shard_size="1MB", **options)
-
-
-def opened(folder, run, *, reference=True, **options):
-    model, weights = holdfast.pretrained(folder, reference=reference)
-    return offloaded(model, run, weights, **options)
-
-
-def offloaded(model, run, source, **options):
-    torch.manual_seed(0)
-    adapters = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    model = peft.get_peft_model(model, adapters).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    options = {"precision": "bf16", "sample": micro_batches(0)[0], "micro_batches": 2} | options
-    return holdfast.offload(model, optimizer, run, source=source, **options)
-
-
-def micro_batches(step):
-    tokens = torch.randint(0, VOCABULARY, (2, 2, 10), generator=torch.Generator().manual_seed(step))
-    return [{"input_ids": each, "labels": each} for each in tokens]
-
-
-def train(folder, run, steps, **options):
-    """The losses of ``steps`` by number, all parameters, and the engine."""
-    with opened(folder, run, **options) as engine:
-        losses = [engine.step(micro_batches(step)) for step in steps]
-        values = {name: value.clone() for name, value in engine.state_dict().items()}
-        return losses, values, engine
-
-
-def referenced(run):
-    manifest = LocalStore.read(run, direct=False).head()
-    assert manifest is not None
-    return manifest.referenced
 
 
 def bytes_of(directory):
@@ -155,3 +123,114 @@ def resumed(model_folder, run, source):
     """Resume with the model of one folder and the weights of another one, or with none."""
     model, _ = holdfast.pretrained(model_folder)
     return offloaded(model, run, None if source is None else Weights(source, model, reference=True))
+
+
+def test_a_change_during_training_fails_the_pass(tmp_path):
+    folder = folder_of(tmp_path / "folder")
+    with pytest.raises(ChunkCorrupt, match=r"layers\.\d.*which was changed since the run began"):
+        with opened(folder, tmp_path / "run") as engine:
+            engine.step(micro_batches(0))
+            changed_byte(folder)
+            for step in range(1, 4):
+                engine.step(micro_batches(step))
+
+
+def test_a_lost_folder_makes_no_commit(tmp_path):
+    """The files are still open, so passes go on, but no step is published that could not be resumed."""
+    folder = folder_of(tmp_path / "folder")
+    with pytest.raises(FileMissing, match=r"cannot be read"), opened(folder, tmp_path / "run") as engine:
+        engine.step(micro_batches(0))
+        engine.wait()
+        folder.rename(tmp_path / "moved")
+        engine.step(micro_batches(1))
+        engine.wait()
+    losses = train(tmp_path / "moved", tmp_path / "run", range(1, STEPS))[0]
+    assert losses == train(tmp_path / "moved", tmp_path / "copied", range(STEPS), reference=False)[0][1:]
+
+
+def test_a_run_goes_from_a_reference_to_a_copy_and_back(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    copied = train(folder, tmp_path / "copied", range(STEPS), reference=False)
+    losses = train(folder, run, range(1))[0]
+    with pytest.warns(
+        UserWarning, match=r"are copied into it: pass holdfast.pretrained\(FOLDER, reference=True\)"
+    ):
+        losses += train(folder, run, range(1, 3), reference=False)[0]
+    assert not referenced(run) and not list(run.rglob("*.reference"))
+    assert bytes_of(run) > bytes_of(tmp_path / "copied") * 0.9
+    losses += train(folder, run, range(3, STEPS))[0]
+    assert len(referenced(run)) == 4 and losses == copied[0]
+    train(folder, run, range(STEPS, STEPS + 2))
+    assert (
+        not [each for each in run.rglob("*.frozen*.safetensors")]
+        and bytes_of(run) < bytes_of(tmp_path / "copied") / 4
+    )
+
+
+def test_another_base_is_refused_where_the_run_has_a_copy(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    train(folder, run, range(1), reference=False)
+    changed_byte(folder)
+    with pytest.raises(ChunkCorrupt, match=r"read from .*folder"):
+        opened(folder, run)
+    assert train(folder, run, range(1, 2), reference=False)[0]
+
+
+def test_a_run_with_references_goes_on_without_a_source(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    copied = train(folder, tmp_path / "copied", range(3), reference=False)
+    train(folder, run, range(2))
+    with resumed(folder, run, None) as engine:
+        assert engine.step(micro_batches(2)) == copied[0][2]
+        assert engine.evaluate(micro_batches(9)) > 0
+    assert len(referenced(run)) == 4
+
+
+def test_streamed_embedding_and_head_are_read_from_the_folder_too(tmp_path):
+    folder, run = folder_of(tmp_path / "folder", tiny_folders.llama), tmp_path / "run"
+    copied = train(folder, tmp_path / "copied", range(3), reference=False)
+    losses = train(folder, run, range(1))[0]
+    streamed = holdfast.Placement(embedding_and_head="streamed")
+    losses += train(folder, run, range(1, 2), placement=streamed)[0]
+    assert len(referenced(run)) == 5
+    resident = holdfast.Placement(embedding_and_head="resident")
+    losses += train(folder, run, range(2, 3), placement=resident)[0]
+    assert losses == copied[0] and len(referenced(run)) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_read_as_they_lie(tmp_path, dtype):
+    """In fp32 and fp16 the compute copy is in the scratch, and the frozen file is read when a run begins."""
+    folder = folder_of(tmp_path / "folder", dtype=dtype)
+    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+    found = train(folder, tmp_path / "run", range(2))
+    assert found[0] == copied[0] and differing(found[1], copied[1]) == []
+    assert len(referenced(tmp_path / "run")) == 4
+
+
+def test_experts_that_are_stored_one_by_one_are_copied(tmp_path):
+    folder = folder_of(tmp_path / "folder", tiny_folders.mixtral)
+    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+    said = r"frozen weights of .*layers.0.* are copied into the run: the folder has them in another dtype or form"
+    with pytest.warns(UserWarning, match=said):
+        found = train(folder, tmp_path / "run", range(2))
+    assert found[0] == copied[0] and len(referenced(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+def test_packed_weights_are_read_from_the_folder(tmp_path, kind):
+    if kind != "fp8":
+        pytest.importorskip("bitsandbytes")
+    folder = write_quantised(tmp_path / "folder", kind, wide_llama)
+    copied = train(folder, tmp_path / "copied", range(3), reference=False)
+    losses = train(folder, tmp_path / "run", range(2))[0]
+    found = train(folder, tmp_path / "run", range(2, 3))
+    assert losses + found[0] == copied[0] and differing(found[1], copied[1]) == []
+    assert len(referenced(tmp_path / "run")) == 4
+
+
+def test_earlier_versions_refuse_such_a_run(tmp_path):
+    train(folder_of(tmp_path / "folder"), tmp_path / "run", range(1))
+    path = max((tmp_path / "run" / "commits").iterdir())
+    with pytest.raises(RunMismatch, match="format version 2"):
+        unseal(path.read_bytes(), str(path))

@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 import holdfast as library
+from holdfast.store.format.manifest import FileRef
+from holdfast.store.remote.pushing import object_path
 from training import differing, read_atoms
 
 pytest.importorskip("transformers")
@@ -87,6 +89,13 @@ def test_a_copy_in_a_bucket_needs_no_folder(holdfast, run, bucket):
     with pytest.warns(UserWarning, match="converted"), began(model, run, bucket):
         pass
     assert differing(weights_of(run), weights) == []
+
+
+def test_an_object_is_called_as_that_of_a_copy():
+    copied, read = (
+        FileRef(f"data/layers.0.frozen-1.0.{form}", 8, ("a",)) for form in ("safetensors", "reference")
+    )
+    assert object_path(copied) == object_path(read)
 
 
 def test_a_push_of_a_changed_folder_copies_nothing_of_it(holdfast, run, bucket):

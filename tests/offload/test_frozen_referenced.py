@@ -127,12 +127,12 @@ def resumed(model_folder, run, source):
 
 def test_a_change_during_training_fails_the_pass(tmp_path):
     folder = folder_of(tmp_path / "folder")
-    with pytest.raises(ChunkCorrupt, match=r"layers\.\d.*which was changed since the run began"):
-        with opened(folder, tmp_path / "run") as engine:
-            engine.step(micro_batches(0))
-            changed_byte(folder)
-            for step in range(1, 4):
-                engine.step(micro_batches(step))
+    said = r"layers\.\d.*which was changed since the run began"
+    with pytest.raises(ChunkCorrupt, match=said), opened(folder, tmp_path / "run") as engine:
+        engine.step(micro_batches(0))
+        changed_byte(folder)
+        for step in range(1, 4):
+            engine.step(micro_batches(step))
 
 
 def test_a_lost_folder_makes_no_commit(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import ChunkCorrupt, FileMissing, RunMismatch
+from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, RunMismatch
 from holdfast.models.pretrained import Weights
 from holdfast.store.disk import reference_at
 from holdfast.store.format.checksummed_json import unseal
@@ -116,7 +116,7 @@ def test_a_changed_folder_is_refused_with_nothing_written(tmp_path, change, erro
     found = train(tmp_path / "whole", run, range(2, STEPS))  # the way out that the message names
     assert found[0] == copied[0][2:] and differing(found[1], copied[1]) == []
     shutil.rmtree(folder)
-    assert train(tmp_path / "whole", run, range(STEPS, STEPS))[0] == []
+    assert LocalStore.read(run, direct=False).newest_whole()[1] == []
 
 
 def resumed(model_folder, run, source):
@@ -161,10 +161,7 @@ def test_a_run_goes_from_a_reference_to_a_copy_and_back(tmp_path):
     losses += train(folder, run, range(3, STEPS))[0]
     assert len(referenced(run)) == 4 and losses == copied[0]
     train(folder, run, range(STEPS, STEPS + 2))
-    assert (
-        not [each for each in run.rglob("*.frozen*.safetensors")]
-        and bytes_of(run) < bytes_of(tmp_path / "copied") / 4
-    )
+    assert not list(run.rglob("*.frozen*.safetensors")) and bytes_of(run) < bytes_of(tmp_path / "copied") / 4
 
 
 def test_another_base_is_refused_where_the_run_has_a_copy(tmp_path):
@@ -234,3 +231,78 @@ def test_earlier_versions_refuse_such_a_run(tmp_path):
     path = max((tmp_path / "run" / "commits").iterdir())
     with pytest.raises(RunMismatch, match="format version 2"):
         unseal(path.read_bytes(), str(path))
+
+
+def test_a_refused_beginning_leaves_no_reference_behind(tmp_path):
+    """Of the second block, when the first one has its reference."""
+    run, calls = tmp_path / "run", []
+
+    def refuse(module):
+        calls.append(module)
+        if list(run.rglob("*.reference")):
+            raise BadInput("not now")
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.ones_(parameter)
+
+    folder = folder_of(tmp_path / "folder")
+    with pytest.raises(BadInput, match="not now"):
+        opened(folder, run, init=refuse)
+    assert calls and not list(run.rglob("*.reference*"))
+
+
+def test_references_of_an_interrupted_beginning_are_used_or_removed(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    train(folder, tmp_path / "other", range(1))
+    (run / "data").mkdir(parents=True)
+    for each in (tmp_path / "other" / "data").glob("*.reference"):
+        shutil.copy(each, run / "data" / each.name)
+        (run / "data" / f"{each.name}.tmp").write_bytes(b"half")
+    copied = train(folder, tmp_path / "copied", range(1), reference=False)
+    assert train(folder, run, range(1), reference=False)[0] == copied[0]
+    assert not list(run.rglob("*.reference*"))
+
+
+def test_a_folder_of_links_is_read_through_them(tmp_path):
+    """As the hub's cache has them."""
+    blobs, folder = folder_of(tmp_path / "blobs"), tmp_path / "snapshot"
+    folder.mkdir()
+    for each in blobs.iterdir():
+        (folder / each.name).symlink_to(each)
+    losses = train(folder, tmp_path / "run", range(2))[0]
+    assert losses == train(blobs, tmp_path / "copied", range(2), reference=False)[0]
+
+
+def test_a_damaged_reference_is_put_right_by_a_resume_with_its_folder(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    train(folder, run, range(1))
+    path = min(run.rglob("*.reference"))
+    path.write_bytes(path.read_bytes().replace(b'"folder"', b'"fodder"'))
+    with pytest.raises(Damaged, match="damaged: it fails its own digest"):
+        resumed(folder, run, None)
+    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+    assert train(folder, run, range(1, 2))[0] == copied[0][1:]
+    assert LocalStore.read(run, direct=False).newest_whole()[1] == []
+
+
+def test_another_base_leaves_the_reference_of_older_commits(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    train(folder, run, range(1))
+    shutil.copytree(folder, tmp_path / "other")
+    changed_byte(tmp_path / "other")
+    with pytest.warns(UserWarning, match="are copied into it"):
+        train(folder, run, range(1, 2), reference=False)
+    with pytest.raises(ChunkCorrupt, match=r"read from .*other"):
+        opened(tmp_path / "other", run)
+    reader = LocalStore.read(run, direct=False)
+    oldest = reader.load(reader.line()[-1])
+    assert oldest.referenced and reader.verify(oldest) == []
+
+
+def test_a_run_whose_folder_was_moved_may_copy_it_from_there(tmp_path):
+    folder, run = folder_of(tmp_path / "folder"), tmp_path / "run"
+    copied = train(folder, tmp_path / "copied", range(2), reference=False)
+    train(folder, run, range(1))
+    folder.rename(tmp_path / "moved")
+    with pytest.warns(UserWarning, match="are copied into it"):
+        losses = train(tmp_path / "moved", run, range(1, 2), reference=False)[0]
+    assert losses == copied[0][1:] and not referenced(run)

@@ -280,6 +280,7 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buf
     files.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
     if bytes(image.view[: len(files.layout.header)]) != files.layout.header:
         raise other_layout(ref.path)
+    files.keep_reference()
     run.newest[name] = StoredBlock(generation, ref.checksums)
 
 

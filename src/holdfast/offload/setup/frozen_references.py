@@ -32,17 +32,17 @@ def frozen_references(
 
     ``source`` decides if it is of a folder; without one, a resumed run goes on as it is. Until the files of the run say
     the same, this process reads what commits name as references from where these say. Writes nothing. Raises
-    ``FileMissing`` if the run's folder has changed and ``source`` names no other.
+    ``Damaged`` if the run's folder has changed, or a reference is damaged, and ``source`` is of no folder.
     """
-    there = _in_run(store)
+    there, lost = _in_run(store)
     is_folder = hasattr(source, "places")
     wanted = bool(source.reference) if is_folder else bool(there)
-    if not isinstance(store.disk, Disk) or not (there or wanted):
+    if not isinstance(store.disk, Disk) or not (there or lost or wanted):
         return {}
-    lost = [error for path, held in there.items() if (error := _problem(held, path)) is not None]
     if lost and not is_folder:
         raise lost[0]
-    places = _places_of(source, parts, there) if is_folder and (wanted or lost) else _places_in(there)
+    is_given = is_folder and (wanted or bool(lost))
+    places = _places_of(source, parts, bool(lost or there)) if is_given else _places_in(there)
     found: dict[str, Reference] = {}
     for unit in parts.all_units if wanted and alone else ():
         reference = Reference.of(unit.frozen_file.layout, places) if unit.frozen else None
@@ -64,7 +64,7 @@ def _warn_of_copies(
     copied = [unit.name for unit in parts.all_units if unit.frozen and unit.frozen_file.name not in found]
     if not copied:
         return
-    if not wanted:
+    if alone and not wanted:
         warnings.warn(
             f"the frozen weights that the run read from {shown(before, 1)} are copied into it: pass"
             " holdfast.pretrained(FOLDER, reference=True) as source= to leave them there",
@@ -79,19 +79,19 @@ def _warn_of_copies(
     warnings.warn(f"frozen weights of {shown(copied)} are copied into the run: {why}", stacklevel=4)
 
 
-def _places_of(source: Any, parts: ModelParts, there: Mapping[str, Reference]) -> Places:
+def _places_of(source: Any, parts: ModelParts, is_resumed: bool) -> Places:
     """Return where the folder of ``source`` has each frozen parameter that it has as it is.
 
-    Raises ``FileMissing`` if the folder is not whole and the run has references, which are ``there``.
+    Raises ``FileMissing`` if the folder is not whole and the run that ``is_resumed`` has references.
     """
     try:
         by_id: Mapping[int, PlacedArray] = source.places()
     except Damaged as error:
-        if not there:
+        if not is_resumed:
             raise
         raise FileMissing(
             f"the run reads frozen weights from a folder, and that of source= is not whole: {error}. {WAYS_OUT}",
-            path=min(there),
+            path=error.path,
         ) from error
     frozen = [each for each in parts.captured.parameters if not each.trained]
     known = {f"{each.name}/param": by_id.get(id(each.parameter)) for each in frozen}
@@ -106,23 +106,20 @@ def _places_in(there: Mapping[str, Reference]) -> Places:
     return found
 
 
-def _in_run(store: LocalStore) -> dict[str, Reference]:
-    """Return the references of the newest readable commit, by path."""
+def _in_run(store: LocalStore) -> tuple[dict[str, Reference], list[Damaged]]:
+    """Return the references of the newest readable commit, by path, and why some cannot be used."""
     found: dict[str, Reference] = {}
+    lost: list[Damaged] = []
     for ref in store.line():
         with suppress(Damaged, NoCommit):
             named: list[FileRef] = list(store.load(ref).referenced.values())
             for file in named:
-                with suppress(FileNotFoundError, Damaged):  # verifying the commit reports it
+                try:
                     found[file.path] = reference_at(store.disk, file.path)
+                    found[file.path].check(file.path)
+                except FileNotFoundError:
+                    lost.append(FileMissing(f"{file.path} is missing. {WAYS_OUT}", path=file.path))
+                except Damaged as error:
+                    lost.append(error)
             break
-    return found
-
-
-def _problem(reference: Reference, path: str) -> FileMissing | None:
-    """Return the error if a file of the folder is absent or of another size."""
-    try:
-        reference.check(path)
-    except FileMissing as error:
-        return error
-    return None
+    return found, lost

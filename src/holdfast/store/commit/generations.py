@@ -26,12 +26,10 @@ from holdfast.quantities import shown
 from holdfast.store.disk import AnyDisk, OpenFile, write_durably
 from holdfast.store.drive_links import HOME, folders, unneeded
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
-from holdfast.store.format.reference_files import REFERENCE, Reference, is_reference
+from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, Reference, is_reference
 
 PIECES = 4
 """Number of checksum blocks in memory at once while ``write_through`` writes a file."""
-SAFETENSORS = ".safetensors"
-"""The suffix of a generation file's name."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -97,7 +95,7 @@ class Generations:
     @property
     def open_files(self) -> int:
         """The number of files that are open once all are."""
-        return self.copies if self.reference is None else len(self.reference.files)
+        return self.copies if self.reference is None else 2 * len(self.reference.files)
 
     def path(self, generation: int) -> str:
         return _path(self.folder, self.name, generation, self._suffix)
@@ -120,8 +118,6 @@ class Generations:
         Call it before the first ``acquire``. Whole files that a retained manifest names are left alone and must have
         this layout's size.
         """
-        if self.reference is not None:
-            self._write_reference(self.reference)
         paths = map(self.path, range(self.copies if self.reference is None else 0))
         missing = [path for path in paths if not self._usable(path)]
         for path in missing:
@@ -137,13 +133,19 @@ class Generations:
         }
         self.trim()
 
-    def _write_reference(self, reference: Reference) -> None:
-        """Make the reference file say ``reference``, durably. All commits that name it mean the same bytes."""
-        path = self.path(0)
+    def keep_reference(self) -> None:
+        """Make the reference file say where the bytes are, durably. Nothing happens if the unit is no reference.
+
+        Call it once all bytes are verified: commits may name the file already, and mean these bytes.
+        """
+        if self.reference is None:
+            return
+        self._check_writer()
+        path, content = self.path(0), self.reference.encode()
         with suppress(FileNotFoundError, ManifestCorrupt):
-            if self._disk.read_bytes(path) == reference.encode():
+            if self._disk.read_bytes(path) == content:
                 return
-        write_durably(self._disk, path, reference.encode(), why="reference")
+        write_durably(self._disk, path, content, why="reference")
 
     def trim(self) -> None:
         """Remove surplus generations, from a time when more commits were kept, that no commit needs.
@@ -249,12 +251,13 @@ class Generations:
     def adopt(self, image: memoryview, *, kind: str, phase: str, priority: int) -> tuple[str, ...]:
         """Return the checksums of ``image``, the whole file, after a check that the folder has these bytes.
 
-        For a reference, which ``create`` has made durable. Header and filler in ``image`` are set here. Raises
+        For a reference, which is durable on return. Header and filler in ``image`` are set here. Raises
         ``ChunkCorrupt`` where the folder has other bytes, ``FileMissing`` if it has changed.
         """
         self._complete(image)
         checksums = tuple(xxhash.xxh3_64_hexdigest(image[start:stop]) for start, stop in self._spans)
         self.read(0, image, checksums, kind=kind, phase=phase, priority=priority).result()
+        self.keep_reference()
         self._synced[0] = checksums
         return checksums
 

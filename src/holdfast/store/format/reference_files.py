@@ -9,6 +9,7 @@ know the difference. Nothing is ever written to the folder. Offsets and sizes ar
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,16 +18,23 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import FileMissing
+from holdfast.io.buffers import Buffer
 from holdfast.io.threads import File, open_file
+from holdfast.quantities import PAGE, MiB, round_up
 from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unseal
 from holdfast.store.format.file_names import Layout
 
-REFERENCE = ".reference"
-"""The suffix of a reference file's name, in place of ``.safetensors``."""
+SAFETENSORS, REFERENCE = ".safetensors", ".reference"
+"""The suffixes of the names of payload files, and of reference files in their place."""
 WAYS_OUT = (
     "Put its files back as they were, or resume with the place of an unchanged copy:"
     " source= of holdfast.pretrained(FOLDER, reference=True)."
 )
+
+
+BUFFER_BYTES = 4 * MiB + 2 * PAGE
+"""Bytes of a thread's buffer: a checksum block and the pages around it."""
+_threads = threading.local()
 
 
 def is_reference(path: str) -> bool:
@@ -146,7 +154,8 @@ class Reference:
             for span in spans:
                 if span.start < position or span.nbytes < 0 or span.offset < 0:
                     raise ValueError(f"{list(span)} does not follow what is before it")
-                if span.file not in table["files"] or os.path.basename(span.file) != span.file:
+                plain = os.path.basename(span.file) == span.file and span.file.endswith(SAFETENSORS)
+                if span.file not in table["files"] or not plain:
                     raise ValueError(f"{span.file!r} is no file of the folder")
                 position = span.stop
             if position > table["bytes"] or not os.path.isabs(table["folder"]):
@@ -176,22 +185,30 @@ class Reference:
 
 
 class ReferencedFile:
-    """An open payload file whose bytes come from a folder. ``read`` may be called from several threads at once."""
+    """An open payload file whose bytes come from a folder. ``read`` may be called from several threads at once.
+
+    Direct I/O takes whole pages of the folder's files. They are read into a buffer of the thread, and copied from there
+    to where they belong. The last bytes of a file, less than a page, are read through the page cache.
+    """
 
     def __init__(self, path: Path, reference: Reference, direct: bool) -> None:
         """Open the files of the folder.
 
-        ``path`` is that of the reference file. With ``direct``, what is read is not kept in the page cache. Raises
+        ``path`` is that of the reference file. Without ``direct`` all is read through the page cache. Raises
         ``FileMissing`` if a file is absent or of another size.
         """
         reference.check(f"{path.parent.name}/{path.name}")
-        self.path, self._reference, self._direct = path, reference, direct
+        self.path, self._reference = path, reference
         self._starts = [span.start for span in reference.spans]
         with ExitStack() as undo:
-            self._files: dict[str, File] = {}
+            self._files: dict[str, tuple[File, File]] = {}
             for name in reference.files:
-                file = open_file(Path(reference.folder) / name, write=False, direct=False)
-                self._files[name] = undo.enter_context(file)
+                place = Path(reference.folder) / name
+                whole_pages = undo.enter_context(open_file(place, write=False, direct=direct))
+                rest = (
+                    undo.enter_context(open_file(place, write=False, direct=False)) if direct else whole_pages
+                )
+                self._files[name] = whole_pages, rest
             undo.pop_all()
 
     def read(self, view: memoryview, offset: int) -> None:
@@ -217,15 +234,31 @@ class ReferencedFile:
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
-        for file in self._files.values():
+        for file in (each for both in self._files.values() for each in both):
             file.close()
 
     def _read(self, name: str, view: memoryview, offset: int) -> None:
-        # direct I/O would need tensors at whole pages of the folder's files
-        file = self._files[name]
-        file.read(view, offset)
-        if self._direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        whole_pages, rest = self._files[name]
+        last = self._reference.files[name] // PAGE * PAGE if whole_pages.direct else 0
+        done = 0
+        while done < len(view) and offset + done < last:
+            begin = offset + done
+            first = begin // PAGE * PAGE
+            end = min(round_up(offset + len(view)), last, first + BUFFER_BYTES)
+            pages = _thread_buffer()[: end - first]
+            whole_pages.read(pages, first)
+            count = min(end - begin, len(view) - done)
+            view[done : done + count] = pages[begin - first : begin - first + count]
+            done += count
+        if done < len(view):
+            rest.read(view[done:], offset + done)
+
+
+def _thread_buffer() -> memoryview:
+    """Return the memory of this thread for pages of a folder."""
+    if not hasattr(_threads, "buffer"):
+        _threads.buffer = Buffer(BUFFER_BYTES, "reference")
+    return _threads.buffer.view
 
 
 def _clear(view: memoryview, start: int, stop: int) -> None:

@@ -514,7 +514,7 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         assert checkpointer._store.cap_bytes == 1 << 20
         monkeypatch.setattr(pace_module, "LEAST_STORAGE", 1)
         monkeypatch.setattr(LocalStore, "for_good_bytes", 5000)
-        checkpointer._backend.pace._set_cap(checkpointer._backend.pace.bases.full_bytes)
+        checkpointer._backend.pace._set_cap()
         assert checkpointer._store.cap_bytes == 20 * checkpointer._backend.pace.bases.full_bytes + 5000
         assert checkpointer._backend.pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
 

@@ -78,6 +78,12 @@ class _Staged:
     def is_written(self) -> bool:
         return self.written is not None and self.written.done() and self.written.exception() is None
 
+    @property
+    def checksums(self) -> tuple[str, ...]:
+        """The checksums of the file, once it is written."""
+        assert self.written is not None
+        return self.written.result()
+
 
 class PinnedChunks:
     """Two pinned buffers, each of ``unit_bytes``, for copies of chunks on ``devices``.
@@ -238,12 +244,20 @@ class SnapshotWriter:
         """Return the frozen chunks that the newest snapshot of the run has, each with its file."""
         base = self._store.newest_base
         files = {} if base is None else base.files
-        return [
-            (_Staged(unit, -1, written=_done(ref), is_whole=False), ref)
-            for unit in self._units
-            if unit.is_frozen and (ref := files.get(unit.name)) is not None
-            if ref.path.startswith(f"{HOME}/{unit.name}.") and ref.bytes == unit.layout.file_bytes
-        ]
+        found = []
+        for unit in self._units:
+            ref = files.get(unit.name) if unit.is_frozen else None
+            if ref is None or ref.bytes != unit.layout.file_bytes:
+                continue
+            if ref.path.startswith(f"{HOME}/{unit.name}."):
+                named, known = (
+                    _Staged(unit, -1, written=_done(ref), is_whole=False),
+                    self._named.get(unit.name),
+                )
+                if known is not None and known.is_written and known.checksums == ref.checksums:
+                    named.marks, named.is_whole = known.marks, known.is_whole
+                found.append((named, ref))
+        return found
 
     def _seems_equal(self, unit: SnapshotChunk, owned: Mapping[str, Held]) -> bool:
         """Return whether a file holds the content of a frozen chunk, as far as counters and addresses tell."""
@@ -294,8 +308,7 @@ class SnapshotWriter:
         Of a chunk on a device only some bytes are compared, unless ``whole``, or if it was not compared yet.
         """
         known, tensors = self._named[unit.name], unit.tensors_of(owned)
-        assert known.written is not None
-        checksums, devices = known.written.result(), devices_of(tensors.values())
+        checksums, devices = known.checksums, devices_of(tensors.values())
         first, turns = (self._turn, DEVICE_TURNS) if devices and not whole and known.is_whole else (0, 1)
         known.marks = _marks_of(unit, owned)
         events, image = marks(devices), SnapshotImage(unit.layout, tensors)
@@ -325,7 +338,7 @@ class SnapshotWriter:
         names = shown(list(dict.fromkeys(key.rpartition("/")[0] for key in keys)))
         warnings.warn(
             f"frozen parameters ({names}, or some of these) changed in a way that nothing counts (through .data or"
-            " NumPy), or before the last resume. The base that is being made has the new values; the bases and records"
+            " NumPy), or since the resume. The base that is being made has the new values; the bases and records"
             " since the change have the old ones. Call save() after such a change.",
             stacklevel=7,
         )
@@ -455,8 +468,7 @@ class SnapshotWriter:
     def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
         files = {}
         for staged in self._staged:
-            assert staged.written is not None
-            files[staged.unit.name] = (staged.generation, staged.written.result())
+            files[staged.unit.name] = (staged.generation, staged.checksums)
             self._recorder.heartbeat()
         index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
         return (

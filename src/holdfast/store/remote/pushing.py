@@ -103,7 +103,7 @@ class Pusher:
         self._done = PushResult()
         self._begin()
         missing = self._missing()
-        total = sum(manifest.total_bytes for manifest in missing)
+        total = sum({f.path: f.bytes for manifest in missing for f in manifest.files.values()}.values())
         self._report = (lambda nbytes: None) if report is None else partial(report, total)
         self._push_timelines()
         self._push_records()

@@ -12,7 +12,10 @@ from torch import nn
 
 from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep
+from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.snapshot import snapshot_writer
+from holdfast.store.commit.pruning import prune
+from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
 
 RANK = 2
@@ -238,3 +241,70 @@ def test_kept_for_good_counts_what_it_alone_names(tmp_path):
         alone = loop.checkpointer._store.for_good_bytes
         [file] = frozen_files(manifests(tmp_path)[0]).values()
         assert 0 < alone < file.bytes
+
+
+@pytest.mark.parametrize("of_both", [True, False], ids=["in an optimizer", "in none"])
+def test_compact_names_the_file_again(tmp_path, of_both):
+    with Loop(tmp_path, base_every=100, known_frozen=True if of_both else None) as loop:
+        loop.train(5)
+        state = loop.state()
+    before = {f.path for f in frozen_files(manifests(tmp_path)[0]).values()}
+    compact(tmp_path, 4)
+    [base] = manifests(tmp_path)
+    assert base.step == 4 and {f.path for f in frozen_files(base).values()} == before
+    assert {path.name for path in (tmp_path / "data").iterdir()} >= {
+        path.rpartition("/")[2] for path in before
+    }
+    with Loop(tmp_path, seed=1, known_frozen=True if of_both else None) as again:
+        assert again.start == 5 and same(again.state(), state)
+
+
+def test_prune_counts_a_file_once(tmp_path):
+    with Loop(tmp_path, base_every=2, keep=Keep(9)) as loop:
+        loop.train(11)
+    bases = manifests(tmp_path)
+    files = {f.path: f.bytes for m in bases for f in m.files.values()}
+    there = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
+    found = prune(tmp_path, Keep(1))
+    kept = {f.path for f in manifests(tmp_path)[0].files.values()}
+    gone = sum(nbytes for path, nbytes in files.items() if path not in kept)
+    assert len(bases) > 3 and sum(each.bytes for each in found.going) == gone
+    assert sum(path.stat().st_size for path in (tmp_path / "data").iterdir()) == there - gone
+    assert not any("frozen-" in path for path in files.keys() - kept)
+    with Loop(tmp_path, seed=1) as again:
+        assert again.start == 11 and same(again.state(), loop.state())
+
+
+def test_push_copies_the_file_once(tmp_path, bucket):
+    with Loop(tmp_path / "run", base_every=2, keep=Keep(9)) as loop:
+        loop.train(9)
+    done: list[int] = []
+    totals = set()
+    Pusher(tmp_path / "run", bucket).push(lambda total, nbytes: (totals.add(total), done.append(nbytes)))
+    assert len(manifests(tmp_path / "run")) > 3
+    files = {f.path: f.bytes for m in manifests(tmp_path / "run") for f in m.files.values()}
+    assert totals == {sum(files.values())} == {sum(done)}
+
+
+def test_older_bases_are_named_by_nothing_and_resume(tmp_path, monkeypatch):
+    """A run of a version that writes frozen parameters into every base."""
+    monkeypatch.setattr(snapshot_writer, "frozen_in", lambda state: set())
+    with Loop(tmp_path) as loop:
+        loop.train(4)
+        state = loop.state()
+    assert not frozen_files(manifests(tmp_path)[0])
+    monkeypatch.undo()
+    with Loop(tmp_path, seed=1) as again:
+        assert same(again.state(), state)
+        again.train(8)
+        state = again.state()
+    assert frozen_files(manifests(tmp_path)[0])
+    monkeypatch.setattr(snapshot_writer, "frozen_in", lambda state: set())  # and back
+    with Loop(tmp_path, seed=2) as last:
+        assert same(last.state(), state)
+        last.train(8)
+        state = last.state()
+    assert not frozen_files(manifests(tmp_path)[0])
+    assert not any("frozen-" in path.name for path in (tmp_path / "data").iterdir())
+    with Loop(tmp_path, seed=3) as again:
+        assert same(again.state(), state)

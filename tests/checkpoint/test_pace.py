@@ -563,8 +563,8 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
     def count(store, limit):
         uncounted.append(used_bytes(store.disk) - store.used_bytes < limit)
 
-    def make_files(self, before, units, index):
-        real_make(self, before, units, index)
+    def make_files(self, before, units, *more):
+        real_make(self, before, units, *more)
         count(self._store, units[0].layout.file_bytes)
 
     def free_generation(self, unit):

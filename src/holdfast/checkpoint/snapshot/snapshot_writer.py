@@ -292,7 +292,7 @@ class SnapshotWriter:
         for unit in waiting:
             if unit.name not in self._compared and under_way < COMPARED_BYTES_PER_STEP:
                 done = self._compared[unit.name] = Future()
-                compare = self._comparison(unit, owned)
+                compare = self._comparison(unit, owned, whole=at_once)
                 if at_once:
                     done.set_result(compare(lambda: None))
                 else:

@@ -212,7 +212,7 @@ class ModelProfile:
 
     @property
     def table_parameters(self) -> int:
-        """The parameters of the embedding, and of the head; 0 if they are one matrix, which is always resident."""
+        """The parameters of the embedding, and of the head; 0 if they are one matrix, which is planned as resident."""
         return 0 if self.tied else self.vocabulary * self.width
 
     @property

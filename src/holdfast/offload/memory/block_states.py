@@ -9,9 +9,8 @@ The state of a large unit is cut into *tiles* of about ``TILE_BYTES``, each with
 an update needs a few tiles in memory and never a whole block. A tile is cut where ranks are: between rows, where an
 update of a part equals that part of the update. Optimizers that need a whole tensor have it in one tile.
 
-In bf16 the masters of a block are *split* (``state/split_masters``): their high parts are the compute copy. These lie
-first in a tile's file, placed as in the compute copy, so a pass reads them from the newest file, and nothing is stored
-twice.
+In bf16 the masters of a block are *split* (``state/split_masters``): a pass reads the compute copy, which is a part of
+the masters, from the newest files of the state (``unit_files``). It is not stored a second time.
 
 With several ranks each has its ``pieces`` of a unit. Its images hold only these, while a compute copy that computes and
 gradients that are being summed are those of the whole unit on every rank.
@@ -19,32 +18,37 @@ gradients that are being summed are those of the whole unit on every rank.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
-import xxhash
 
-from ...errors import BadInput, ModelNotSupported
+from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
 from ...optim.host_optimizer import HostOptimizer, ParameterState, copied
-from ...optim.master_parts import SplitMaster
 from ...quantities import PAGE, round_up
 from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
 from ...state.layout.regions import Region
-from ...state.plain_tensors import FROM_NAME, TO_NAME
-from ...state.split_masters import DTYPES, PARTS, carry_bytes, part_key
-from ...state.tensor_entries import DTYPE_BYTES, STEP, TensorEntry
-from ...store.format.file_names import LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT, Layout
+from ...state.plain_tensors import TO_NAME
+from ...state.tensor_entries import STEP, TensorEntry
+from ...store.format.file_names import SMALL_ALIGNMENT, Layout
 from ..model.blocks import Owned
-from .parameter_shards import CopyPart, ParameterShard, RowRange, copy_parts, divided, joined, range_of
+from .parameter_shards import (
+    CopyPart,
+    ParameterEntry,
+    ParameterShard,
+    RowRange,
+    copy_parts,
+    divided,
+    joined,
+    memory_order,
+    range_of,
+)
+from .unit_files import FROZEN, TILE, PlacedEntry, StateTile, UnitFile
 
 ALIGN = 256
 """Bytes. Tensors in compute copies, gradients and packed inputs start at multiples of it.
@@ -57,195 +61,6 @@ at least this alignment.
 def as_tensor(buffer: Buffer) -> torch.Tensor:
     """Return the bytes of a buffer as a uint8 tensor that shares them."""
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
-
-
-TILE, FROZEN = ".tile", ".frozen"
-
-
-def unit_of(file_name: str) -> str:
-    """Return the name of a file without the number of its tile, and without a digest.
-
-    >>> unit_of("layers.0.tile3of8-01234567"), unit_of("layers.0.frozen-01234567")
-    ('layers.0', 'layers.0.frozen')
-    """
-    name = re.sub(rf"{re.escape(TILE)}\d+of\d+-[0-9a-f]{{8}}$", "", file_name)
-    return re.sub(rf"({re.escape(FROZEN)})-[0-9a-f]{{8}}$", r"\1", name)
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterEntry:
-    """One parameter of a unit, with its offsets in bytes. ``grad_offset`` is -1 for a frozen one."""
-
-    owned: Owned
-    copy_offset: int
-    grad_offset: int
-    copy_dtype: torch.dtype
-    """The dtype in which the parameter is computed with."""
-
-    @property
-    def value_dtype(self) -> torch.dtype:
-        """The dtype of its values outside of files and copies: fp32, or its own if it is kept as stored."""
-        return self.copy_dtype if self.owned.captured.as_stored else torch.float32
-
-    @property
-    def name(self) -> str:
-        return self.owned.captured.name
-
-    @property
-    def trained(self) -> bool:
-        return self.owned.captured.trained
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return self.owned.captured.shape
-
-    @cached_property
-    def elements(self) -> int:
-        return self.owned.captured.parameter.numel()
-
-    @property
-    def group(self) -> int:
-        assert self.owned.captured.group is not None
-        return self.owned.captured.group
-
-    @cached_property
-    def order(self) -> tuple[int, ...] | None:
-        """Dims from the slowest to the fastest in memory, as for ``channels_last``; None if contiguous.
-
-        Kernels, and so the last bits, depend on the order: compute copies have it, and files do not.
-        """
-        return memory_order(self.owned.captured.parameter)
-
-    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the elements in ``flat`` in the parameter's shape, laid out as the parameter is."""
-        if self.order is None:
-            return flat.view(self.shape)
-        there = flat.view([self.shape[dim] for dim in self.order])
-        return there.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dims of ``tensor`` from the slowest to the fastest in memory; None if that is their order."""
-    strides = torch.empty_like(tensor, device="meta").stride()  # those of a clone, without gaps
-    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
-    order = sorted(dims, key=lambda dim: -strides[dim])
-    if order == dims or not tensor.numel():
-        return None
-    return (*(dim for dim, size in enumerate(tensor.shape) if size == 1), *order)
-
-
-class UnitFile:
-    """A file of a unit: fragments of parameters, and the place of every tensor entry in it.
-
-    Of ``split`` parameters the file has the parts, and ``entries`` the masters.
-    """
-
-    def __init__(
-        self,
-        pieces: Sequence[ParameterShard],
-        entries: Sequence[PlacedEntry],
-        alignment: int = SMALL_ALIGNMENT,
-        split: int = 0,
-        master_bits: Mapping[str, int] | None = None,
-    ) -> None:
-        """Lay the file out.
-
-        The high parts of ``split`` masters, of so many ``master_bits`` by parameter name, start at multiples of that
-        number; 0 splits none.
-        """
-        self.pieces, self.is_split = list(pieces), bool(split)
-        self.entries = [placed.entry for placed in entries]
-        self.places = {placed.entry.key: (placed.shape, placed.box) for placed in entries}
-        """Shape of the whole tensor entry, and the region stored here, by the entry's key."""
-        self.layout = (
-            _split_layout(self.entries, split, master_bits or {})
-            if split
-            else Layout.build([(e.key, e.dtype, e.shape) for e in self.entries], alignment=alignment)
-        )
-        self.name = ""
-        """Name of the file, as commits use it."""
-
-    @property
-    def elements(self) -> int:
-        return sum(piece.elements for piece in self.pieces)
-
-    def view(self, image: torch.Tensor, name: str, slot: str = "param") -> torch.Tensor:
-        """Return a tensor entry inside an image of the file, in its own shape."""
-        entry = self.layout[f"{name}/{slot}"]
-        here = image[entry.offset : entry.offset + entry.nbytes]
-        return here.view(FROM_NAME[entry.dtype]).view(entry.shape)
-
-    def master(self, image: torch.Tensor, name: str) -> torch.Tensor | SplitMaster:
-        """Return a parameter inside an image of the file, which may hold it in parts."""
-        if not self.is_split:
-            return self.view(image, name)
-        places = [self.layout[part_key(f"{name}/param", part)] for part in PARTS]
-        return SplitMaster.of(places[0].shape, *(image[place.offset : place.end] for place in places))
-
-    def values(self, image: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the values of a parameter inside an image of the file: a view, or joined from parts."""
-        held = self.master(image, name)
-        return held.joined() if isinstance(held, SplitMaster) else held
-
-    def set_values(self, image: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Set a parameter inside an image. Raises ``BadInput`` for a value that the file's dtype does not hold."""
-        held = self.master(image, name)
-        if isinstance(held, SplitMaster):
-            master = values
-            if values.dtype != torch.float32 or values.device.type != "cpu":
-                master = torch.empty(held.shape, dtype=torch.float32)
-                copy_exactly(master, values, name)
-            held.set(master)
-        else:
-            copy_exactly(held, values, name)
-
-    def digest(self) -> str:
-        """Return what identifies the regions that the file holds."""
-        boxes = [self.places[entry.key][1].to_json() for entry in self.entries]
-        return xxhash.xxh3_64_hexdigest(self.layout.header + json.dumps(boxes).encode())[:8]
-
-
-class StateTile(UnitFile):
-    """A part of a unit's state."""
-
-    def __init__(
-        self,
-        pieces: Sequence[ParameterShard],
-        entries: Sequence[PlacedEntry],
-        itemsize: int,
-        index: int,
-        split: int = 0,
-        master_bits: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(pieces, entries, split=split, master_bits=master_bits)
-        self.index = index
-        self.copy_start = min((piece.copy_at for piece in pieces), default=0) // PAGE * PAGE
-        """Offset of the tile in this rank's shard of the compute copy."""
-        end = max((piece.copy_at + piece.elements * itemsize for piece in pieces), default=0)
-        self.copy_bytes = round_up(end - self.copy_start)
-        self.high_start = len(self.layout.header)
-        """Offset in the file of the high parts, ``copy_bytes`` of them, if masters are split."""
-        for piece in pieces if split else ():
-            place = self.layout[part_key(f"{piece.name}/param", "high")]
-            assert place.offset - self.high_start == piece.copy_at - self.copy_start, piece.name
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the file behind the high parts; all of it if masters are not split."""
-        return self.layout.file_bytes - (self.cuts[-1] if self.is_split else 0)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """Offsets in the file between which bytes are read by themselves."""
-        return (self.high_start, self.high_start + self.copy_bytes) if self.is_split else ()
-
-
-class PlacedEntry(NamedTuple):
-    """A tensor entry of a file: the shape of the whole entry, and the region of it that the file holds."""
-
-    entry: TensorEntry
-    shape: tuple[int, ...]
-    box: Region
 
 
 class BlockState:
@@ -267,64 +82,21 @@ class BlockState:
     ) -> None:
         """Lay the unit out. ``prefix`` begins the names of this rank's files.
 
-        Masters are split if they ``may_split`` and the high parts can be the compute copy of one process: in bf16, in
-        the usual memory order.
+        Masters are split if they ``may_split`` and their high parts can be the compute copy of one process.
         """
         self.name, self.dtype, self._optimizer, self.may_split = name, dtype, optimizer, may_split
-        trained_ones = [one for one in owned if one.captured.trained]
-        self.is_split = (
-            may_split
-            and world_size == 1
-            and dtype == torch.bfloat16
-            and optimizer.takes_gradients
-            and bool(trained_ones)
-            and all(memory_order(one.captured.parameter) is None for one in trained_ones)
-        )
+        trains_alone = world_size == 1 and optimizer.takes_gradients
+        self.is_split = may_split and trains_alone and _can_split(owned, dtype)
         """True if the files of the state hold the masters in parts."""
+        self.computes_with_frozen_file = trains_alone and _is_copy(owned, dtype)
+        """True if the bytes of the frozen file are the frozen part of the compute copy."""
         self.buffers, self._absent = buffers or {}, absent or {}
         count = self._tile_count(owned, world_size)
-        self.members: list[ParameterEntry] = []
-        frozen_layout = _frozen_layout(owned)
-        self.computes_with_frozen_file = (
-            world_size == 1 and optimizer.takes_gradients and _is_copy(owned, dtype)
-        )
-        """True if the bytes of the frozen file are the frozen part of the compute copy."""
-        copy_end = grad_end = 0
-        for trained in (True, False):
-            for one in owned:
-                if one.captured.trained != trained:
-                    continue
-                elements = one.captured.parameter.numel()
-                kind = one.captured.parameter.dtype if one.captured.as_stored else dtype
-                if not trained and self.computes_with_frozen_file:
-                    offset = self.trained_copy_bytes + frozen_layout[f"{one.captured.name}/param"].offset
-                    self.members.append(ParameterEntry(one, offset, -1, kind))
-                    continue
-                self.members.append(ParameterEntry(one, copy_end, grad_end if trained else -1, kind))
-                # tiles are written by themselves, so no page of the copy belongs to two of them
-                copy_end = round_up(copy_end + elements * kind.itemsize, ALIGN if count == 1 else PAGE)
-                grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
-            copy_end = round_up(copy_end)
-            if trained:
-                self.trained_copy_bytes = copy_end
-        if self.computes_with_frozen_file:
-            copy_end += frozen_layout.file_bytes
-        self.copy_bytes = copy_end
-        self.grad_bytes = round_up(grad_end) if optimizer.takes_gradients else 0
+        self.members = self._place(owned, ALIGN if count == 1 else PAGE)
         self.trained = [m for m in self.members if m.trained]
         self.frozen = [m for m in self.members if not m.trained]
-        tiles = self._divide(rank, world_size, count)
-        self.tiles = [
-            StateTile(
-                pieces,
-                self._state_entries(pieces, self.buffers if index == 0 else {}),
-                dtype.itemsize,
-                index,
-                (ALIGN if count == 1 else PAGE) if self.is_split and pieces else 0,
-                {piece.name: self.member_slots(piece.member).master_bits for piece in pieces},
-            )
-            for index, pieces in enumerate(tiles)
-        ]
+        divided_pieces = self._divide(rank, world_size, count)
+        self.tiles = [self._tile(index, pieces, count) for index, pieces in enumerate(divided_pieces)]
         """The parts of the state, each in a file of its own."""
         self.copy_parts = self._parts_by_tile()
         """This rank's shard of the compute copy as the scratch holds it: the part of each tile, and the frozen part."""
@@ -345,6 +117,45 @@ class BlockState:
         )
         """The parameters that never change."""
         self._name_files(prefix)
+
+    def _place(self, owned: Sequence[Owned], alignment: int) -> list[ParameterEntry]:
+        """Place the trained parameters in the compute copy and in the gradients, and then the frozen ones.
+
+        Trained parameters start at multiples of ``alignment`` in the compute copy: tiles are written by themselves, so
+        no page of the copy belongs to two of them.
+        """
+        members: list[ParameterEntry] = []
+        frozen_layout = _frozen_layout(owned)
+        copy_end = grad_end = 0
+        for trained in (True, False):
+            for one in owned:
+                if one.captured.trained != trained:
+                    continue
+                elements = one.captured.parameter.numel()
+                kind = one.captured.parameter.dtype if one.captured.as_stored else self.dtype
+                if not trained and self.computes_with_frozen_file:
+                    offset = self.trained_copy_bytes + frozen_layout[f"{one.captured.name}/param"].offset
+                    members.append(ParameterEntry(one, offset, -1, kind))
+                    continue
+                members.append(ParameterEntry(one, copy_end, grad_end if trained else -1, kind))
+                copy_end = round_up(copy_end + elements * kind.itemsize, alignment)
+                grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
+            copy_end = round_up(copy_end)
+            if trained:
+                self.trained_copy_bytes = copy_end
+        self.copy_bytes = copy_end + (frozen_layout.file_bytes if self.computes_with_frozen_file else 0)
+        self.grad_bytes = round_up(grad_end) if self._optimizer.takes_gradients else 0
+        return members
+
+    def _tile(self, index: int, pieces: Sequence[ParameterShard], count: int) -> StateTile:
+        """Return tile ``index`` of ``count``. The first one has the buffers."""
+        entries = self._state_entries(pieces, self.buffers if index == 0 else {})
+        if not (self.is_split and pieces):
+            return StateTile(pieces, entries, self.dtype.itemsize, index)
+        bits = {piece.name: self.member_slots(piece.member).master_bits for piece in pieces}
+        return StateTile(
+            pieces, entries, self.dtype.itemsize, index, ALIGN if count == 1 else PAGE, master_bits=bits
+        )
 
     def _tile_count(self, owned: Sequence[Owned], world_size: int) -> int:
         """Return the number of tiles that hold a rank's share of the state of ``owned``."""
@@ -619,29 +430,6 @@ def _place_in_copy(member: ParameterEntry) -> tuple[int, int]:
     return member.copy_offset, member.copy_dtype.itemsize
 
 
-def _split_layout(entries: Sequence[TensorEntry], alignment: int, master_bits: Mapping[str, int]) -> Layout:
-    """Return the layout of a file of split masters: high parts, low parts, carries, then all other entries.
-
-    High parts start at multiples of ``alignment``, as in a compute copy, and what follows them at a page.
-    """
-    masters = [entry for entry in entries if entry.slot == "param"]
-    shapes = {
-        "high": [master.shape for master in masters],
-        "low": [master.shape for master in masters],
-        "carry": [(carry_bytes(master.elements),) for master in masters],
-    }
-    tensors = [
-        (part_key(master.key, part), DTYPES[master_bits[master.name]][place], shape)
-        for place, part in enumerate(PARTS)
-        for master, shape in zip(masters, shapes[part], strict=True)
-    ]
-    tensors += [(entry.key, entry.dtype, entry.shape) for entry in entries if entry.slot != "param"]
-    own = {key: alignment for key, _, _ in tensors[: len(masters)]}
-    first, dtype, shape = tensors[len(masters)]
-    own[first] = LARGE_ALIGNMENT if DTYPE_BYTES[dtype] * math.prod(shape) >= LARGE else PAGE
-    return Layout.build(tensors, own=own)
-
-
 def _entry(piece: ParameterShard, slot: str, form: Form) -> TensorEntry:
     return TensorEntry(piece.name, slot, form.shape, TO_NAME[form.dtype])
 
@@ -682,6 +470,12 @@ def _alignment(owned: Sequence[Owned]) -> int:
     return ALIGN if narrow else SMALL_ALIGNMENT
 
 
+def _can_split(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
+    """Return whether the high parts of the masters can be the compute copy: in bf16, in the usual memory order."""
+    trained = [one.captured.parameter for one in owned if one.captured.trained]
+    return dtype == torch.bfloat16 and bool(trained) and all(memory_order(each) is None for each in trained)
+
+
 def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
     """Return whether frozen parameters are stored as the device computes with them.
 
@@ -695,21 +489,6 @@ def _is_copy(owned: Sequence[Owned], dtype: torch.dtype) -> bool:
         and memory_order(one.captured.parameter) is None
         for one in frozen
     )
-
-
-def copy_exactly(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-    """Copy ``source`` into ``target``, which may be of a narrower dtype. Raises ``BadInput`` if that loses bits."""
-    way_out = "Masters are kept in fp32: make the source float32."
-    if target.dtype != torch.float32:
-        way_out = f"Build the model with this parameter in {source.dtype}."
-    target.copy_(source)
-    if torch.promote_types(target.dtype, source.dtype) != target.dtype:
-        same = target.to(source.dtype) == source
-        if not bool((same | source.isnan()).all()):
-            raise BadInput(
-                f"parameter {name} is stored in {target.dtype}, which does not hold the values that it has in the"
-                f" source ({source.dtype}). {way_out}"
-            )
 
 
 def _placed(

@@ -1,4 +1,4 @@
-"""The shard of each parameter that one rank holds, and its place in the layout of the parameter's unit.
+"""The parameters of a unit, the shard of each that one rank holds, and their places in the layout of the unit.
 
 The tensors of a unit lie one after another, and a rank has one range of all of them, so its shard of everything laid
 out in their order (compute copy, gradients) is one range of bytes. A tensor is divided only between rows, and only at a
@@ -11,18 +11,79 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...optim.declared_state import Form
 from ...quantities import PAGE, round_up
 from ...state.layout.regions import Region
+from ..model.blocks import Owned
 
-if TYPE_CHECKING:
-    from .block_states import ParameterEntry
+
+@dataclass(frozen=True, eq=False)
+class ParameterEntry:
+    """One parameter of a unit, with its offsets in bytes. ``grad_offset`` is -1 for a frozen one."""
+
+    owned: Owned
+    copy_offset: int
+    grad_offset: int
+    copy_dtype: torch.dtype
+    """The dtype in which the parameter is computed with."""
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of its values outside of files and copies: fp32, or its own if it is kept as stored."""
+        return self.copy_dtype if self.owned.captured.as_stored else torch.float32
+
+    @property
+    def name(self) -> str:
+        return self.owned.captured.name
+
+    @property
+    def trained(self) -> bool:
+        return self.owned.captured.trained
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return self.owned.captured.shape
+
+    @cached_property
+    def elements(self) -> int:
+        return self.owned.captured.parameter.numel()
+
+    @property
+    def group(self) -> int:
+        assert self.owned.captured.group is not None
+        return self.owned.captured.group
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """Dims from the slowest to the fastest in memory, as for ``channels_last``; None if contiguous.
+
+        Kernels, and so the last bits, depend on the order: compute copies have it, and files do not.
+        """
+        return memory_order(self.owned.captured.parameter)
+
+    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements in ``flat`` in the parameter's shape, laid out as the parameter is."""
+        if self.order is None:
+            return flat.view(self.shape)
+        there = flat.view([self.shape[dim] for dim in self.order])
+        return there.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims of ``tensor`` from the slowest to the fastest in memory; None if that is their order."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a clone, without gaps
+    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    if order == dims or not tensor.numel():
+        return None
+    return (*(dim for dim, size in enumerate(tensor.shape) if size == 1), *order)
 
 
 @dataclass(frozen=True, eq=False)

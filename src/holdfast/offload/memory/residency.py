@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ...io.buffers import Buffer, BufferPool
-from .block_states import BlockState, ParameterEntry, as_tensor
+from .block_states import BlockState, as_tensor
+from .parameter_shards import ParameterEntry
 from .transfer_pool import Form, TransferPool, forms_of, packed_bytes, unpacked
 
 SUMMED_AT_ONCE = 1 << 20

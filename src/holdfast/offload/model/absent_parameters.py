@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
-from ..memory.block_states import BlockState, ParameterEntry
+from ..memory.block_states import BlockState
+from ..memory.parameter_shards import ParameterEntry
 from .blocks import Blocks, install
 
 BETWEEN = "between steps"

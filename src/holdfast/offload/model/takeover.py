@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BadInput, ModelNotSupported
 from ...state.capture import Captured
-from ..memory.block_states import memory_order
+from ..memory.parameter_shards import memory_order
 from ..runtime import Runtime
 from .absent_parameters import AS_TENSORS
 from .blocks import EMPTY, configurations, install

@@ -12,8 +12,9 @@ import torch
 
 from ...io.buffers import Buffer
 from ...schedule.operations import GUESS, Op
-from ..memory.block_states import BlockState, StateTile, as_tensor
+from ..memory.block_states import BlockState, as_tensor
 from ..memory.residency import Gradients
+from ..memory.unit_files import StateTile
 from ..runtime import Runtime, Step, StoredBlock, of
 from . import parameter_ops
 

@@ -23,10 +23,11 @@ from ...store.format.reference_files import Reference
 from ...store.run_store import LocalStore
 from .. import rng
 from ..data_parallel import DataParallelGroup
-from ..memory.block_states import BlockState, StateTile, UnitFile, as_tensor
+from ..memory.block_states import BlockState, as_tensor
 from ..memory.device import Device
 from ..memory.residency import Residency
 from ..memory.transfer_pool import CROSSING
+from ..memory.unit_files import StateTile, UnitFile
 from ..mezo_engine import ZerothOrderState
 from ..model.blocks import Patch
 from ..model.initial_values import Init, initial_values

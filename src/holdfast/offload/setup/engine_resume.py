@@ -28,7 +28,8 @@ from ...store.disk import AnyDisk
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_ranges import VerifiedFiles, read_box
 from ...store.run_store import LocalStore
-from ..memory.block_states import UnitFile, as_tensor, copy_exactly, unit_of
+from ..memory.block_states import as_tensor
+from ..memory.unit_files import UnitFile, copy_exactly, unit_of
 from ..model.model_parts import REST, ModelParts
 
 FROZEN_DTYPES = ("F32", "BF16", "F16")

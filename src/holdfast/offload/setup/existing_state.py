@@ -16,8 +16,8 @@ from ...distributed import Ranks
 from ...errors import OptimizerNotSupported
 from ...optim.host_optimizer import HostOptimizer
 from ...state.plain_tensors import host_bytes
-from ..memory.block_states import BlockState, ParameterEntry
-from ..memory.parameter_shards import ParameterShard
+from ..memory.block_states import BlockState
+from ..memory.parameter_shards import ParameterEntry, ParameterShard
 from ..model.model_parts import ModelParts
 from .equal_on_ranks import agree
 

@@ -21,7 +21,9 @@ from ...state.capture import Captured, buffer_at, join, plain_paths
 from ...state.plain_tensors import FROM_NAME
 from ...state.tensor_entries import SEED, STEP
 from ...store.run_store import LocalStore
-from ..memory.block_states import BlockState, ParameterEntry, UnitFile, as_tensor
+from ..memory.block_states import BlockState, as_tensor
+from ..memory.parameter_shards import ParameterEntry
+from ..memory.unit_files import UnitFile
 from ..model.absent_parameters import AS_TENSORS
 from ..model.blocks import Owned, install
 from ..runtime import Runtime

@@ -45,7 +45,7 @@ class Placement:
     embedding_and_head: Literal["resident", "streamed"] | None = None
     """"streamed": embedding and head come and go as blocks do, each by itself, which takes least memory. "resident":
     their compute copies and gradients stay on the device. None: as the run has had it so far; a fresh run streams them
-    where a budget could not be kept to otherwise. Tied ones, which are one parameter, always stay."""
+    where a budget could not be kept to otherwise."""
 
     @property
     def fractions(self) -> dict[str, Fraction | None]:

@@ -155,6 +155,16 @@ def test_a_read_in_any_part_of_the_model_is_refused_with_its_place(tmp_path, pla
             engine.generate(batches(0, 1)[0]["tokens"][:1, :3], 2)
 
 
+def test_where_a_read_is_not_seen_the_loss_is_no_number(tmp_path):
+    """A constructor of tensors is not asked, as functions of ``torch.jit.script`` are not."""
+    model = Model("epilogue", lambda model, x: x @ torch.Tensor(weight(model)))
+    with offloaded(model, tmp_path) as engine:
+        before = engine.state_dict()
+        engine.step(batches(0, 2))
+        assert engine.last["skipped"] and "nan" in engine.last["skipped"]
+        assert differing(engine.state_dict(), before) == []
+
+
 def test_a_loss_function_that_reads_blocks_is_refused(tmp_path):
     model = Model()
 

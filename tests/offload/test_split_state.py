@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import BadInput, ChunkCorrupt, RunMismatch
+from holdfast.errors import BadInput, ChunkCorrupt, ModelNotSupported, RunMismatch
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.optim import AdamW8bit, AdamWBF16
 from holdfast.optim.adamw import BLOCK, to_24_bits
@@ -302,3 +302,37 @@ def test_a_pass_verifies_the_compute_copy_that_it_reads(tmp_path):
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(ChunkCorrupt, match=r"fails? (its|their) checksum"):
         engine.step(batches(1, 2))
+
+
+def clamp_data(weight):
+    weight.data.clamp_(-0.01, 0.01)
+
+
+@torch.no_grad()
+def clamp(weight):
+    weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("change", [clamp, clamp_data])
+@pytest.mark.parametrize("way", ["ssd", "params", "speculate"])
+def test_a_block_that_changes_its_weights_in_place_is_refused_and_no_master_changes(tmp_path, change, way):
+    train(tmp_path, range(1), **WAYS[way])
+    before = read_atoms(tmp_path)
+    with (
+        pytest.raises(
+            ModelNotSupported, match=r"the model changed .*blocks\.0\.mlp\.down\.weight.* in place"
+        ),
+        offload(tmp_path, **WAYS[way]) as engine,
+    ):
+        down = engine._run.model.blocks[0].mlp.down
+        down.register_forward_pre_hook(lambda module, args: change(module.weight))
+        engine.step(batches(1, 2))
+    assert differing(read_atoms(tmp_path), before) == []
+
+
+def test_a_change_in_place_that_would_be_lost_is_refused(tmp_path):
+    with offload(tmp_path, dtype="fp32") as engine:
+        down = engine._run.model.blocks[0].mlp.down
+        down.register_forward_pre_hook(lambda module, args: clamp(module.weight))
+        with pytest.raises(ModelNotSupported, match=r"changed blocks\.0\.mlp\.down\.weight in place"):
+            engine.evaluate(batches(1, 2))

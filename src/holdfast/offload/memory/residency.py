@@ -136,7 +136,8 @@ class Residency:
         gradient arrives. A trained parameter requires grad even without ``held``, because operations choose their
         kernels by that.
         """
-        parameter = torch.nn.Parameter(view, requires_grad=member.trained)
+        # ``data`` has a version counter of its own, by which changes in place are found
+        parameter = torch.nn.Parameter(view.data, requires_grad=member.trained)
         if held is not None and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
         return parameter

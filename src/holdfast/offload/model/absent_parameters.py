@@ -15,6 +15,7 @@ The class of an object is changed for that, so the object stays the same. Used b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class AbsentParameters:
             why = _OF_BLOCK.format(unit=unit.name) if is_block else _OF_ENDS
             self._absences |= {m.name: Absence(m.name, why, self._place) for m in unit.members}
         dtypes = {member.copy_dtype for member in self._streamed}
-        memory = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
+        memory = {dtype: _no_value(dtype, device) for dtype in dtypes}
         self._stand_ins: dict[str, nn.Parameter] = {}
         for member in self._streamed:  # all in the memory of one element
             made = nn.Parameter(memory[member.copy_dtype].expand(member.shape), member.trained)
@@ -203,6 +204,12 @@ class AbsentParameters:
                 own.__class__ = kind
                 del own.__dict__["absence"]
         self._turned.clear()
+
+
+def _no_value(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a scalar that makes a loss NaN if it is read all the same, by a function of ``torch.jit`` for example."""
+    made = torch.zeros((), dtype=dtype, device=device)
+    return made.fill_(math.nan) if dtype.is_floating_point else made
 
 
 _OF_BLOCK = (

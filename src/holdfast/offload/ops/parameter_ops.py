@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
+from itertools import cycle
 
-import torch
-
+from ...errors import ChunkCorrupt, ModelNotSupported
+from ...quantities import shown
 from ...schedule.operations import Op
 from ..executor import together
-from ..memory.block_states import as_tensor
+from ..memory.block_states import StateTile, as_tensor
 from ..runtime import Runtime, Step, of
 
 BACKWARD = "backward"
@@ -84,18 +85,43 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 def release(run: Runtime, step: Step, phase: str, block: int, micro_batch: int) -> None:
     """Release the parameters of a pass from the device, after its last computation.
 
-    A compute copy that an update needs stays in host memory.
+    A compute copy that an update needs stays in host memory. Raises ``ModelNotSupported`` if the pass has changed a
+    parameter in place.
     """
     place = (phase, block, micro_batch)
-    run.absent.refuse_leaves(run.blocks[block], run.residency.leaves.pop(place, ()))
+    leaves = run.residency.leaves.pop(place, ())
+    changed = [m.name for m, leaf in zip(cycle(run.blocks[block].members), leaves) if leaf._version]
+    run.absent.refuse_leaves(run.blocks[block], leaves)
     run.residency.on_device.pop(place)
     if place in run.residency.loaded and not (phase == BACKWARD and block in step.held_copies):
         run.residency.pool.give(run.residency.loaded.pop(place))
+    if changed:
+        raise _changed(shown(changed))
 
 
-def copy_before(run: Runtime, block: int) -> torch.Tensor:
-    """Return the compute copy of a block whose update finds it in host memory, as it was before the update."""
-    return as_tensor(run.residency.loaded.get((BACKWARD, block, -1)) or run.residency.copies[block])
+def _changed(what: str) -> ModelNotSupported:
+    return ModelNotSupported(
+        f"the model changed {what} in place as it ran. Out of core that change would be lost, or mixed into the"
+        " master: compute with a changed copy instead (weight = self.weight.clamp(-1, 1))."
+    )
+
+
+def complete(run: Runtime, block: int, tile: StateTile, image: memoryview) -> None:
+    """Put the compute copy of a tile, which is in host memory, into the image of its state, which was read without it.
+
+    Where the device is host memory, the model has computed with these very bytes. They are then verified as if they had
+    been read. Raises ``ModelNotSupported`` if they are not those of the newest file.
+    """
+    held = run.residency.loaded.get((BACKWARD, block, -1)) or run.residency.copies[block]
+    start, stop = tile.cuts
+    image[start:stop] = held.view[tile.copy_start :][: tile.copy_bytes]
+    if run.device.unified:
+        newest = run.newest[tile.name]
+        try:
+            run.stored[tile.name].verify(newest.generation, image[start:stop], newest.checksums, start)
+        except ChunkCorrupt as error:
+            names = [key.removesuffix("/param") for key in error.atoms]
+            raise _changed(f"one of {shown(names)}") from error
 
 
 def release_held(run: Runtime, step: Step, block: int) -> None:

@@ -56,8 +56,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
     if not step.leaves(unit):
         image = as_tensor(run.residency.images[block, tile.index])
         if lacks_copy:
-            start, stop = tile.copy_start, tile.copy_start + tile.copy_bytes
-            image[slice(*tile.cuts)] = parameter_ops.copy_before(run, block)[start:stop]
+            parameter_ops.complete(run, block, tile, run.residency.images[block, tile.index].view)
         copy = UpdatedCopy.of(run, block, tile)
         apply(run, step, unit, tile, image, run.residency.grads[block], copy, guess)
     if is_last(unit, tile):

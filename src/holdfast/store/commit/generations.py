@@ -320,32 +320,56 @@ class Generations:
         """
         if start is None:
             self._check(image)
-        first, last = start or 0, (start or 0) + len(image)
+        first = start or 0
         if len(checksums) != len(self._spans):
             raise RunMismatch(
                 f"{self.path(generation)} was written with {len(checksums)} blocks, this layout has"
                 f" {len(self._spans)}: the run holds another model"
             )
         file = self._file(generation)
-        requests = []
+        requests = [
+            Request(file, image[a - first : b - first], a, False, after=check)
+            for a, b, check in self._checks(generation, first, image, checksums)
+        ]
+        return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
+
+    def verify(self, generation: int, image: memoryview, checksums: tuple[str, ...], start: int) -> None:
+        """Verify that ``image`` has the bytes of a part of the file from ``start`` on, as ``read`` would.
+
+        Filler in ``image`` is set here. Raises as ``read`` does.
+        """
+        for pad in self.layout.pads:
+            first, last = max(pad.offset, start), min(pad.end, start + len(image))
+            if first < last:
+                image[first - start : last - start] = bytes(last - first)
+        for _, _, check in self._checks(generation, start, image, checksums):
+            check()
+
+    def _checks(
+        self, generation: int, first: int, image: memoryview, checksums: tuple[str, ...]
+    ) -> list[tuple[int, int, Callable[[], None]]]:
+        """Return the ranges in which the bytes from ``first`` on are verified, each with its check.
+
+        Raises ``ValueError`` if they are not all known.
+        """
+        last, checks = first + len(image), []
         for block, (begin, end) in enumerate(self._spans):
             if first <= begin and end <= last:
                 view = image[begin - first : end - first]
                 check = partial(self._verify_block, generation, block, view, checksums[block])
-                requests.append(Request(file, view, begin, False, after=check))
+                checks.append((begin, end, check))
                 continue
             for a, b in self._pieces[block]:
                 expected = self._digests.get(generation, {}).get(a)
                 if first <= a and b <= last and expected is not None:
                     view = image[a - first : b - first]
-                    check = partial(self._verify, generation, a, view, expected)
-                    requests.append(Request(file, view, a, False, after=check))
-        if sum(len(request.view) for request in requests) != len(image):
+                    checks.append((a, b, partial(self._verify, generation, a, view, expected)))
+        if sum(b - a for a, b, _ in checks) != len(image):
             raise ValueError(
                 f"{self.path(generation)}: bytes {first} to {last} are read by themselves, and were never read or"
                 " written as such"
             )
-        return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
+        return checks
 
     def close(self) -> None:
         """Close the files. No transfer may be under way."""

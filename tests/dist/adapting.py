@@ -22,7 +22,7 @@ def micro_batches(step: int, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def task(folder: str | None = None) -> Task:
+def task(folder: str | None = None, reference: bool = False) -> Task:
     """Of a base that is in memory, both of whose adapters matter at once; or of one in a ``folder``, on meta."""
     torch.manual_seed(0)
     chosen = {
@@ -33,7 +33,7 @@ def task(folder: str | None = None) -> Task:
         "task_type": "CAUSAL_LM",
     }
     if folder is not None:
-        model, source = holdfast.pretrained(folder)
+        model, source = holdfast.pretrained(folder, reference=reference)
         return Task(
             peft.get_peft_model(model, peft.LoraConfig(**chosen)).train(), micro_batches, source=source
         )

@@ -12,6 +12,7 @@ import tiny_folders
 from dist.adapting import task
 from dist.test_offload_ways import CLIPPING, go_through
 from dist.world import World
+from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
 from training import differing, read_atoms
 
@@ -67,17 +68,25 @@ def test_adapters_of_a_quantised_folder_have_the_bits_of_one_process(world, tmp_
     equal_on_ranks(world, tmp_path, tiny_folders.write_quantised(tmp_path / "folder", kind))
 
 
-def equal_on_ranks(world, tmp_path, folder):
+def test_several_ranks_copy_a_base_that_one_process_reads_from_its_folder(world, tmp_path):
+    """One leaves it there, and two go on with copies of their parts; and the other way round."""
+    equal_on_ranks(world, tmp_path, tiny_folders.write_folder(tmp_path / "folder"), reference=True)
+    found = {name: bool(LocalStore.read(tmp_path / name, direct=False).head().referenced) for name in "12"}
+    assert found == {"1": False, "2": True}
+
+
+def equal_on_ranks(world, tmp_path, folder, **what):
+    what = {"folder": str(folder), "optimizer": "of adapters", **what}
     for ranks in (1, 2):
-        run = {"root": tmp_path / f"{ranks}", "steps": 3, "micro_batches": 2 // ranks, "folder": str(folder)}
-        (said, *_) = world.run(ranks, runs={"run": {**run, "optimizer": "of adapters"}})
+        run = {"root": tmp_path / f"{ranks}", "steps": 3, "micro_batches": 2 // ranks}
+        (said, *_) = world.run(ranks, runs={"run": {**run, **what}})
         assert said.get("finished"), said.get("trace")
     expected = read_atoms(tmp_path / "1")
     assert any("lora_B" in key and key.endswith("exp_avg") for key in expected)
     assert differing(read_atoms(tmp_path / "2"), expected) == []
     # and what one process has begun, two go on with, from what is in its files
     for ranks in (2, 1):
-        run = {"root": tmp_path / f"{ranks}", "steps": 5, "micro_batches": ranks, "folder": str(folder)}
-        (said, *_) = world.run(3 - ranks, runs={"run": {**run, "optimizer": "of adapters"}})
+        run = {"root": tmp_path / f"{ranks}", "steps": 5, "micro_batches": ranks}
+        (said, *_) = world.run(3 - ranks, runs={"run": {**run, **what}})
         assert said.get("finished"), said.get("trace")
     assert differing(read_atoms(tmp_path / "2"), read_atoms(tmp_path / "1")) == []

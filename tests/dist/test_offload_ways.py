@@ -169,6 +169,22 @@ def test_a_rank_killed_after_the_scale_has_fallen_goes_on_with_the_fallen_one(wo
     check(said, "run", tmp_path, told, 6)
 
 
+# bf16
+
+
+def test_masters_in_parts_go_on_whole_with_other_ranks_and_in_parts_again(world, tmp_path):
+    ways = {
+        name: {"options": {"dtype": "bf16", **CLIPPING[clipping], **PLACEMENTS[place]}}
+        for name, clipping, place in (("ssd", "none", "ssd"), ("mixed", "speculate", "mixed"))
+    }
+    go_through(world, tmp_path, [(2, 1, 4), (4, 2, 2), (6, 1, 4)], ways, kind="narrow", dropout=0.1)
+    for name in ways:
+        with LocalStore.read(tmp_path / name, direct=False) as reader:
+            files = reader.head().files
+            keys = [entry.key for file in files.values() for entry in reader.layout(file).entries]
+        assert any(key.endswith("/param.high") for key in keys), name
+
+
 # Gradients and losses that are no numbers, on one rank alone
 
 

@@ -29,6 +29,8 @@ from training import adamw, batches, state_of, warm_up
 choose = step_planning.choose
 LOWER = torch.bfloat16
 """What a loop computes in under ``autocast``."""
+NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""What it computes in with copies of its masters."""
 
 
 class Spoiled:
@@ -230,7 +232,7 @@ def plain(
         for last, ranks, count in phases:
             for step in range(len(told.losses), last):
                 for p, kept in zip(own.model.parameters(), master.parameters(), strict=True):
-                    p.data = kept.detach().half() if half else kept.detach().clone()
+                    p.data = kept.detach().to(NARROW.get(options.get("dtype"), torch.float32), copy=True)
                 under = torch.autocast("cpu", dtype=LOWER) if autocast else nullcontext()
                 sums, loss, overflown = summed(own, keys, step, ranks, count, scaler.scale, under, options)
                 for name, p in masters.items():

@@ -208,7 +208,7 @@ def test_the_planner_knows_of_all_drives(tmp_path, rates):
             assert prediction.ssd_adjusted == bool(used), (
                 "a profile is of one drive, and not corrected by several"
             )
-    assert taken[1] == tuple(3 * rate for rate in taken[0])
+    assert taken[1] == pytest.approx(tuple(3 * rate for rate in taken[0]))
 
 
 # Speed

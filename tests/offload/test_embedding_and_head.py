@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from combined import one_in
@@ -14,6 +15,7 @@ from holdfast import token_chunks
 from holdfast.errors import BadInput, DoesNotFit, ModelNotSupported
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.model.blocks import find_blocks, with_embedding_and_head
+from holdfast.offload.model.microbatches import RESIDENT
 from holdfast.offload.setup import step_planning
 from holdfast.quantities import MiB
 from plain_loops import PLACEMENTS, STEPS, check
@@ -427,3 +429,79 @@ def test_a_model_that_uses_them_elsewhere_is_refused_in_its_first_step(tmp_path,
             engine.evaluate(batches(0, 2))
     found = losses_of(Awkward(way), tmp_path / "run", range(2), embedding_and_head="resident")
     assert found == losses_of(Awkward(way), tmp_path / "plain", range(2), embedding_and_head="resident")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]], ids=str)
+def test_trained_copies_of_peft_have_the_bits_of_those_that_stay(tmp_path, names):
+    """``modules_to_save``: the frozen original of an embedding is not called, and stays."""
+    peft = pytest.importorskip("peft")
+    found = {}
+    for way in KINDS:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names, task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        model = peft.get_peft_model(llama(), config)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        with offloaded(model, tmp_path / way, optimizer=optimizer, embedding_and_head=way) as engine:
+            found[way] = [engine.step(of_transformers(step)) for step in range(3)]
+            units = [unit.name.rpartition("model.")[2] for unit in engine._run.units]
+    assert found["streamed"] == found["resident"]
+    assert differing(stored(tmp_path / "streamed"), stored(tmp_path / "resident")) == []
+    copied = ".modules_to_save.default" if "embed_tokens" in names else ""
+    assert (units[0], units[-2]) == (f"embed_tokens{copied}", "epilogue")
+
+
+def test_embedded_tokens_are_refused_before_the_step(tmp_path):
+    given = [{"inputs_embeds": torch.randn(2, 8, 16), "labels": batches(0, 1)[0]["targets"]}]
+    expected = [losses_of_llama(tmp_path / "plain", [of_transformers(0)])]
+    model = llama()
+    with offloaded(model, tmp_path / "run") as engine:
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(
+                BadInput, match=r"inputs_embeds.* model\.embed_tokens.* input_ids, or embedding_and"
+            ):
+                call(given)
+        assert [[engine.step(of_transformers(0))]] == expected
+    losses_of_llama(tmp_path / "resident", [given], embedding_and_head="resident")
+
+
+def losses_of_llama(directory, steps, **options):
+    with offloaded(llama(), directory, **options) as engine:
+        return [engine.step(given) for given in steps]
+
+
+class Called(Awkward):
+    """``way`` is how the embedding is called."""
+
+    def forward(self, tokens, targets):
+        if self.way == "not at all":
+            x = torch.ones(*tokens.shape, 16)
+        elif self.way == "without gradients":
+            with torch.no_grad():
+                x = self.embed(tokens)
+        elif self.way == "in a reentrant checkpoint":
+            scale = torch.ones(16, requires_grad=True)
+            x = checkpoint(
+                lambda tokens, scale: self.embed(tokens) * scale, tokens, scale, use_reentrant=True
+            )
+        else:
+            scale = torch.ones(16, requires_grad=True)
+            x = checkpoint(lambda tokens: self.embed(tokens) * scale, tokens, use_reentrant=False)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    "way, said",
+    [
+        ("not at all", r"called block 1 before it called embed, a streamed embedding"),
+        ("without gradients", r"called block 0 \(embed\) under torch\.no_grad\(\)"),
+        ("in a reentrant checkpoint", r"called block 0 \(embed\) under .* use_reentrant=False"),
+        ("in a checkpoint", r"embed was called apart from .* torch\.utils\.checkpoint"),
+    ],
+)
+def test_another_call_of_an_embedding_is_refused_by_name(tmp_path, way, said):
+    with pytest.raises(ModelNotSupported, match=f"{said}.*{RESIDENT}"):
+        losses_of(Called(way), tmp_path / "run", range(1))
+    losses_of(Called(way), tmp_path / "run", range(2), embedding_and_head="resident")

@@ -13,6 +13,7 @@ from collections import UserDict
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
@@ -151,9 +152,20 @@ def test_a_block_called_without_gradients_is_refused_by_name(tmp_path):
     with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         model.forward = torch.no_grad()(model.forward)
         assert engine.evaluate(batches(0, 1)) > 0
-        with pytest.raises(ModelNotSupported, match=r"called block 0 under torch.no_grad\(\)"):
+        with pytest.raises(ModelNotSupported, match=r"called block 0 \(blocks\.0\) under torch.no_grad\(\)"):
             engine.step(batches(0, 1))
     assert model.blocks[0].forward == forward
+
+
+def test_a_block_that_is_called_again_by_a_checkpoint_is_refused_by_name(tmp_path):
+    model = decoder(blocks=3)
+    whole = model.forward
+    model.forward = lambda **batch: checkpoint(lambda: whole(**batch), use_reentrant=False)
+    with (
+        pytest.raises(ModelNotSupported, match=r"blocks\.\d was called apart .*torch\.utils\.checkpoint"),
+        holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine,
+    ):
+        engine.step(batches(0, 1))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -512,7 +524,7 @@ def test_a_block_called_outside_of_the_engine_says_what_to_call(tmp_path):
     with holdfast.offload(model, adamw(model), tmp_path, precision="fp32") as engine:
         engine.step(batches(0, 1))
     handle.remove()
-    assert "blocks.0 was called directly, but its parameters are on the SSD" in str(calls[0])
+    assert "blocks.0 was called apart from the model's forward pass" in str(calls[0])
 
 
 def press_a_key(after_seconds):

@@ -191,7 +191,7 @@ def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
     assert moved["ssd_read", "load_state"] == rounded(10.125 * trained, n * filler)
     assert moved["ssd_write", "store_state"] == rounded(12.125 * trained, n * filler)
     not_read = moved["ssd_write", "store_state"] - moved["ssd_read", "load_state"]
-    assert not_read == rounded(2 * trained, n * 2 * 4096)  # with the header, and the rest of a page
+    assert not_read == rounded(2 * trained, n * 3 * 4096)  # with two pages of header, and the rest of one
     assert moved["ssd_write", "store_resident"] == rounded(12 * resident, filler)
     assert moved["ssd_read", "load_input"] == moved["ssd_write", "store_input"] == (n - 1) * count * 4096
 

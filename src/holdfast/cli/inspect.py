@@ -6,6 +6,7 @@ Each command gathers plain data first and then prints it, as text or as one JSON
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from ..errors import CommitRetired, Damaged, DiskFailed, Unreadable
 from ..quantities import counted, format_bytes
+from ..store.disk import reference_at
 from ..store.format.manifest import Manifest
 from ..store.format.payload_files import regions
 from ..store.log.chain import last_step, verify_records
@@ -83,7 +85,7 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         )
         return
     out = console()
-    print_facts(out, _facts(manifest, atoms, newest))
+    print_facts(out, _facts(manifest, atoms, newest) | _referenced(reader, manifest))
     out.print()
     parts = {key: len(held) for key, held in regions(manifest, stored).items()}
     print_table(out, atom_table([{**atom, "parts": parts[key]} for key, atom in stored.items()]))
@@ -183,6 +185,21 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) 
             f"{counted(progress['skipped_steps'], 'step')} whose loss or gradient was no number"
         )
     return facts
+
+
+def _referenced(reader: RunReader, manifest: Manifest) -> dict[str, str]:
+    """Return the fact of the bytes that lie outside of the run, if there are any."""
+    files = manifest.referenced.values()
+    if not files:
+        return {}
+    folders = set()
+    for file in files:
+        with suppress(Damaged, FileNotFoundError):
+            folders.add(reference_at(reader.disk, file.path).folder)
+    nbytes = sum(file.bytes for file in files)
+    return {
+        "not copied": f"{format_bytes(nbytes)} of that, read from {', '.join(sorted(folders)) or 'a folder'}"
+    }
 
 
 def _records_to(reader: RunReader, manifest: Manifest) -> int | None:

@@ -153,6 +153,18 @@ class Converted(DerivedSource):
             atom = replace(stored.atom, name=names.get(stored.atom.name, stored.atom.name))
             self.atoms.setdefault(atom.key, replace(stored, atom=atom))
 
+    def place(self, name: str) -> StoredArray | None:
+        """Return the one array in which a parameter is stored as it is; None if it is converted or in several."""
+        stored = self.atoms.get(f"{name}/param")
+        if stored is None:
+            return None
+        group, _ = self._of_part[int(stored.pieces.part[0])]
+        pieces = self._by_name[group.members[0][1]].pieces
+        if group.converter is not None or len(pieces) != 1:
+            return None
+        array = self._source.parts[int(pieces.part[0])]
+        return array if array.nbytes == stored.atom.nbytes else None
+
     def read(self, part: int, offset: int, into: memoryview) -> None:
         group, name = self._of_part[part]
         if group.converter is None:

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..formats.entry_matching import Allowed
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
+from ..formats.source import StoredArray
 from ..offload.exit_hook import deferred
 from ..offload.model.blocks import empty_parameters
 from ..quantities import shown
@@ -28,10 +29,11 @@ from .keeping import CONFIG, OTHER_WEIGHTS, checked
 from .naming import Converted, by_model
 
 
-def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
+def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Module, Weights]:
     """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
-    ``folder`` is as ``save_pretrained`` writes it.
+    ``folder`` is as ``save_pretrained`` writes it. With ``reference``, a run of one process reads frozen weights from
+    there in every pass, verified, and has no copy of them: it needs the folder, unchanged, as long as it is used.
     Weights that bitsandbytes has quantised to 4 or 8 bits, or in fp8, stay packed and frozen: give the model adapters.
     Raises ``BadInput`` if it is no such folder, or transformers or bitsandbytes is not installed.
     Raises ``ModelNotSupported`` if its weights are quantised in another way, or it needs code of its own.
@@ -43,7 +45,7 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
     path = checked(folder)
     refuse_other_formats(path)
     model = empty_model(path, quantised=True)
-    return model, Weights(path, model)
+    return model, Weights(path, model, reference=reference)
 
 
 def transformers_for(what: str) -> Any:
@@ -127,8 +129,10 @@ class Weights:
     ``model`` may be wrapped or given adapters afterwards; its parameters are found again.
     """
 
-    def __init__(self, path: Path, model: nn.Module) -> None:
+    def __init__(self, path: Path, model: nn.Module, *, reference: bool = False) -> None:
         self.path, self._model, self._shapes = path, model, model.state_dict()
+        self.reference = reference
+        """True if a run is to read frozen weights from the folder, in place of a copy."""
         self._named = dict(model.named_parameters(remove_duplicate=False))
 
     def dtypes(self) -> dict[int, torch.dtype]:
@@ -144,6 +148,12 @@ class Weights:
         if len(narrow) != 1 or narrow[0] not in (torch.bfloat16, torch.float16):
             return {}
         return {id(parameter): narrow[0] for parameter in self._named.values()}
+
+    def places(self) -> dict[int, StoredArray]:
+        """Return where each parameter lies that the folder has as it is, by the parameter's id."""
+        source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
+        found = {name: source.place(name) for name in self._named}
+        return {id(self._named[name]): place for name, place in found.items() if place is not None}
 
     def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""

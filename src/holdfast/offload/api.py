@@ -6,7 +6,7 @@ and a resumed run a new timeline that continues its newest whole commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..regular_files import home_path
 from ..store.commit.generations import Generations
 from ..store.disk import AnyDisk
 from ..store.format.manifest import Manifest
+from ..store.format.reference_files import Reference
 from ..store.run_store import LocalStore, begin, see_alike
 from .data_parallel import DataParallelGroup
 from .engine import Engine
@@ -44,6 +45,7 @@ from .setup.drive_setup import Drives
 from .setup.engine_resume import newest_commit, progress_of_rank, same_files
 from .setup.equal_on_ranks import agree_on_source
 from .setup.existing_state import agree_on_held, check_forms
+from .setup.frozen_references import frozen_references
 from .setup.preflight import Preflight, preflight_of, space_on
 from .setup.process_settings import allow_open_files, on_host_by_default, share_heaps
 from .setup.run_planning import Arguments, PlannedRun, agreed_run, checked_arguments, plan_run
@@ -181,8 +183,10 @@ def offload(
         planned = plan_run(given, drives, fellows)
         planned = agreed_run(given, planned, fellows)
         store = _open_store(given, planned.drives, made)
+        with fellows.control.agreeing():
+            references = frozen_references(given.source, planned.parts, store, alone=fellows.alone)
         found = _found(store, planned.parts, fellows.control)
-        start = _ready(given, planned, store, found, fellows.control)
+        start = _ready(given, planned, store, found, references, fellows.control)
         runtime = _filled_runtime(given, planned, store, start, made)
         return _opened_engine(given, planned, runtime, start, made)
 
@@ -284,13 +288,18 @@ def _found(store: LocalStore, parts: ModelParts, ranks: Ranks) -> Manifest | Non
 
 
 def _ready(
-    given: Arguments, planned: PlannedRun, store: LocalStore, found: Manifest | None, ranks: Ranks
+    given: Arguments,
+    planned: PlannedRun,
+    store: LocalStore,
+    found: Manifest | None,
+    references: Mapping[str, Reference],
+    ranks: Ranks,
 ) -> _Start:
     """Check everything else, restore the user state of ``found``, and hold the lock of the directory.
 
     A fresh directory is created only after all checks have passed. Collective: every rank must call this.
     """
-    stored, preflight = _preflight(given, planned, store, found, ranks)
+    stored, preflight = _preflight(given, planned, store, found, references, ranks)
     beginning = None
     if found is None:
         beginning = _begin_fresh(given, planned, store, ranks)
@@ -303,7 +312,12 @@ def _ready(
 
 
 def _preflight(
-    given: Arguments, planned: PlannedRun, store: LocalStore, found: Manifest | None, ranks: Ranks
+    given: Arguments,
+    planned: PlannedRun,
+    store: LocalStore,
+    found: Manifest | None,
+    references: Mapping[str, Reference],
+    ranks: Ranks,
 ) -> tuple[dict[str, Generations], Preflight]:
     """Return the files of every unit, and what the run will take, which fits and was confirmed.
 
@@ -315,8 +329,8 @@ def _preflight(
             refuse_emptied(parts.captured)
             if given.source is None and given.init is None:
                 refuse_partly_empty(parts.captured)
-        stored = stored_units(parts, store, drives)
-        allow_open_files(sum(files.copies for files in stored.values()))
+        stored = stored_units(parts, store, drives, references)
+        allow_open_files(sum(files.open_files for files in stored.values()))
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
         preflight = preflight_of(parts, planned.plan, planned.budget, store, stored)

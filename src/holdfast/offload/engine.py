@@ -544,7 +544,7 @@ class Engine:
         batches: list[Any] = []
 
         def checked() -> Any:
-            batches.extend(checked_batches(micro_batches, loss_fn))
+            batches.extend(checked_batches(micro_batches, loss_fn, self._run.patch.blocks))
             return check(batches)
 
         told = self._call(what, checked, lambda: f" with {len(batches)} micro-batches")

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 from holdfast.errors import BadInput, Damaged, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, advice_of, disk_full, open_file
 from holdfast.regular_files import home_path, open_regular, read_regular
+from holdfast.store.format.reference_files import Reference, ReferencedFile, is_reference
 from holdfast.store.lock import (
     HeldLock,
     Lock,
@@ -91,9 +92,17 @@ class Disk:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.realpath(home_path(root)))
+        self.references: dict[str, Reference] = {}
+        """References that this process uses in place of those in files, by path."""
 
-    def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
-        """Open ``path``; the caller closes it. Raises ``FileNotFoundError`` if it is absent."""
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> File | ReferencedFile:
+        """Open ``path``; the caller closes it. Raises ``FileNotFoundError`` if it is absent.
+
+        A reference file is opened for reading, as the payload file that it stands for. Raises ``FileMissing`` if its
+        folder has changed.
+        """
+        if is_reference(path):
+            return ReferencedFile(self.root / path, reference_at(self, path), direct)
         return open_file(self.root / path, write=write, direct=direct)
 
     def allocate(self, path: str, nbytes: int) -> None:
@@ -220,7 +229,14 @@ class Disk:
         return is_file_of(self.root / path, file.fd)
 
     def size(self, path: str) -> int:
-        """Return the bytes of ``path``. Raises ``FileNotFoundError`` if it is absent."""
+        """Return the bytes of ``path``, or of the payload file that it stands for.
+
+        Raises ``FileNotFoundError`` if it is absent, ``FileMissing`` if the folder of a reference file has changed.
+        """
+        if is_reference(path):
+            reference = reference_at(self, path)
+            reference.check(path)
+            return reference.nbytes
         return os.stat(self.root / path).st_size
 
     def data_end(self, path: str) -> int:
@@ -348,6 +364,15 @@ class Disk:
         finally:
             os.close(fd)
         return False
+
+
+def reference_at(disk: AnyDisk, path: str) -> Reference:
+    """Return what the reference file ``path`` says, or what this process uses in its place.
+
+    Raises ``FileNotFoundError`` if it is absent, ``ManifestCorrupt`` if it is damaged.
+    """
+    known = disk.references.get(path) if isinstance(disk, Disk) else None
+    return known or Reference.decode(disk.read_bytes(path), path)
 
 
 def write_durably(

@@ -18,7 +18,7 @@ from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, Man
 from holdfast.io.queue import IOQueue
 from holdfast.store import verifying
 from holdfast.store.commit.retention import ancestry, is_begun, lineage, newest_tip
-from holdfast.store.disk import AnyDisk, Disk
+from holdfast.store.disk import AnyDisk, Disk, reference_at
 from holdfast.store.format import payload_files
 from holdfast.store.format.file_names import Layout
 from holdfast.store.format.manifest import (
@@ -30,6 +30,7 @@ from holdfast.store.format.manifest import (
     timeline_path,
 )
 from holdfast.store.format.payload_ranges import read_atom
+from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.segments import timelines_of_segments
 from holdfast.store.remote.object_store import place_of, remote_disk
 from holdfast.store.verifying import Report
@@ -217,7 +218,12 @@ class RunReader:
         return payload_files.unverified_layout(self.disk, ref)
 
     def way_out(self, path: str) -> str:
-        """Return advice about damage in ``path``: the newest step that does not need the file."""
+        """Return advice about damage in ``path``: the newest step that does not need the file.
+
+        For a reference file: which folder has its bytes.
+        """
+        if is_reference(path):
+            return reference_at(self.disk, path).way_out()
         for ref in self.line():
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):

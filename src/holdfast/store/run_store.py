@@ -30,6 +30,7 @@ from holdfast.store.disk import AnyDisk, Disk, write_durably
 from holdfast.store.drive_links import HOME, MARK, RECORD, Drive, data_paths, refuse_lost
 from holdfast.store.format.file_names import Layout
 from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
+from holdfast.store.format.reference_files import Reference
 from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import JournalWriter
 from holdfast.store.log.segments import segments, streams, trim
@@ -211,12 +212,18 @@ class LocalStore(RankCommits):
             self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
 
     def unit(
-        self, name: str, layout: Layout, copies: int, folder: str = HOME, cuts: Sequence[int] = ()
+        self,
+        name: str,
+        layout: Layout,
+        copies: int,
+        folder: str = HOME,
+        cuts: Sequence[int] = (),
+        reference: Reference | None = None,
     ) -> Generations:
         """Return the files of one unit in ``folder``, which names their drive.
 
         ``copies`` is 1 for a unit that never changes, otherwise more than ``retain``; else raises ``ValueError``. Bytes
-        between two of ``cuts`` can be read by themselves.
+        between two of ``cuts`` can be read by themselves. With a ``reference``, the bytes lie in its folder.
         """
         if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
@@ -235,6 +242,7 @@ class LocalStore(RankCommits):
             grows=self.keep is not None,
             folder=folder,
             cuts=cuts,
+            reference=reference,
         )
         self._units[name] = unit
         return unit

@@ -23,6 +23,7 @@ from holdfast.store.disk import OpenFile
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
 from holdfast.store.format.manifest import FileRef, Manifest, timeline_path
 from holdfast.store.format.payload_files import check_size, index_of, unverified_layout
+from holdfast.store.format.reference_files import is_reference
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader
@@ -81,6 +82,8 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
             return manifest, damaged
     if not line:
         raise NoCommit(f"{store.root} has no commit yet")
+    if is_reference(damaged[0].path):  # the folder is to be put back, and no commit is without it
+        raise damaged[0]
     raise Damaged(
         f"{store.root}: none of its {len(line)} commits is whole; the newest problem: {damaged[0]} {NONE_WHOLE}",
         path=damaged[0].path,

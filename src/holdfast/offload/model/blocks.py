@@ -273,7 +273,11 @@ def _streamable(
         held = (p for p in modules[0].parameters() if all(id(m) in inside for m, _ in places[id(p)]))
         return sum(parameter.numel() * parameter.element_size() for parameter in held)
 
-    inner = [each for module in before for each in module.modules() if isinstance(each, nn.Embedding)]
+    uncalled = {id(each) for module in model.modules() for each in _replaced(module)}
+    inner = [
+        each for module in before for each in module.modules()
+        if isinstance(each, nn.Embedding) and id(each) not in uncalled
+    ]  # fmt: skip
     shared = [
         each for each in inner
         if not own_bytes(each) and own_bytes(each, *after) > least and any(map(own_bytes, after))
@@ -282,6 +286,12 @@ def _streamable(
     found = [each for each in inner if each in shared or own_bytes(each) > least]
     epilogue = tuple(after) if shared or sum(map(own_bytes, after)) > least else ()
     return tuple(found), epilogue, found.index(shared[0]) if shared else None
+
+
+def _replaced(module: nn.Module) -> list[nn.Module]:
+    """Return the modules for which PEFT calls a trained copy (``modules_to_save``), if ``module`` holds both."""
+    original, copies = (module._modules.get(name) for name in ("original_module", "modules_to_save"))
+    return [] if original is None or not isinstance(copies, nn.ModuleDict) else [*original.modules()]
 
 
 def _around(model: nn.Module, blocks: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:

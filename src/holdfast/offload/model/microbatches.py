@@ -25,6 +25,8 @@ from ...errors import BadInput, BlockInputChanged, ModelNotSupported
 from ..setup.process_settings import callers_default_device, end_openmp_threads
 from .blocks import BlockFunction, Blocks
 
+RESIDENT = 'embedding_and_head="resident"'
+"""The way out of what a streamed embedding does not allow."""
 _running = threading.local()
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 """Autocast state for each kind of device: the kind, whether autocast is on, and its dtype."""
@@ -112,17 +114,20 @@ class Coroutine:
         self._thread.join()
         self._thread = None
 
-    def call_block(self, block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_block(
+        self, block: int, args: tuple, kwargs: dict[str, Any], name: str = "", way_out: str = ""
+    ) -> Any:
         """Hand the call of ``block`` over to the engine and wait for its output.
 
-        Called by the coroutine's thread.
+        Its ``name`` and a further ``way_out`` are for an error. Called by the coroutine's thread.
         """
         if self._cancelled:  # a model that catches everything and tries again
             raise _Cancelled
         if self._grad and not torch.is_grad_enabled():
             raise ModelNotSupported(
-                f"the model called block {block} under torch.no_grad(). Take requires_grad from the parameters that"
-                " are not to be trained instead."
+                f"the model called block {block} ({name}) under torch.no_grad(), as torch.utils.checkpoint does with"
+                " use_reentrant=True. Give use_reentrant=False, or take requires_grad from the parameters that are not"
+                f" to be trained instead{way_out}."
             )
         self._event = BlockCall(block, args, kwargs, autocast_state())
         del args, kwargs
@@ -246,12 +251,14 @@ def hand_over(blocks: Blocks) -> BlockFunction:
 
     def call(block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         coroutine = getattr(_running, "coroutine", None)
+        way_out = f", or give {RESIDENT}" if block < blocks.embeddings else ""
         if coroutine is None:
             raise ModelNotSupported(
-                f"{blocks.names[block]} was called directly, but its parameters are on the SSD. Call engine.step, "
-                "engine.evaluate or engine.generate, or engine.close() first."
+                f"{blocks.names[block]} was called apart from the model's forward pass: again in the backward pass, as"
+                " torch.utils.checkpoint does, or on a thread of the script. Call it once, outside of"
+                f" torch.utils.checkpoint{way_out}: the engine computes blocks again by itself."
             )
-        return coroutine.call_block(block, args, kwargs)
+        return coroutine.call_block(block, args, kwargs, blocks.names[block], way_out)
 
     return call
 
@@ -293,18 +300,27 @@ def extract_loss(value: Any) -> torch.Tensor:
     return loss
 
 
-def checked_batches(micro_batches: Iterable[Any], loss_fn: Callable[..., Any] | None) -> list[Any]:
+def checked_batches(
+    micro_batches: Iterable[Any], loss_fn: Callable[..., Any] | None, blocks: Blocks
+) -> list[Any]:
     """Return the micro-batches of one call as a list, mappings as dicts.
 
-    Raises ``BadInput`` if they are not a list of mappings or of tuples, or if mappings come with a ``loss_fn``, which
-    is for tuples.
+    Raises ``BadInput`` if they are not a list of mappings or of tuples, if mappings come with a ``loss_fn``, which is
+    for tuples, or if they have embedded tokens, and one of the ``blocks`` is the embedding.
     """
     if isinstance(micro_batches, (Mapping, torch.Tensor, str)):
         raise BadInput(
             f"the micro-batches are a {type(micro_batches).__name__}, not a list of them: for one micro-batch call"
             " engine.step([batch])."
         )
-    return [_checked(index, batch, loss_fn) for index, batch in enumerate(micro_batches)]
+    checked = [_checked(index, batch, loss_fn) for index, batch in enumerate(micro_batches)]
+    for index, batch in enumerate(checked if blocks.embeddings else ()):
+        if isinstance(batch, dict) and batch.get("inputs_embeds") is not None:
+            raise BadInput(
+                f'micro-batch {index} has "inputs_embeds", and {blocks.names[0]}, which is streamed, has to be called'
+                f" in every forward pass: give input_ids, or {RESIDENT}."
+            )
+    return checked
 
 
 def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:

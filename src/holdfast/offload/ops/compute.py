@@ -24,7 +24,15 @@ from ..memory.residency import Gradients
 from ..model.blocks import install
 from ..model.boundaries import BlockOutput, Boundary, Graph, refuse_hidden
 from ..model.input_changes import InputWatch
-from ..model.microbatches import BlockCall, ForwardEnd, autocast_as, casts, extract_loss, without_autocast
+from ..model.microbatches import (
+    RESIDENT,
+    BlockCall,
+    ForwardEnd,
+    autocast_as,
+    casts,
+    extract_loss,
+    without_autocast,
+)
 from ..runtime import Runtime, Step
 from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
@@ -175,12 +183,17 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     with run.attributes.before(block, m) if attending else nullcontext():
         event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
-        first = " The first of them are embeddings, unless embedding_and_head is resident."
+        name, embeddings = run.blocks[block].name, run.patch.blocks.embeddings
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
+        if block < embeddings:
+            raise ModelNotSupported(
+                f"the model {got} before it called {name}, a streamed embedding. Every micro-batch must call it once,"
+                f" before all blocks. Give {RESIDENT}."
+            )
         raise ModelNotSupported(
-            f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
-            "call every block once, in order (no early exit, no layer drop)."
-            + (first if run.patch.blocks.embeddings else "")
+            f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must"
+            " call every block once, in order (no early exit, no layer drop)."
+            + (f" Embeddings count as blocks, unless {RESIDENT}." if embeddings else "")
         )
     boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:

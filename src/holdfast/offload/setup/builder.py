@@ -6,7 +6,7 @@ verified. Called by ``offload``, once its checks have passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import accumulate, count
 
@@ -19,6 +19,7 @@ from ...schedule.memory_use import buffers
 from ...store.commit.generations import Generations
 from ...store.drive_links import HOME
 from ...store.format.manifest import Manifest
+from ...store.format.reference_files import Reference
 from ...store.run_store import LocalStore
 from .. import rng
 from ..data_parallel import DataParallelGroup
@@ -41,15 +42,21 @@ from .starting_state import StartingState
 from .step_planning import RunPlan
 
 
-def stored_units(parts: ModelParts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
-    """Return the generation files of every unit, by the name that commits use. Writes nothing yet."""
+def stored_units(
+    parts: ModelParts, store: LocalStore, drives: Drives, references: Mapping[str, Reference]
+) -> dict[str, Generations]:
+    """Return the generation files of every unit, by the name that commits use. Writes nothing yet.
+
+    Those with ``references`` are read from a folder.
+    """
     found = {}
     for unit in parts.all_units:
         for file in unit.files:
-            folder = drives.folders_of.get(file.name, HOME)
+            reference = references.get(file.name)
+            folder = HOME if reference is not None else drives.folders_of.get(file.name, HOME)
             copies = 1 if file is unit.frozen_file else store.retain + store.spare
             cuts = file.cuts if isinstance(file, StateTile) else ()
-            found[file.name] = store.unit(file.name, file.layout, copies, folder, cuts)
+            found[file.name] = store.unit(file.name, file.layout, copies, folder, cuts, reference)
     return found
 
 
@@ -276,12 +283,17 @@ def _fill_image(run: Runtime, recut: ReshardedCommit, file: UnitFile, image: Buf
     files.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
     if bytes(image.view[: len(files.layout.header)]) != files.layout.header:
         raise other_layout(ref.path)
+    files.keep_reference()
     run.newest[name] = StoredBlock(generation, ref.checksums)
 
 
 def _write(run: Runtime, name: str, image: Buffer) -> None:
-    """Write ``image`` as the first generation of the file ``name``."""
+    """Write ``image`` as the first generation of the file ``name``, or find the same bytes where it refers to."""
     files = run.stored[name]
+    if files.reference is not None:
+        found = files.adopt(image.view, kind="state", phase="setup", priority=0)
+        run.newest[name] = StoredBlock(0, found)
+        return
     generation = files.acquire()
     checksums = files.write(generation, image.view, kind="state", phase="setup", priority=0).result()
     run.newest[name] = StoredBlock(generation, tuple(checksums))

@@ -19,13 +19,14 @@ from itertools import pairwise
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
+from holdfast.errors import ChunkCorrupt, DiskFailed, ManifestCorrupt, PoolExhausted, RunMismatch
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import shown
-from holdfast.store.disk import AnyDisk, OpenFile
+from holdfast.store.disk import AnyDisk, OpenFile, write_durably
 from holdfast.store.drive_links import HOME, folders, unneeded
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, Reference, is_reference
 
 PIECES = 4
 """Number of checksum blocks in memory at once while ``write_through`` writes a file."""
@@ -38,6 +39,9 @@ class Generations:
     Made by ``LocalStore``. ``folder`` is ``data`` or that of a drive. Files in other folders, from a time when the
     unit lived there, are read by their paths and removed when no retained manifest names them.
     Safe to use from several threads; different generations may be written at once.
+
+    A unit that never changes may be a ``reference`` to a folder. Its one file is then ``<name>.0.reference``, which is
+    never written as others are: ``adopt`` takes the place of ``acquire`` and ``write``.
 
     Args:
         retained: Returns the files that retained manifests name, with their sizes.
@@ -60,6 +64,7 @@ class Generations:
         grows: bool = False,
         folder: str = HOME,
         cuts: Sequence[int] = (),
+        reference: Reference | None = None,
     ) -> None:
         """Prepare the files without touching the disk.
 
@@ -84,20 +89,28 @@ class Generations:
         self._grows = grows
         self._surplus: set[int] = set()
         self._elsewhere: set[str] = set()
+        self.reference = reference
+        self._suffix = SAFETENSORS if reference is None else REFERENCE
+
+    @property
+    def open_files(self) -> int:
+        """The number of files that are open once all are."""
+        return self.copies if self.reference is None else 2 * len(self.reference.files)
 
     def path(self, generation: int) -> str:
-        return _path(self.folder, self.name, generation)
+        return _path(self.folder, self.name, generation, self._suffix)
 
     def generation_of(self, path: str) -> int:
         """Return the generation at ``path``, as a manifest names it. Raises ``ValueError`` if there is none."""
-        match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.name}')}\.(\d+)\.safetensors", path)
+        start, end = re.escape(f"{self.folder}/{self.name}"), re.escape(self._suffix)
+        match = re.fullmatch(rf"{start}\.(\d+){end}", path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
 
     def is_mine(self, path: str) -> bool:
-        """Return whether the file at ``path`` is in the folder of this unit."""
-        return path.rpartition("/")[0] == self.folder
+        """Return whether the file at ``path`` is in the folder of this unit, and a reference if the unit is one."""
+        return path.rpartition("/")[0] == self.folder and path.endswith(self._suffix)
 
     def create(self) -> None:
         """Reserve the space of all generations, with durable names.
@@ -105,18 +118,34 @@ class Generations:
         Call it before the first ``acquire``. Whole files that a retained manifest names are left alone and must have
         this layout's size.
         """
-        missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
+        paths = map(self.path, range(self.copies if self.reference is None else 0))
+        missing = [path for path in paths if not self._usable(path)]
         for path in missing:
             self._disk.allocate(path, self.layout.file_bytes)
         if missing:  # the names of the others are durable since the run was opened
             self._disk.sync_dir(self.folder, why="unit directory")
         self._elsewhere = {
-            _path(folder, self.name, generation)
+            _path(folder, self.name, generation, suffix)
             for folder in folders(self._disk)
-            if folder != self.folder
-            for generation in existing_generations(self._disk, folder, self.name, self._retained())
+            for suffix in (SAFETENSORS, REFERENCE)[: 2 if self.copies == 1 else 1]
+            if (folder, suffix) != (self.folder, self._suffix)
+            for generation in existing_generations(self._disk, folder, self.name, self._retained(), suffix)
         }
         self.trim()
+
+    def keep_reference(self) -> None:
+        """Make the reference file say where the bytes are, durably. Nothing happens if the unit is no reference.
+
+        Call it once all bytes are verified: commits may name the file already, and mean these bytes.
+        """
+        if self.reference is None:
+            return
+        self._check_writer()
+        path, content = self.path(0), self.reference.encode()
+        with suppress(FileNotFoundError, ManifestCorrupt):
+            if self._disk.read_bytes(path) == content:
+                return
+        write_durably(self._disk, path, content, why="reference")
 
     def trim(self) -> None:
         """Remove surplus generations, from a time when more commits were kept, that no commit needs.
@@ -154,7 +183,7 @@ class Generations:
 
     def missing_bytes(self) -> int:
         """Return the bytes that ``create`` will take from the file system."""
-        paths = map(self.path, range(self.copies))
+        paths = map(self.path, range(self.copies if self.reference is None else 0))
         return sum(self.layout.file_bytes for path in paths if not self._usable(path))
 
     def acquire(self) -> int:
@@ -202,10 +231,7 @@ class Generations:
         if generation not in self._acquired:
             raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
         self._check_writer()
-        self._check(image)
-        image[: len(self.layout.header)] = self.layout.header
-        for pad in self.layout.pads:
-            image[pad.offset : pad.end] = bytes(pad.nbytes)
+        self._complete(image)
         self._synced.pop(generation, None)
         file = self._file(generation)
         checksums = [""] * len(self._spans)
@@ -221,6 +247,19 @@ class Generations:
         ]
         finish = partial(self._sync, generation, file, checksums)
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority, finish=finish)
+
+    def adopt(self, image: memoryview, *, kind: str, phase: str, priority: int) -> tuple[str, ...]:
+        """Return the checksums of ``image``, the whole file, after a check that the folder has these bytes.
+
+        For a reference, which is durable on return. Header and filler in ``image`` are set here. Raises
+        ``ChunkCorrupt`` where the folder has other bytes, ``FileMissing`` if it has changed.
+        """
+        self._complete(image)
+        checksums = tuple(xxhash.xxh3_64_hexdigest(image[start:stop]) for start, stop in self._spans)
+        self.read(0, image, checksums, kind=kind, phase=phase, priority=priority).result()
+        self.keep_reference()
+        self._synced[0] = checksums
+        return checksums
 
     def write_through(
         self,
@@ -326,15 +365,23 @@ class Generations:
         """
         path, file = self.path(generation), self._files.get(generation)
         try:
-            there = self._disk.size(path) == self.layout.file_bytes
+            there = self._disk.exists(path) and self._disk.size(path) == self.layout.file_bytes
         except FileNotFoundError:
             there = False
-        if not there or (file is not None and not self._disk.is_named(path, file)):
+        is_other = file is not None and self.reference is None and not self._disk.is_named(path, file)
+        if not there or is_other:
             raise DiskFailed(
                 f"{path} was removed, replaced or truncated while the run was open: it is not the file of"
                 f" {self.layout.file_bytes} bytes that was written. The step is not durable. Let no other program"
                 f" touch the run's files, then run again to resume from the newest whole step."
             )
+
+    def _complete(self, image: memoryview) -> None:
+        """Set the header and the filler in ``image``, the whole file."""
+        self._check(image)
+        image[: len(self.layout.header)] = self.layout.header
+        for pad in self.layout.pads:
+            image[pad.offset : pad.end] = bytes(pad.nbytes)
 
     def _check(self, image: memoryview) -> None:
         if len(image) != self.layout.file_bytes:
@@ -405,28 +452,33 @@ class Generations:
 def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
     """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
     for folder in folders(disk):
-        for generation in existing_generations(disk, folder, unit, retained):
-            path = _path(folder, unit, generation)
-            if path not in retained:
-                with unneeded(disk, folder):
-                    remove_file(disk, path, nbytes)
+        for suffix in (SAFETENSORS, REFERENCE):
+            for generation in existing_generations(disk, folder, unit, retained, suffix):
+                path = _path(folder, unit, generation, suffix)
+                if path not in retained:
+                    with unneeded(disk, folder):
+                        remove_file(disk, path, nbytes)
 
 
 def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
-    """Remove the file ``path`` if its size is ``nbytes``."""
+    """Remove the file ``path`` if its size is ``nbytes``. Of a reference, that alone goes, and never its folder."""
     with suppress(FileNotFoundError):
-        if disk.size(path) == nbytes:
+        if is_reference(path) or disk.size(path) == nbytes:
             disk.unlink(path)
 
 
 def existing_generations(
-    disk: AnyDisk, folder: str, unit: str, retained: Collection[str] | None = None
+    disk: AnyDisk,
+    folder: str,
+    unit: str,
+    retained: Collection[str] | None = None,
+    suffix: str = SAFETENSORS,
 ) -> list[int]:
-    """Return the generations of ``unit`` that have a file in ``folder``, by name alone.
+    """Return the generations of ``unit`` that have a file with ``suffix`` in ``folder``, by name alone.
 
     A failing drive counts as empty if no file of ``retained`` is on it.
     """
-    pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors")
+    pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*){re.escape(suffix)}")
     names: list[str] = []
     needed = retained is None or any(path.startswith(f"{folder}/") for path in retained)
     with nullcontext() if needed else unneeded(disk, folder):
@@ -435,8 +487,8 @@ def existing_generations(
     return [int(match[1]) for match in matches if match]
 
 
-def _path(folder: str, unit: str, generation: int) -> str:
-    return f"{folder}/{unit}.{generation}.safetensors"
+def _path(folder: str, unit: str, generation: int, suffix: str) -> str:
+    return f"{folder}/{unit}.{generation}{suffix}"
 
 
 def corrupt(

@@ -18,6 +18,7 @@ from holdfast.store.disk import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.drive_links import HOME, data_paths, folders, unneeded
 from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
 from holdfast.store.format.payload_files import encode_index, index_of, unverified_layout
+from holdfast.store.format.reference_files import REFERENCE
 from holdfast.store.log.segments import segments, streams
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ def sweep(disk: AnyDisk) -> None:
         for name in disk.listdir(directory):
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
                 disk.unlink(f"{directory}/{name}")
+    for name in disk.listdir(HOME):
+        if name.endswith(REFERENCE + TEMPORARY):
+            disk.unlink(f"{HOME}/{name}")
     for name in disk.listdir("scratch"):
         if _SCRATCH_NAME.fullmatch(name):
             disk.unlink(f"scratch/{name}")

@@ -23,6 +23,7 @@ from holdfast.store.commit.retention import (
     writer_of,
 )
 from holdfast.store.format.manifest import CommitRef, Manifest
+from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
 from holdfast.store.reader import RunReader
@@ -98,7 +99,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
 
 def _own_bytes(manifest: Manifest | None, others: set[str]) -> int:
     files = manifest.files.values() if manifest is not None else ()
-    return sum(file.bytes for file in files if file.path not in others)
+    return sum(file.bytes for file in files if file.path not in others and not is_reference(file.path))
 
 
 def prune(root: Path, keep: Keep) -> Pruning:

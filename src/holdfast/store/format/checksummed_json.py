@@ -30,8 +30,8 @@ def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
     return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
 
 
-def unseal(data: bytes, path: str) -> dict[str, Any]:
-    """Return the table sealed in ``data``.
+def unseal(data: bytes, path: str, newest: int = VERSION) -> dict[str, Any]:
+    """Return the table sealed in ``data``, of a version up to ``newest``.
 
     Raises ``ManifestCorrupt`` if any byte has changed, ``RunMismatch`` for another version of the format.
     """
@@ -41,9 +41,9 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
         raise unreadable(path, "it fails its own digest", len(data))
     with reading(path):
         table = json.loads(data)
-        if table["format"] == FORMAT and table["version"] != VERSION:
+        if table["format"] == FORMAT and table["version"] not in range(VERSION, newest + 1):
             raise RunMismatch(
-                f"{path} has format version {table['version']}; this library reads {VERSION}: use a newer one"
+                f"{path} has format version {table['version']}; this library reads {newest}: use a newer one"
             )
         if table["format"] != FORMAT:
             raise ValueError(f"its format is {table['format']!r}")

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.store.drive_links import FOLDER
 from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unreadable, unseal
+from holdfast.store.format.reference_files import is_reference
 
 ALONE = "rank-00000"
 """The log of a process that trains by itself, and of the first of several ranks."""
+WITH_REFERENCES = 2
+"""The version of manifests that name reference files, which earlier versions of this library refuse."""
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
 _PAYLOAD_PATH = re.compile(rf"data/({FOLDER}/)?[^./\0][^/\0]*")
 _SMALL_PATH = re.compile(r"index/[^./\0][^/\0]*")
@@ -256,6 +259,11 @@ class Manifest:
         return replace(self, files=files, shares=shares)
 
     @property
+    def referenced(self) -> dict[str, FileRef]:
+        """The payload files whose bytes lie in a folder outside of the run, by unit."""
+        return {unit: file for unit, file in self.files.items() if is_reference(file.path)}
+
+    @property
     def total_bytes(self) -> int:
         """The bytes of all payload files."""
         return sum(file.bytes for file in self.files.values())
@@ -270,7 +278,7 @@ class Manifest:
         return seal(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": WITH_REFERENCES if self.referenced else VERSION,
                 "step": self.step,
                 "timeline": self.timeline,
                 "parent": self.parent,
@@ -289,7 +297,7 @@ class Manifest:
 
         That content is in files of their own. Raises ``ManifestCorrupt``.
         """
-        table = unseal(data, path)
+        table = unseal(data, path, WITH_REFERENCES)
         with reading(path):
             names = ("step", "timeline", "parent", "fork_step", "key", "parent_key", "created", "writer")
             if "shares" in table:

@@ -20,10 +20,11 @@ from holdfast.state.layout.regions import Region
 from holdfast.state.split_masters import DTYPES, GROUP, PARTS, SplitArrays, carry_bytes, join, part_key
 from holdfast.state.tensor_entries import DTYPE_BYTES
 from holdfast.store.commit.generations import corrupt
-from holdfast.store.disk import AnyDisk, OpenFile
+from holdfast.store.disk import AnyDisk, OpenFile, reference_at
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, Layout, TensorInFile
 from holdfast.store.format.manifest import FileRef, Manifest
 from holdfast.store.format.payload_files import INSPECT, check_size
+from holdfast.store.format.reference_files import is_reference
 
 KEPT_BLOCKS = 16
 """The number of end blocks that are kept; 64 MiB."""
@@ -179,7 +180,8 @@ class VerifiedFiles:
         if got != ref.checksums[block]:
             known = self._layouts.get(ref.path)  # unknown while its header is read
             atoms = [] if known is None else known.keys_between(start, start + len(data))
-            raise corrupt(ref.path, start, len(data), atoms, ref.checksums[block], got, INSPECT)
+            way_out = reference_at(self._disk, ref.path).way_out() if is_reference(ref.path) else INSPECT
+            raise corrupt(ref.path, start, len(data), atoms, ref.checksums[block], got, way_out)
 
     def _header(self, ref: FileRef) -> bytearray:
         """Return the first blocks of the file, as many as the header needs: nearly always one."""

@@ -35,6 +35,7 @@ from ..drive_links import HOME
 from ..format.file_names import block_spans
 from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
 from ..format.payload_files import INSPECT, check_size, read_verified
+from ..format.reference_files import REFERENCE, SAFETENSORS
 from ..log.chain import chain_of
 from ..log.segments import segments, streams
 from ..reader import RunReader, run_key_of
@@ -346,7 +347,7 @@ def object_path(ref: FileRef) -> str:
     The directory writes its file again, so its name would not do. The drive plays no part.
     """
     digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
-    name = ref.path.rpartition("/")[2].removesuffix(".safetensors").rpartition(".")[0]
+    name = ref.path.rpartition("/")[2].removesuffix(SAFETENSORS).removesuffix(REFERENCE).rpartition(".")[0]
     return f"{HOME}/{name}.{digest}.safetensors"
 
 

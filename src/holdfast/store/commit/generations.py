@@ -342,8 +342,8 @@ class Generations:
                     requests.append(Request(file, view, a, False, after=check))
         if sum(len(request.view) for request in requests) != len(image):
             raise ValueError(
-                f"{self.path(generation)}: bytes {first} to {last} are read by themselves, and were never read or"
-                " written as such"
+                f"{self.path(generation)}: bytes {first} to {last} cannot be read by themselves: they do not end at"
+                " cuts, or the file was not written or read whole before"
             )
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 

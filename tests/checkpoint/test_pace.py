@@ -514,7 +514,7 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         assert checkpointer._store.cap_bytes == 1 << 20
         monkeypatch.setattr(pace_module, "LEAST_STORAGE", 1)
         monkeypatch.setattr(LocalStore, "for_good_bytes", 5000)
-        checkpointer._backend.pace._set_cap(checkpointer._backend.pace.bases.full_bytes)
+        checkpointer._backend.pace._set_cap()
         assert checkpointer._store.cap_bytes == 20 * checkpointer._backend.pace.bases.full_bytes + 5000
         assert checkpointer._backend.pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
 
@@ -563,8 +563,8 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
     def count(store, limit):
         uncounted.append(used_bytes(store.disk) - store.used_bytes < limit)
 
-    def make_files(self, before, units, index):
-        real_make(self, before, units, index)
+    def make_files(self, before, units, *more):
+        real_make(self, before, units, *more)
         count(self._store, units[0].layout.file_bytes)
 
     def free_generation(self, unit):

@@ -173,3 +173,31 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(wo
     assert [each["resumed"] for each in after] == [4, 4]
     assert [each["first_rate"] for each in after] == [each["rate"] for each in before]
     assert before[0]["rate"] < before[0]["first_rate"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_names_its_frozen_files_again(world, tmp_path, kind):
+    """Also after a resume; other ranks write their own once, and go on from these."""
+
+    def frozen(manifest):
+        return {name: (f.path, f.checksums) for name, f in manifest.files.items() if "frozen-" in name}
+
+    def bases():
+        with RunReader(tmp_path) as reader:
+            assert all(reader.verify(reader.load(ref)) == [] for ref in reader.commits())
+            return [reader.load(ref) for ref in reader.line()]
+
+    options = {"kind": kind, "root": tmp_path, "base_every": 3, "keep_last": 99, "pause": 0.04}
+    options["unit_bytes"] = 100_000
+    before = ended(world.run(2, steps=20, **options))
+    after = ended(world.run(2, steps=40, **options))
+    assert after[0]["resumed"] == 20
+    newest, *others = bases()
+    assert newest.step > 20 and len(others) > 3
+    assert all(frozen(each) == frozen(newest) != {} for each in others)
+    other = ended(world.run(3, steps=60, **options))
+    assert other[0]["resumed"] == 40
+    now, *_ = bases()
+    assert now.step > 40 and frozen(now).keys() != frozen(newest).keys()
+    last = ended(world.run(3, steps=61, **options))
+    assert last[0]["digests"]["60"] == other[0]["digests"]["60"] and before[0]["digests"]

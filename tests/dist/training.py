@@ -560,7 +560,10 @@ def train(
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
                 say(lost=checkpointer._backend.pace._losses, recording=checkpointer._backend.pace.recording)
-                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._backend.pace.bases.full_bytes)
+                say(
+                    cap=[store.cap_bytes, store.cap_share],
+                    full=sum(checkpointer._backend.pace.bases.expected_bytes()),
+                )
             if step == moved_at:
                 schedule.step()
                 say(rate=chosen.param_groups[0]["lr"])

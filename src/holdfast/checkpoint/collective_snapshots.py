@@ -133,15 +133,22 @@ class StorageShare:
     ) -> None:
         self._ranks, self._store, self._recorder = ranks, store, recorder
         self._told, self._holds, self._call = told, holds, call
-        self._record_bytes = self._full_bytes = 0
+        self._record_bytes = self._full_bytes = self._frozen_bytes = 0
         store.retires_for_room = False  # all ranks have to do so together
 
-    def default(self, full_bytes: int) -> None:
-        """Set the default cap. ``full_bytes`` is the size of this rank's share of a snapshot."""
-        self._full_bytes = full_bytes
+    def default(self, full_bytes: int, frozen_bytes: int) -> None:
+        """Set the default cap.
+
+        Args:
+            full_bytes: The bytes of this rank's share that every snapshot writes.
+            frozen_bytes: The bytes of frozen parameters in it.
+        """
+        self._full_bytes, self._frozen_bytes = full_bytes, frozen_bytes
         if self._told is None:
             least = LEAST_STORAGE // self._ranks.world_size
-            self._store.cap_bytes = max(STORAGE_FULLS * full_bytes, least) + self._store.for_good_bytes
+            self._store.cap_bytes = (
+                max(STORAGE_FULLS * (full_bytes + frozen_bytes), least) + self._store.for_good_bytes
+            )
 
     def divide(self) -> None:
         """Compute the share of each rank.
@@ -152,7 +159,8 @@ class StorageShare:
         store = self._store
         while True:
             used, holds = self._recorder.do(store.measure), self._holds() + BESIDE_STATE
-            self.default(max(self._full_bytes, store.newest_bytes, holds))
+            frozen = self._frozen_bytes
+            self.default(max(self._full_bytes, max(store.newest_bytes, holds) - frozen), frozen)
             parts = self._ranks.everyone(StoragePart(used, holds, self._ahead, store.cap_bytes or 0))
             if self._told is not None:
                 room, all_hold = self._told - sum(part.used for part in parts), sum(p.holds for p in parts)

@@ -162,7 +162,7 @@ class LogBackend(DurabilityBackend):
         training, options, emit = self._training, self._options, self._events.emit
         means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
-            options.when_behind,
+            options.when_behind, training.after_update is not None,
         )  # fmt: skip
         together = None if training.ranks.alone else CollectiveSnapshot(training.ranks, self._store, emit)
         pace = SnapshotScheduler(

@@ -16,9 +16,9 @@ from ...state.live_state import LiveState
 from ...store.commit.commit_writer import Written
 from ...store.commit.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ...store.commit.retention import Keep
-from ...store.format.manifest import Manifest, Point
+from ...store.format.manifest import FileRef, Manifest, Point
 from ...store.run_store import LocalStore
-from ..snapshot.snapshot_chunks import divided, of_one_base, owned_by
+from ..snapshot.snapshot_chunks import SnapshotChunk, divided, frozen_in, of_one_base, owned_by
 from ..snapshot.snapshot_image import SnapshotImage
 from ..snapshot.snapshot_state import beside_records, rebuilt
 from ..user_state import NoScriptState
@@ -117,7 +117,7 @@ def _alone(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> M
     store, target, [stream] = line.store, line.step, line.chains
     found = recover(store, state, NoScriptState(), ranks=Ranks(), target=target, watch=watch)
     _refuse_earlier(line, target, found.point.step, found.problems)
-    files, index = _written(store, state, found.point)
+    files, index = _written(line, state, found.point, stream)
     progress = _progress(line, stream, state)
     return store.insert(found.point, files, store.put_index(index), progress)
 
@@ -134,7 +134,7 @@ def _shared(line: Lineage, state: LiveState, watch: RecoveryProgress | None) -> 
     try:
         for stream, ghost in line.parts(state):
             _refuse_earlier(line, target, line.step, [str(line.damage)])
-            files, index = _written(store, ghost, point, f"{stream}.")
+            files, index = _written(line, ghost, point, stream, f"{stream}.")
             progress = _progress(line, stream, ghost)
             steps = dict.fromkeys(files, target)
             shares[stream] = store.share(target, files, store.put_index(index), progress, steps)
@@ -154,16 +154,31 @@ def _refuse_earlier(line: Lineage, target: int, step: int, problems: list[str]) 
 
 
 def _written(
-    store: LocalStore, state: LiveState, point: Point, prefix: str = ""
+    line: Lineage, state: LiveState, point: Point, stream: str, prefix: str = ""
 ) -> tuple[Written, dict[str, Any]]:
-    """Write the content of ``state`` to files, and return these, durable, with the index of their content."""
-    owned = owned_by(state)
-    units, index = divided(owned, state, prefix)
+    """Write the content of ``state`` to files, and return these, durable, with the index of their content.
+
+    A file of the old snapshot with frozen parameters is named again where its content is the same.
+    """
+    store, owned = line.store, owned_by(state)
+    frozen = frozen_in(state).union(line.base.progress_of(stream)["replay"].get("frozen", ()))
     files: Written = {}
+    units, index = divided(owned, state, prefix, frozen)
     for unit in units:
-        fill = SnapshotImage(unit.layout, unit.tensors_of(owned)).fill
-        files[unit.name] = store.write_unit(unit.name, unit.layout, fill, phase="base")
+        image = SnapshotImage(unit.layout, unit.tensors_of(owned))
+        old = line.base.files.get(unit.name) if unit.is_frozen else None
+        if old is not None and _has(old, unit, image):
+            generation = store.unit(unit.name, unit.layout, copies=1).generation_of(old.path)
+            files[unit.name] = generation, old.checksums
+        else:
+            files[unit.name] = store.write_unit(unit.name, unit.layout, image.fill, phase="base")
     return files, of_one_base(index, point.timeline, point.step, prefix)
+
+
+def _has(file: FileRef, unit: SnapshotChunk, image: SnapshotImage) -> bool:
+    """Return whether ``file`` has the content of ``unit``."""
+    blocks = range(len(file.checksums))
+    return file.bytes == unit.layout.file_bytes and image.first_difference(file.checksums, blocks) is None
 
 
 def _progress(line: Lineage, stream: str, state: LiveState) -> dict[str, Any]:

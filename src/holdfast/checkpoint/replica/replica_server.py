@@ -289,9 +289,10 @@ class ReplicaServer:
             return
         self._base_progress = {**self._progress, **self._state.standing()}
         self._bases.begin()
-        if self._bases.left_bytes <= self._terms.memory:
+        while self._bases.left_bytes <= self._terms.memory:
             self._bases.stage(self._step, self._bases.left_bytes)
-            return
+            if self._bases.all_staged:
+                return
         while not self._bases.all_staged:
             if self._is_taken():
                 return

@@ -2,13 +2,15 @@
 
 A snapshot is written over many steps, so each chunk is copied by itself and may be of an earlier step than the commit;
 log records bring it forward. Therefore tensors that share memory, and everything that an optimizer updates together,
-are in one chunk. What no record brings forward is copied last, at the commit's own step. ``SnapshotShard`` loads the
-chunks of one writer, whose part of a run is called a stream. Called by ``snapshot_writer`` and by recovery. Sizes are
+are in one chunk. What no record brings forward is copied last, at the commit's own step. Frozen parameters are in
+chunks of their own, whose files later snapshots name again. ``SnapshotShard`` loads the chunks of one writer, whose
+part of a run is called a stream. Called by ``snapshot_writer`` and by recovery. Sizes are
 bytes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -54,6 +56,8 @@ class SnapshotChunk:
     """The rows of its one owner, if that is divided. The first chunk of the owner also has everything without rows."""
     stretches: Mapping[str, FlatRange] = field(default_factory=dict)
     """The flat ranges of parameters stored as such, by name. Each region of a range is a tensor of its own."""
+    is_frozen: bool = False
+    """True if it holds frozen parameters alone. Snapshots name its file again while the content stays equal."""
 
     def held_of(self, owned: Mapping[str, Held]) -> Held:
         """Return the content of the chunk, out of all that is ``owned``."""
@@ -69,11 +73,27 @@ class SnapshotChunk:
 
 
 def divided(
-    owned: dict[str, Held], state: LiveState, prefix: str = ""
+    owned: dict[str, Held], state: LiveState, prefix: str = "", frozen: Collection[str] = ()
 ) -> tuple[list[SnapshotChunk], dict[str, Any]]:
-    """Divide what is ``owned`` into chunks, without files yet, and return them with the index of their content."""
-    units = [_unit(prefix, number, *of, owned, state) for number, of in enumerate(_groups(owned, state))]
+    """Divide what is ``owned`` into chunks, without files yet, and return them with the index of their content.
+
+    The parameters ``frozen`` come first, in chunks without any other.
+    """
+    groups = _groups(owned, state, frozen)
+    units = [_unit(prefix, number, *of, owned, state, frozen) for number, of in enumerate(groups)]
     return units, _index_of(units, owned, state)
+
+
+def frozen_in(state: LiveState) -> set[str]:
+    """Return the parameters of the model that no optimizer trains now, and that this process stores.
+
+    Those of modules beside the model are not among them, because the script changes them after each step.
+    """
+    return {
+        p.name
+        for p in state.stored
+        if ":" not in p.name and not (p.parameter.requires_grad and state.optimizer_of(p) is not None)
+    }
 
 
 def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: str = "") -> dict[str, Any]:
@@ -252,6 +272,7 @@ def _unit(
     rows: range | None,
     owned: dict[str, Held],
     state: LiveState,
+    frozen: Collection[str],
 ) -> SnapshotChunk:
     held, stretches = _held_of(owned, owners, rows), _stretches(state, owners, rows)
     entries = [
@@ -260,9 +281,17 @@ def _unit(
         for key, tensor in _in_file(atom, whole, stretches)
     ]
     layout = Layout.build(entries, METADATA)
-    form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
+    form, is_frozen = xxhash.xxh3_64_hexdigest(layout.header)[:8], bool(owners) and owners[0] in frozen
     name = f"{prefix}unit_{number:03d}-{form}"
-    return SnapshotChunk(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
+    if is_frozen:  # by what it holds, so that it keeps its name whatever comes and goes before it
+        fragments = [
+            _fragments("", part, _region_of(state, owned[part.name][key][0], part, rows))
+            for key, (part, _) in held.items()
+        ]
+        name = f"{prefix}frozen-{xxhash.xxh3_64_hexdigest(layout.header + json.dumps(fragments).encode())}"
+    return SnapshotChunk(
+        name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches, is_frozen=is_frozen
+    )
 
 
 def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, FlatRange]:
@@ -276,18 +305,24 @@ def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | Non
     return held if rows is None else _rows_of(held, rows)
 
 
-def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
+def _groups(
+    owned: dict[str, Held], state: LiveState, frozen: Collection[str] = ()
+) -> list[tuple[tuple[str, ...], range | None]]:
     """Return groups of owners, each with the rows it covers, None for all.
 
-    Owners stay in order. Overlapping owners stay together. Groups are joined to about ``UNIT_BYTES``; a larger owner is
-    divided by rows. Residuals come last, apart. A rank that stores nothing has one empty group, so that it has a share
-    of the snapshot all the same.
+    Owners stay in order, but ``frozen`` ones come first, apart. Overlapping owners stay together. Groups are joined to
+    about ``UNIT_BYTES``; a larger owner is divided by rows. Residuals come last, apart. A rank that stores nothing has
+    one empty group, so that it has a share of the snapshot all the same.
     """
     found: list[tuple[tuple[str, ...], range | None]] = []
     # an optimizer that needs the whole state at once has all chunks at one step
     bundles = state.bundles() if all(map(is_elementwise, state.optimizers)) else []
     bundled = {owner for bundle in bundles for owner in bundle}
-    for _, alike in groupby(_together(owned, bundles), lambda owners: _is_late(owned[owners[0]])):
+
+    def place(owners: list[str]) -> int:
+        return 0 if all(owner in frozen for owner in owners) else 2 if _is_late(owned[owners[0]]) else 1
+
+    for _, alike in groupby(sorted(_together(owned, bundles), key=place), place):
         for group in packed(alike, lambda owners: sum(_bytes_of(owned[o]) for o in owners), UNIT_BYTES):
             first, names = group[0][0], tuple(owner for owners in group for owner in owners)
             is_large = _bytes_of(owned[first]) > UNIT_BYTES  # then it is alone in its group
@@ -364,23 +399,29 @@ def _index_of(units: Sequence[SnapshotChunk], owned: dict[str, Held], state: Liv
     for unit in units:
         for key, (part, _) in unit.held_of(owned).items():
             atom = whole[key]
-            shape, region = state.place_of(atom)
-            if part.shape != atom.shape and unit.rows is not None:
-                region = region.rows(unit.rows)
-            known = replace(atom, shape=shape).to_json()
-            atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
+            known = replace(atom, shape=state.place_of(atom)[0]).to_json()
+            region = _region_of(state, atom, part, unit.rows)
+            atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(
+                unit.name, part, region
+            )
     atoms = {key: atoms[key] for key in whole}  # fingerprints are of parameters in the order of the model
     if not atoms:  # so that two ranks that store nothing write two different files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}
 
 
-def _fragments(unit: SnapshotChunk, part: TensorEntry, region: AnyRegion) -> list[dict[str, Any]]:
+def _region_of(state: LiveState, atom: TensorEntry, part: TensorEntry, rows: range | None) -> AnyRegion:
+    """Return the region of the whole tensor that ``part`` is: all that this process holds of ``atom``, or ``rows``."""
+    region = state.place_of(atom)[1]
+    return region.rows(rows) if part.shape != atom.shape and rows is not None else region
+
+
+def _fragments(unit: str, part: TensorEntry, region: AnyRegion) -> list[dict[str, Any]]:
     """Return the fragments of ``part``, which is stored in ``unit`` and is ``region`` of the whole tensor."""
     if isinstance(region, Region):
-        return [fragment(unit.name, part.key, region)]
+        return [fragment(unit, part.key, region)]
     return [
-        fragment(unit.name, _key_in_file(part, box), box) | {FLAT: list(elements)}
+        fragment(unit, _key_in_file(part, box), box) | {FLAT: list(elements)}
         for box, elements in zip(region.boxes, region.ranges, strict=True)
     ]
 

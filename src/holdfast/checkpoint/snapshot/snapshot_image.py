@@ -6,11 +6,14 @@ snapshots and by saves of other libraries' states.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+import xxhash
 
 from ...io.buffers import Buffer
 from ...state.plain_tensors import TO_NAME, flat_bytes
-from ...store.format.file_names import METADATA, Layout
+from ...store.format.file_names import METADATA, Layout, block_spans
 
 
 class SnapshotImage:
@@ -32,6 +35,33 @@ class SnapshotImage:
             a, b = max(entry.offset, start), min(entry.end, stop)
             flat = self._bytes_of(key)
             piece[a - start : b - start].copy_(flat[a - entry.offset : b - entry.offset])
+
+    def first_difference(
+        self, checksums: Sequence[str], blocks: range, beat: Callable[[], None] = lambda: None
+    ) -> tuple[str, ...] | None:
+        """Return the tensors in the first block that is not as a file with these ``checksums`` has it.
+
+        Returns None if none of ``blocks`` differs. Copies nothing that is on the host and in C order; of what is on a
+        device, at most one block at a time. Calls ``beat`` after each block.
+        """
+        spans = list(block_spans(self._layout.file_bytes))
+        for block in blocks:
+            if self._digest(*spans[block]) != checksums[block]:
+                return tuple(self._layout.keys_between(*spans[block]))
+            beat()
+        return None
+
+    def _digest(self, start: int, stop: int) -> str:
+        """Return the xxh3_64 of the bytes from ``start`` to ``stop``."""
+        digest, at = xxhash.xxh3_64(self._layout.header[start:stop]), max(start, len(self._layout.header))
+        for key in self._layout.keys_between(start, stop):
+            entry = self._layout[key]
+            a, b = max(entry.offset, start), min(entry.end, stop)
+            digest.update(bytes(a - at))
+            digest.update(self._bytes_of(key)[a - entry.offset : b - entry.offset].cpu().numpy().data)
+            at = b
+        digest.update(bytes(max(stop - at, 0)))
+        return digest.hexdigest()
 
     def _bytes_of(self, key: str) -> torch.Tensor:
         """Return all bytes of a tensor in C order. A tensor with another memory order is copied, and the copy kept

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...quantities import format_bytes
+from ...quantities import PAGE, format_bytes
 from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
 from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
 from ...state.live_state import LiveState
@@ -50,6 +50,8 @@ class SnapshotResources:
     the same step.
     """
     when_behind: str = "block"
+    updates_after: bool = False
+    """True if the script changes tensors after each step (``after_update``), frozen ones perhaps."""
 
 
 class SnapshotScheduler:
@@ -79,7 +81,7 @@ class SnapshotScheduler:
         self._store, self._state, self._recorder, self._means = store, state, recorder, means
         self._progress = progress if together is None else lambda: together.alike.marked(progress())
         self._emit, self._restarted = emit, restarted
-        self.bases = SnapshotWriter(store, state, recorder, prefix, self._set_cap)
+        self.bases = SnapshotWriter(store, state, recorder, prefix, self._set_cap, means.updates_after)
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
@@ -255,16 +257,16 @@ class SnapshotScheduler:
         Called once there is a snapshot. ``record_bytes`` is the expected size of a record.
         """
         bases = self.bases
-        full = bases.full_bytes or self._store.newest_bytes
+        full, frozen = bases.expected_bytes()
         rate = bases.written_bytes / bases.write_seconds if bases.written_bytes else PRIOR_BYTES_PER_SECOND
-        believed = prior(full, record_bytes, self._means.bytes_per_step, rate)
+        believed = prior(max(full, PAGE), record_bytes, self._means.bytes_per_step, rate, frozen)
         if self._at_once:  # all ranks have to compute the same step
             told = told or FIRST_STEPS
         self.tuner = Tuner(told, limits, believed)
         self._recorder.expect(self.tuner.steps)
         if self._together is not None:
             self._together.room.divide()
-        self._set_cap(full)
+        self._set_cap()
         self.tuner.restarted(*self._store.restarts())
 
     def recovered(self, recovery: RecoveryProgress) -> None:
@@ -312,16 +314,17 @@ class SnapshotScheduler:
         self.bases.begin()
         if self.tuner is not None:
             self._recorder.expect(self.tuner.steps)
-        self._set_cap(self.bases.full_bytes)
+        self._set_cap()
 
-    def _set_cap(self, full_bytes: int) -> None:
+    def _set_cap(self) -> None:
         """Set the storage cap: the configured one, or a multiple of the state plus what is kept for good."""
+        full, frozen = self.bases.expected_bytes()
         for_good, told = self._store.for_good_bytes, self._means.storage_bytes
         if self._together is not None:
-            self._together.room.default(full_bytes)
+            self._together.room.default(full, frozen)
             cap = self._store.cap_bytes
         else:
-            cap = max(STORAGE_FULLS * full_bytes, LEAST_STORAGE) + for_good if told is None else told
+            cap = max(STORAGE_FULLS * (full + frozen), LEAST_STORAGE) + for_good if told is None else told
             self._store.cap_bytes = cap
         if cap is not None and self.tuner is not None:
             self.tuner.limits = replace(self.tuner.limits, storage_bytes=max(cap - for_good, 1))
@@ -329,6 +332,8 @@ class SnapshotScheduler:
     def _stage(self, step: int) -> None:
         """Copy chunks of the snapshot under way, as many as step time and memory allow."""
         bases, means = self.bases, self._means
+        if not bases.name_again(step):
+            return
         room = means.staging_bytes - bases.memory_bytes
         self._num_stages += 1
         together = bases.left_bytes if means.of_one_step else bases.late_bytes
@@ -373,7 +378,8 @@ class SnapshotScheduler:
             self.gap = self._tried_beside = False
         if self.tuner is not None and self._num_stages:  # scheduled, not requested
             self._tell_written(self.tuner)
-            self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)
+            full, frozen = max(self.bases.full_bytes, PAGE), self.bases.frozen_bytes
+            self.tuner.based(full, self._num_stages, self._stall_of_base, frozen)
         self._stall_of_base, self._num_stages = 0.0, 0
 
     def _is_room(self, nbytes: int) -> bool:

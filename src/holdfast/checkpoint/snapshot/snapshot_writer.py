@@ -5,6 +5,12 @@ one. Each chunk is copied at the end of some step and written to a generation fi
 at which the last chunk was copied. It names the step of each chunk, and the log records from there on bring the chunk
 to the commit's step. Sizes are bytes. In the code a snapshot is a *base*.
 
+A chunk of frozen parameters is written once. Later snapshots name its file again:
+
+1. Before anything is copied, each such chunk is compared: change counters and addresses by the training thread, and
+   then its bytes with the checksums of the file, by the recorder's thread.
+2. Only when all have been compared, the others are copied. A chunk that differs is copied like any other.
+
 Chunks on a device are copied into one of two pinned buffers. The writing thread waits for these copies, not the
 training thread.
 """
@@ -13,8 +19,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,18 +32,35 @@ import torch
 
 from holdfast import failpoints
 
-from ...accelerators import devices_of, synchronize
-from ...errors import DoesNotFit
+from ...accelerators import devices_of, marks, new_stream, on_stream, synchronize
+from ...errors import DoesNotFit, PoolExhausted
 from ...io.buffers import Buffer
-from ...quantities import PAGE, format_bytes, round_up
+from ...quantities import PAGE, MiB, format_bytes, round_up, shown
 from ...state.live_state import Held, LiveState
 from ...state.tensor_entries import TensorEntry
-from ...store.format.manifest import Manifest, RankShare
+from ...store.drive_links import HOME
+from ...store.format.file_names import CHECKSUM_BLOCK
+from ...store.format.manifest import FileRef, Manifest, RankShare
 from ...store.run_store import LocalStore
 from ..capture.async_copy import DeviceCopies, pinned
+from ..capture.mutation_check import changes_of
 from ..log.recorder import InlineRecorder, Recorder, RecorderTask
-from .snapshot_chunks import SnapshotChunk, atoms_of, divided, of_one_base, owned_by
+from .snapshot_chunks import SnapshotChunk, atoms_of, divided, frozen_in, of_one_base, owned_by
 from .snapshot_image import SnapshotImage, place_in, write_tensor
+
+COMPARED_BYTES_PER_STEP = 512 * MiB
+"""Bytes of frozen chunks that are given to the recorder's thread at the end of one step, to be compared.
+
+Records wait for it meanwhile, some 50 ms.
+"""
+COMPARED_AT_ONCE = CHECKSUM_BLOCK
+"""Bytes of frozen chunks that the training thread compares itself, because that takes less than a millisecond."""
+DEVICE_TURNS = 8
+"""The number of snapshots beside training in which all bytes of a frozen chunk on a device are compared."""
+
+
+Comparison = Callable[[Callable[[], None]], tuple[str, ...] | None]
+"""Returns what differs; is given a function to call now and then."""
 
 
 @dataclass
@@ -44,6 +69,20 @@ class _Staged:
     step: int
     generation: int = -1
     written: Future[tuple[str, ...]] | None = None
+    marks: list[tuple[int, int]] | None = None
+    """Address and change count of each tensor of a frozen chunk as its file has it; None if that is not known."""
+    is_whole: bool = True
+    """False for a file of an earlier process until all of its bytes have been compared."""
+
+    @property
+    def is_written(self) -> bool:
+        return self.written is not None and self.written.done() and self.written.exception() is None
+
+    @property
+    def checksums(self) -> tuple[str, ...]:
+        """The checksums of the file, once it is written."""
+        assert self.written is not None
+        return self.written.result()
 
 
 class PinnedChunks:
@@ -105,13 +144,26 @@ class SnapshotWriter:
         state: LiveState,
         recorder: Recorder | InlineRecorder,
         prefix: str = "",
-        sized: Callable[[int], None] = lambda nbytes: None,
+        sized: Callable[[], None] = lambda: None,
+        waits: bool = False,
     ) -> None:
-        """Prepare a writer. ``sized`` is called with the size of a snapshot when that has changed, before any file is
-        made.
+        """Prepare a writer.
+
+        Args:
+            sized: Called when the size of a snapshot has changed, before any file is made.
+            waits: Have training wait while frozen chunks are compared, because the script may change them in each step.
         """
         self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
-        self._sized = sized
+        self._sized, self._waits = sized, waits
+        self._frozen: set[str] = set()
+        """The frozen parameters when the state was divided last."""
+        self._named: dict[str, _Staged] = {}
+        """The last copy of each frozen chunk, by name. Its file holds the content."""
+        self._equal: set[str] = set()
+        """Names of the frozen chunks whose files the snapshot under way names again, as far as is known."""
+        self._compared: dict[str, Future[tuple[str, ...] | None]] = {}
+        """The differences of chunks from their files, by the name of the chunk."""
+        self._turn = 0
         self._units: list[SnapshotChunk] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
@@ -141,13 +193,13 @@ class SnapshotWriter:
 
     @property
     def next_bytes(self) -> int:
-        """The bytes that a copy of the next chunk takes."""
-        return self._left[0].layout.file_bytes
+        """The bytes that a copy of the next chunk takes; 0 if no chunk is to be copied."""
+        return next((unit.layout.file_bytes for unit in self._left if unit.name not in self._equal), 0)
 
     @property
     def left_bytes(self) -> int:
         """The bytes that copies of the remaining chunks will take."""
-        return sum(unit.layout.file_bytes for unit in self._left)
+        return sum(unit.layout.file_bytes for unit in self._left if unit.name not in self._equal)
 
     @property
     def late_bytes(self) -> int:
@@ -156,27 +208,149 @@ class SnapshotWriter:
 
     @property
     def full_bytes(self) -> int:
-        """The bytes of a snapshot, as the state was divided last."""
-        return sum(unit.layout.file_bytes for unit in self._units)
+        """The bytes that every snapshot writes, as the state was divided last."""
+        return sum(unit.layout.file_bytes for unit in self._units if not unit.is_frozen)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of frozen parameters, which a snapshot names and writes only where they have changed."""
+        return sum(unit.layout.file_bytes for unit in self._units if unit.is_frozen)
 
     def begin(self) -> None:
         """Divide the state into chunks, without copying any. Makes files if the form of the state has changed."""
-        owned = owned_by(self._state)
+        owned, frozen = owned_by(self._state), frozen_in(self._state)
         atoms = atoms_of(owned)
-        if atoms != self._atoms or not self._units:
+        if atoms != self._atoms or frozen != self._frozen or not self._units:
             before = self._units
-            self._units, index = divided(owned, self._state, self._prefix)
-            self._atoms = atoms
-            self._sized(self.full_bytes)
-            self._recorder.put(RecorderTask(partial(self._make, before, self._units, index), at_once=True))
-        self._left, self._staged = list(self._units), []
+            self._units, index = divided(owned, self._state, self._prefix, frozen)
+            self._atoms, self._frozen, named = atoms, frozen, self._named_before()
+            self._named = {known.unit.name: known for known, _ in named}
+            self._sized()
+            self._recorder.put(
+                RecorderTask(partial(self._make, before, self._units, index, named), at_once=True)
+            )
+        self._left, self._staged, self._compared = list(self._units), [], {}
+        self._equal = {unit.name for unit in self._units if self._seems_equal(unit, owned)}
+        self._turn += 1
+
+    def expected_bytes(self) -> tuple[int, int]:
+        """Return ``full_bytes`` and ``frozen_bytes``, also before the first snapshot of this process."""
+        state = self._state
+        units = self._units or divided(owned_by(state), state, self._prefix, frozen_in(state))[0]
+        frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
+        return sum(unit.layout.file_bytes for unit in units) - frozen, frozen
+
+    def _named_before(self) -> list[tuple[_Staged, FileRef]]:
+        """Return the frozen chunks that the newest snapshot of the run has, each with its file."""
+        base = self._store.newest_base
+        files = {} if base is None else base.files
+        found = []
+        for unit in self._units:
+            ref = files.get(unit.name) if unit.is_frozen else None
+            if ref is None or ref.bytes != unit.layout.file_bytes:
+                continue
+            if ref.path.startswith(f"{HOME}/{unit.name}."):
+                named, known = (
+                    _Staged(unit, -1, written=_done(ref), is_whole=False),
+                    self._named.get(unit.name),
+                )
+                if known is not None and known.is_written and known.checksums == ref.checksums:
+                    named.marks, named.is_whole = known.marks, known.is_whole
+                found.append((named, ref))
+        return found
+
+    def _seems_equal(self, unit: SnapshotChunk, owned: Mapping[str, Held]) -> bool:
+        """Return whether a file holds the content of a frozen chunk, as far as counters and addresses tell."""
+        known = self._named.get(unit.name)
+        return known is not None and known.is_written and known.marks in (None, _marks_of(unit, owned))
+
+    def name_again(self, step: int) -> bool:
+        """Name the files of the frozen chunks that have not changed, and return whether this is done.
+
+        False while chunks are being compared, if one of them differs, which is copied then, and if the snapshot was
+        begun again. Nothing is copied before this returns True.
+        """
+        waiting = [unit for unit in self._left if unit.name in self._equal]
+        if not waiting:
+            return True
+        owned = self._owned_now()
+        if owned is None or not self._compare(waiting, owned):
+            return False
+        differ = {name: keys for name, each in self._compared.items() if (keys := each.result()) is not None}
+        if differ:
+            self._copy_changed(differ, [key for keys in differ.values() for key in keys])
+            return False
+        for unit in waiting:
+            self._name(unit, step)
+        self._left = [unit for unit in self._left if unit.name not in self._equal]
+        return True
+
+    def _compare(self, waiting: Sequence[SnapshotChunk], owned: Mapping[str, Held]) -> bool:
+        """Have the chunks ``waiting`` compared with their files, some in each step. Return whether all are."""
+        at_once = self._waits or sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
+        under_way = 0
+        for unit in waiting:
+            if unit.name not in self._compared and under_way < COMPARED_BYTES_PER_STEP:
+                done = self._compared[unit.name] = Future()
+                compare = self._comparison(unit, owned, whole=at_once)
+                if at_once:
+                    done.set_result(compare(lambda: None))
+                else:
+                    task = partial(_set_result, done, compare, self._recorder.heartbeat)
+                    self._recorder.put(RecorderTask(task, at_once=True))
+            if unit.name not in self._compared or not self._compared[unit.name].done():
+                under_way += unit.layout.file_bytes
+        return not under_way
+
+    def _comparison(self, unit: SnapshotChunk, owned: Mapping[str, Held], whole: bool = False) -> Comparison:
+        """Return a function that returns what differs in a chunk from its file, or None.
+
+        Of a chunk on a device only some bytes are compared, unless ``whole``, or if it was not compared yet.
+        """
+        known, tensors = self._named[unit.name], unit.tensors_of(owned)
+        checksums, devices = known.checksums, devices_of(tensors.values())
+        first, turns = (self._turn, DEVICE_TURNS) if devices and not whole and known.is_whole else (0, 1)
+        known.marks = _marks_of(unit, owned)
+        events, image = marks(devices), SnapshotImage(unit.layout, tensors)
+
+        def compare(beat: Callable[[], None]) -> tuple[str, ...] | None:
+            for event in events:
+                event.synchronize()
+            with on_stream(new_stream(devices[0])) if devices else nullcontext():
+                blocks = range(first % turns, len(checksums), turns)
+                return image.first_difference(checksums, blocks, beat)
+
+        return compare
+
+    def _name(self, unit: SnapshotChunk, step: int) -> None:
+        """Name the file of a frozen chunk again, as of ``step``."""
+        known = self._named[unit.name]
+        known.step, known.is_whole = step, True
+        self._staged.append(known)
+
+    def _copy_changed(self, units: Collection[str], keys: Sequence[str]) -> None:
+        """Copy the frozen chunks ``units`` in this snapshot, and warn that their files have other ``keys``."""
+        self._equal.difference_update(units)
+        before = [self._named.pop(name) for name in units]
+        for name in units:
+            self._compared.pop(name, None)
+        self._recorder.put(RecorderTask(partial(self._release, before), at_once=True))
+        names = shown(list(dict.fromkeys(key.rpartition("/")[0] for key in keys)))
+        warnings.warn(
+            f"frozen parameters ({names}, or some of these) changed in a way that nothing counts (through .data or"
+            " NumPy), or since the resume. The base that is being made has the new values; the bases and records"
+            " since the change have the old ones. Call save() after such a change.",
+            stacklevel=7,
+        )
 
     def stage(self, step: int, most_bytes: int) -> bool:
         """Copy chunks as they are at the end of ``step``, at most ``most_bytes`` of them.
 
-        Late chunks are copied only if all that is left is copied. Returns False, with nothing copied, where the state
-        has changed its form and the snapshot was begun again.
+        Late chunks are copied only if all that is left is copied. Returns False, with nothing copied, where
+        ``name_again`` does, or the state has changed its form and the snapshot was begun again.
         """
+        if not self.name_again(step):
+            return False
         owned = self._owned_now()
         if owned is None:
             return False
@@ -189,7 +363,7 @@ class SnapshotWriter:
                 break
             self._left.pop(0)
             most_bytes -= unit.layout.file_bytes
-            self._staged.append(staged := _Staged(unit, step))
+            self._staged.append(staged := self._copy_of(unit, step, owned))
             self._recorder.put(RecorderTask(partial(self._write, staged, *copied), at_once=True))
             failpoints.reach("after_unit_staged")
         return True
@@ -203,7 +377,10 @@ class SnapshotWriter:
         instead.
         """
         nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
-        largest = max((each.layout.file_bytes for each in self._units if not each.late), default=0)
+        largest = max(
+            (each.layout.file_bytes for each in self._units if not each.late and not each.is_frozen),
+            default=0,
+        )
         if devices and largest and self._landing is None:
             self._landing = PinnedChunks(devices, largest)
             self._recorder.put(RecorderTask(self._landing.make, at_once=True))
@@ -235,10 +412,27 @@ class SnapshotWriter:
         if owned is None:
             return
         unit = self._left.pop(0)
-        self._staged.append(staged := _Staged(unit, step))
         tensors = unit.tensors_of(owned)
         settle_devices(tensors.values())
+        if unit.name in self._equal:
+            compare = self._comparison(unit, owned, whole=True)
+            differ = self._recorder.do(lambda: compare(self._recorder.heartbeat))
+            if differ is None:
+                return self._name(unit, step)
+            self._copy_changed([unit.name], differ)
+        self._staged.append(staged := self._copy_of(unit, step, owned))
         self._recorder.do(partial(self._write_through, staged, tensors))
+
+    def _copy_of(self, unit: SnapshotChunk, step: int, owned: Mapping[str, Held]) -> _Staged:
+        """Return the copy of ``unit`` at ``step``. That of a frozen chunk replaces the one before it."""
+        staged = _Staged(unit, step)
+        if unit.is_frozen:
+            staged.marks = _marks_of(unit, owned)
+            before = self._named.get(unit.name)
+            self._named[unit.name] = staged
+            if before is not None:
+                self._recorder.put(RecorderTask(partial(self._release, [before]), at_once=True))
+        return staged
 
     def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
         """Publish the snapshot as a commit once all its chunks are written. It is durable when this returns.
@@ -274,8 +468,7 @@ class SnapshotWriter:
     def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
         files = {}
         for staged in self._staged:
-            assert staged.written is not None
-            files[staged.unit.name] = (staged.generation, staged.written.result())
+            files[staged.unit.name] = (staged.generation, staged.checksums)
             self._recorder.heartbeat()
         index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
         return (
@@ -292,9 +485,14 @@ class SnapshotWriter:
             self._recorder.put(RecorderTask(partial(self._release, staged), at_once=True))
 
     def _owned_now(self) -> dict[str, Held] | None:
-        """Return the tensors to store; None if optimizer state appeared or grew, and the snapshot was begun again."""
+        """Return the tensors to store.
+
+        Returns None if optimizer state appeared or grew, or a frozen chunk that was to be named again has changed, and
+        the snapshot was begun again.
+        """
         owned = owned_by(self._state)
-        if atoms_of(owned) == self._atoms:
+        named = [unit for unit in self._left if unit.name in self._equal]
+        if atoms_of(owned) == self._atoms and all(self._seems_equal(unit, owned) for unit in named):
             return owned
         self.give_up()
         self.begin()
@@ -310,8 +508,14 @@ class SnapshotWriter:
 
     # Called by the recorder's thread from here on.
 
-    def _make(self, before: list[SnapshotChunk], units: list[SnapshotChunk], index: dict[str, Any]) -> None:
-        """Make files for ``units``, and drop those of ``before``.
+    def _make(
+        self,
+        before: list[SnapshotChunk],
+        units: list[SnapshotChunk],
+        index: dict[str, Any],
+        named: Sequence[tuple[_Staged, FileRef]],
+    ) -> None:
+        """Make files for ``units``, and drop those of ``before``. Chunks in ``named`` have a file already.
 
         The name of a chunk encodes its form, since the size of a file never changes. Raises ``DoesNotFit``.
         """
@@ -319,16 +523,21 @@ class SnapshotWriter:
             if unit.files is not None:
                 self._store.drop_unit(unit.files)
         for unit in units:
-            unit.files = self._store.unit(unit.name, unit.layout, copies=min(self._store.retain, 2) + 1)
+            copies = 1 if unit.is_frozen and self._store.keep is not None else min(self._store.retain, 2) + 1
+            unit.files = self._store.unit(unit.name, unit.layout, copies)
+        for known, ref in named:
+            assert known.unit.files is not None
+            known.generation = known.unit.files.generation_of(ref.path)
         files = [unit.files for unit in units if unit.files is not None]
         nbytes, store = self._store.space_needed(files), self._store
         if nbytes and not store.make_room(nbytes):
-            least = int((store.used_bytes + nbytes + self.full_bytes) / store.cap_share)
+            full = self.full_bytes + self.frozen_bytes
+            least = int((store.used_bytes + nbytes + full) / store.cap_share)
             who = "what this rank stores" if store.cap_share < 1 else "the run"
             raise DoesNotFit(
                 f"storage = {format_bytes(store.run_cap_bytes)} is too little: of"
                 f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
-                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give more than {least} bytes,"
+                f" {format_bytes(full)} take {format_bytes(nbytes)} more. Give more than {least} bytes,"
                 " since records take some as well."
             )
         for each in files:
@@ -344,7 +553,7 @@ class SnapshotWriter:
         for mark in marks:
             mark.synchronize()
         began = time.perf_counter()
-        staged.generation = self._store.free_generation(files)
+        staged.generation = self._free_generation(staged.unit)
         staged.written = files.write(
             staged.generation, buffer.view[:nbytes], kind="state", phase="base", priority=2
         )
@@ -369,7 +578,7 @@ class SnapshotWriter:
         files = staged.unit.files
         assert files is not None
         began = time.perf_counter()
-        staged.generation = self._store.free_generation(files)
+        staged.generation = self._free_generation(staged.unit)
         checksums = files.write_through(
             staged.generation, SnapshotImage(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
             beat=self._recorder.heartbeat,
@@ -378,8 +587,26 @@ class SnapshotWriter:
         staged.written.set_result(checksums)
         self._wrote(staged.unit.layout.file_bytes, began, time.perf_counter())
 
+    def _free_generation(self, unit: SnapshotChunk) -> int:
+        assert unit.files is not None
+        try:
+            return self._store.free_generation(unit.files)
+        except PoolExhausted:
+            if not unit.is_frozen:
+                raise
+            raise DoesNotFit(
+                f"storage = {format_bytes(self._store.run_cap_bytes)} is too little: frozen parameters have changed and"
+                f" are written again, which takes {format_bytes(unit.layout.file_bytes)} more until older bases are"
+                " gone. Give more, or leave storage= out."
+            ) from None
+
     def _release(self, staged: list[_Staged]) -> None:
+        """Free the files of copies that no snapshot will name."""
         for each in staged:
+            if (
+                self._named.get(each.unit.name) is each
+            ):  # the next snapshot names it, and nobody may write to it
+                continue
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
                 each.unit.files.release(each.generation)
@@ -390,3 +617,23 @@ def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for running work on the devices of ``tensors``, before another thread reads them."""
     for device in devices_of(tensors):
         synchronize(device)
+
+
+def _marks_of(unit: SnapshotChunk, owned: Mapping[str, Held]) -> list[tuple[int, int]]:
+    """Return address and change count of each tensor of ``unit``."""
+    return [
+        (tensor.data_ptr(), changes_of(tensor))
+        for owner in unit.owners
+        for _, tensor in owned[owner].values()
+    ]
+
+
+def _set_result(done: Future[tuple[str, ...] | None], compare: Comparison, beat: Callable[[], None]) -> None:
+    done.set_result(compare(beat))
+
+
+def _done(ref: FileRef) -> Future[tuple[str, ...]]:
+    """Return a future whose result are the checksums of ``ref``."""
+    done: Future[tuple[str, ...]] = Future()
+    done.set_result(ref.checksums)
+    return done

@@ -90,7 +90,7 @@ def bounds(measured: MeasuredCosts, limits: Limits) -> tuple[Bound, ...]:
     m, spread = measured, measured.base_steps - 1
     replay = m.replay_record_seconds + m.replay_write_seconds
     left_seconds = limits.recovery_seconds - m.load_seconds
-    left_bytes = storage_cap(m, limits) - (limits.retain + 1) * m.full_bytes
+    left_bytes = storage_cap(m, limits) - (limits.retain + 1) * m.full_bytes - m.frozen_bytes
     spare = limits.bandwidth_share * m.write_bytes_per_second * m.step_seconds - m.record_bytes
     copies = limits.host_bytes - max(limits.host_bytes / 4, ceil(m.full_bytes / m.base_steps))
     return (
@@ -111,7 +111,8 @@ def bounds(measured: MeasuredCosts, limits: Limits) -> tuple[Bound, ...]:
 
 def storage_cap(measured: MeasuredCosts, limits: Limits) -> int:
     """Return the cap on storage in bytes."""
-    return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
+    full = measured.full_bytes + measured.frozen_bytes
+    return STORAGE_FULLS * full if limits.storage_bytes is None else limits.storage_bytes
 
 
 def optimum(measured: MeasuredCosts, limits: Limits | None = None) -> Optimum:

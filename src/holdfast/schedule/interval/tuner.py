@@ -46,7 +46,7 @@ class Tuner:
         self.limits = limits
         self._told = told is not None
         self._estimates = Estimates(prior, keep=KEEP)
-        self._sizes = {"full_bytes": prior.full_bytes, "record_bytes": prior.record_bytes}
+        self._sizes = {name: getattr(prior, name) for name in ("full_bytes", "frozen_bytes", "record_bytes")}
         self._replay_seen = False
         self._num_steps = self._steps_since = 0
         self._seconds = self._record_stall = 0.0
@@ -70,12 +70,12 @@ class Tuner:
         self._estimates.ran(seconds + record_stall)
         self._asked = self._asked or self._num_steps == WARM_STEPS
 
-    def based(self, nbytes: int, steps: int, stall: float) -> None:
-        """Note that a snapshot of ``nbytes`` is published.
+    def based(self, nbytes: int, steps: int, stall: float, frozen_bytes: int = 0) -> None:
+        """Note that a snapshot of ``nbytes`` and ``frozen_bytes``, which were not written again, is published.
 
         It was copied at the ends of ``steps`` steps, for which training waited ``stall`` seconds.
         """
-        self._sizes["full_bytes"] = nbytes
+        self._sizes |= {"full_bytes": nbytes, "frozen_bytes": frozen_bytes}
         self._estimates.saw("base_stall_seconds", stall)
         self._estimates.saw("base_steps", max(steps, 1))
         self._asked = True
@@ -147,12 +147,17 @@ class IntervalChange:
 
 
 def prior(
-    full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_per_second: float
+    full_bytes: int,
+    record_bytes: int,
+    bytes_per_step: int,
+    write_bytes_per_second: float,
+    frozen_bytes: int = 0,
 ) -> MeasuredCosts:
     """Return the estimates for a run of which a first snapshot has been written and nothing else is known."""
     return MeasuredCosts(
         step_seconds=1.0,
         full_bytes=full_bytes,
+        frozen_bytes=frozen_bytes,
         record_bytes=record_bytes,
         write_bytes_per_second=write_bytes_per_second,
         read_bytes_per_second=write_bytes_per_second,

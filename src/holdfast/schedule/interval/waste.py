@@ -34,7 +34,7 @@ class MeasuredCosts:
     step_seconds: float
     """Seconds of training alone, with nothing recorded."""
     full_bytes: int
-    """Bytes of a snapshot."""
+    """Bytes that every snapshot writes."""
     record_bytes: int
     write_bytes_per_second: float
     read_bytes_per_second: float
@@ -57,6 +57,8 @@ class MeasuredCosts:
     restart_seconds: float = 60.0
     """Seconds from the failure to the beginning of the load."""
     mean_seconds_between_failures: float = 24 * HOUR
+    frozen_bytes: int = 0
+    """Bytes of frozen parameters, which are written once and loaded with every snapshot."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -81,7 +83,8 @@ class MeasuredCosts:
         On the average half of the snapshot takes the log records since its first part.
         """
         record = max(self.replay_seconds / 2, self.record_bytes / self.read_bytes_per_second)
-        return self.full_bytes / self.read_bytes_per_second + (self.base_steps - 1) * record
+        loaded = self.full_bytes + self.frozen_bytes
+        return loaded / self.read_bytes_per_second + (self.base_steps - 1) * record
 
     def write_seconds(self, records: int) -> float:
         """Return the seconds until a write of ``records`` log records is durable."""
@@ -189,7 +192,7 @@ def storage_bytes(measured: MeasuredCosts, cadence: Cadence, retain: int = 2) ->
     """Return the most bytes of snapshots, one of them being made, and of log records since the oldest."""
     spread = measured.base_steps - 1
     num_records = retain * (cadence.steps + spread) + spread
-    return (retain + 1) * measured.full_bytes + num_records * measured.record_bytes
+    return (retain + 1) * measured.full_bytes + measured.frozen_bytes + num_records * measured.record_bytes
 
 
 def host_bytes(measured: MeasuredCosts, cadence: Cadence) -> int:

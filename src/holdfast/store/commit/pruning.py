@@ -85,7 +85,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     rows = [
         RemovedCommit(
             ref,
-            _own_bytes(manifests[ref], files),
+            _own_bytes(manifests[ref], files),  # a file that several name counts with the first
             before.lines.get(tip if ref in line else ref.timeline, {}).get(ref, ref.step),
             ref in line,
         )
@@ -98,8 +98,11 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
 
 
 def _own_bytes(manifest: Manifest | None, others: set[str]) -> int:
+    """Return the bytes of the files that are not among ``others``, and add these files to them."""
     files = manifest.files.values() if manifest is not None else ()
-    return sum(file.bytes for file in files if file.path not in others and not is_reference(file.path))
+    own = [file for file in files if file.path not in others]
+    others.update(file.path for file in own)
+    return sum(file.bytes for file in own if not is_reference(file.path))
 
 
 def prune(root: Path, keep: Keep) -> Pruning:

@@ -76,9 +76,12 @@ class RetainedCommits(RunReader):
 
         May be called while another thread publishes.
         """
-        retained = self._retained
-        alone = [retained.get(ref) for ref in self._for_good() - set(self._newest())]
-        return sum(map(self._own_bytes, filter(None, alone)))
+        retained, for_good = self._retained, self._for_good()
+        newest = set(self._newest())
+        alone = [manifest for ref in for_good - newest if (manifest := retained.get(ref)) is not None]
+        others = {f.path for ref in newest if (m := retained.get(ref)) is not None for f in m.files.values()}
+        own = {f.path: f.bytes for m in alone for unit, f in m.files.items() if self.is_mine(unit)}
+        return sum(nbytes for path, nbytes in own.items() if path not in others)
 
     @property
     def run_cap_bytes(self) -> int:

@@ -71,6 +71,8 @@ class Pusher:
         self._damaged: set[CommitRef] = set()
         """Damaged commits of the directory, which are not tried again."""
         self._report: Callable[[int], None] = lambda nbytes: None
+        self._counted: set[str] = set()
+        """Payload files that this push has reported, since several commits may name one."""
         self.durable_step: int | None = None
         """The newest step that can be recovered from the bucket alone, as far as this process knows."""
 
@@ -104,7 +106,8 @@ class Pusher:
         self._done = PushResult()
         self._begin()
         missing = self._missing()
-        total = sum(manifest.total_bytes for manifest in missing)
+        total = sum({f.path: f.bytes for manifest in missing for f in manifest.files.values()}.values())
+        self._counted = set()
         self._report = (lambda nbytes: None) if report is None else partial(report, total)
         self._push_timelines()
         self._push_records()
@@ -207,8 +210,10 @@ class Pusher:
 
     def _push_file(self, ref: FileRef, sizes: dict[str, int]) -> None:
         path = object_path(ref)
+        counted = ref.path in self._counted
+        self._counted.add(ref.path)
         if sizes.get(path) == ref.bytes:
-            return self._report(ref.bytes)
+            return None if counted else self._report(ref.bytes)
         check_size(self._local.disk, ref)
         self._disk.put(path, self._blocks(ref))
         sizes[path] = ref.bytes

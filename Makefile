@@ -37,19 +37,19 @@ lint: install
 types: install
 	$(BIN)/pyrefly check
 
-# Neighbouring tests go to one worker, so that what a file's tests share, such as a server of ranks, is set up once.
-SHARED_OUT := --dist worksteal
+# Neighbouring tests go to one worker, so that fixtures that the tests of a file share (a server of ranks) are set up once.
+DISTRIBUTION := --dist worksteal
 
 # What to run while working: minutes.
 test: install lint types
-	$(BIN)/pytest -n 2 $(SHARED_OUT) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
 # Everything else that CI runs.
 test-slow: test-rest test-dist test-crash test-matrix test-peers
 
 test-rest: install test-wheel
-	$(BIN)/pytest -n 2 $(SHARED_OUT) -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
-	$(BIN)/pytest -n 2 $(SHARED_OUT) -m "not gpu" tests/played tests/gpu
+	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "slow and not crash and not peers and not matrix" --ignore=tests/dist
+	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
 
 # The wheel, as a user gets it: built, put into a folder of its own, and run from there.
 WHEEL := dist/wheel
@@ -61,14 +61,14 @@ test-wheel: install
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install
-	$(BIN)/pytest -n 3 $(SHARED_OUT) --timeout=300 tests/dist
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) --timeout=300 tests/dist
 
 # They wait for the disk as much as they compute. The quick ones among them are part of `make test` and `test-rest`.
 test-crash: install
-	$(BIN)/pytest -n 3 $(SHARED_OUT) -m crash tests/crash
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m crash tests/crash
 
 test-matrix: install
-	$(BIN)/pytest -n 2 $(SHARED_OUT) tests/matrix
+	$(BIN)/pytest -n 2 $(DISTRIBUTION) tests/matrix
 
 # All combinations and all repeated kills, of which the other targets take a part that is the same everywhere. Hours, alone on the
 # machine; by hand, before a release. Counts are kept in benchmarks/results/.

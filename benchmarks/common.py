@@ -162,9 +162,9 @@ def hard_limit(nbytes: int) -> Iterator[Path | None]:
 
 @contextmanager
 def slow_disk(folder: str, bytes_per_second: int) -> Iterator[Path]:
-    """Yield the folder of a cgroup (version 1, as root) that reads and writes so much on the disk of ``folder``.
+    """Yield the folder of a cgroup (version 1, as root) that limits reads and writes on the disk of ``folder``.
 
-    Each way has the limit by itself. What goes through the page cache is written by the kernel, without a limit.
+    Reads and writes have the limit ``bytes_per_second`` each. The kernel writes the page cache without a limit.
     """
     device = os.stat(folder).st_dev
     group = Path("/sys/fs/cgroup/blkio") / f"holdfast-{os.getpid()}"

@@ -11,8 +11,9 @@ once with bf16 parameters and nothing else ("plain"), which is a tenth of the op
 and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the
 SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need
 a compiler and libaio's headers, and are compiled when they are first used.
-With ``--ssd-limit`` every case reads at most so many bytes a second from the SSD, and writes as many (as root, with
-cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
+With ``--ssd-limit`` every case reads at most that many bytes a second from the SSD, and writes at most as many (as
+root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
     parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     parser.add_argument("--ssd-limit", type=int, default=0, help="bytes per second, each way; 0 is none")
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="besides the engine; by default all")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, help="cases that run besides the engine; all by default"
+    )
     parser.add_argument("--peers", help="a Python that has DeepSpeed; without it that case is left out")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""MLPs that compute their tokens in tiles, so that what they keep does not grow with the length of a text.
+"""MLPs that compute their tokens in tiles, so that the memory for their backward pass does not grow with the text.
 
 An MLP keeps several values a token that are wider than the model, more than all else of a block. It computes each token
 by itself, so tokens can go through it in pieces. In the backward pass each piece is computed again before its gradients
@@ -27,14 +27,14 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
 def tile_mlps(model: nn.Module, tokens: int, modules: Iterable[nn.Module] | None = None) -> int:
     """Make MLPs compute at most ``tokens`` tokens at once, and return the number of those MLPs.
 
-    Outputs are those of the products of a tile, which may be rounded otherwise than those of the whole. In the backward
-    pass tiles come from the last to the first, each computed again, and the gradient of a weight is the sum over them,
-    in the dtype of the weight. Random numbers of a tile are the same both times. Inputs of up to ``tokens`` tokens take
-    the ordinary way, with its bits. The first longer input of each MLP is tried on two tiles.
+    Matrix products of a tile may be rounded otherwise than those of the whole input. The backward pass computes each
+    tile again, with the same random numbers, from the last tile to the first. The gradient of a weight is the sum over
+    the tiles, in the dtype of the weight. Inputs of at most ``tokens`` tokens are computed whole, with the same bits as
+    before. The first longer input of each MLP is checked: two tiles must give what both together give.
 
     Args:
         model: The model; its modules are changed in place.
-        tokens: Tokens of a tile: rows of the input [..., width] but for its last dim.
+        tokens: Number of tokens in a tile. An input [..., width] has one token for each row of ``width`` values.
         modules: The MLPs, each called with one tensor. By default all modules named mlp, feed_forward, feedforward or
             ffn.
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim.adam import adam
 
 from ..state.tensor_entries import STEP
-from .declared_state import Form, ShapedStateOptimizer, Slots
+from .declared_state import Form, ShapedStateOptimizer, Slots, master_bits_of
 
 BLOCK = 256
 """The elements that share a scale. It divides 4096, at whose multiples updates are sliced."""
@@ -82,9 +82,9 @@ class AdamW8bit(_AdamW):
     ``m``. A byte would be too coarse for ``v``: some elements would keep an ``m`` with a divisor near zero.
 
     Args:
-        master_bits: 32, or 24 to round fp32 parameters stochastically to 16 bits of mantissa after each update. Out of
-            core in bf16 they then take one byte beside the compute copy instead of two, and values are rounded to 24
-            bits when a run begins.
+        master_bits: 32, or 24 to round fp32 parameters stochastically to their upper 24 bits after each update. Out of
+            core in bf16 a parameter then takes one byte beside the compute copy instead of two, and initial values are
+            rounded to the nearest of 24 bits.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AdamW8bit(_AdamW):
         return Slots(
             {"exp_avg": codes, "exp_avg_scale": scales, "rms": codes, "rms_scale": scales},
             {STEP: torch.float32},
-            group.get("master_bits", 32),  # optimizers of earlier runs do not have it
+            master_bits_of(group),
         )
 
     def update(
@@ -124,7 +124,7 @@ class AdamW8bit(_AdamW):
             codes, scales = encode(value, signed, step, salt)
             state[name].copy_(codes.view(param.shape))
             state[f"{name}_scale"].copy_(scales)
-        if group.get("master_bits", 32) == 24 and param.dtype == torch.float32:
+        if master_bits_of(group) == 24 and param.dtype == torch.float32:
             param.copy_(to_24_bits(param.contiguous(), step, 3))
 
 

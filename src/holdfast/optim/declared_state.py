@@ -118,6 +118,11 @@ class Slots:
         return made | {name: torch.zeros((), dtype=dtype) for name, dtype in self.scalars.items()}
 
 
+def master_bits_of(group: Mapping[str, Any]) -> int:
+    """Return the bits of the masters of a parameter group; 32 for an optimizer without the option."""
+    return group.get("master_bits", 32)
+
+
 def anew(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that remains of ``held`` when optimizer state begins anew: a seed, if there was one."""
     return {STEP: torch.tensor(0.0), SEED: held[SEED]} if SEED in held else {}

@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import BadInput
 from ..quantities import MiB
 from ..state.tensor_entries import STEP
-from .declared_state import Slots
+from .declared_state import Slots, master_bits_of
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .master_parts import SplitMaster
@@ -36,12 +36,12 @@ SHARED_SLICE_ELEMENTS = 16 * SLICE_ELEMENTS
 cache lines, so the bits are those of one thread. A large slice takes less time in Python, in which only one thread at a
 time makes progress, the one that starts the device's work included."""
 
+SPLIT_SLICE_ELEMENTS = 2 * SLICE_ELEMENTS
+"""The elements of one slice of a fused kernel on a split master. Several helpers share the slices, one thread each,
+because one thread joins and splits a slice."""
+
 HELPER_BYTES = 64 * MiB
 """Temporary bytes of one helper of a fused kernel. Measured: at most 16 per element (AdamW with amsgrad)."""
-SPLIT_SLICE_ELEMENTS = 2 * SLICE_ELEMENTS
-"""The elements of one slice of a fused kernel on a master in parts, which several helpers share, one thread each:
-joining and splitting are computed by one thread."""
-
 SLICE_HELPER_BYTES = 16 * MiB
 """Temporary bytes of one helper of another kernel. Measured: at most 51 per element of a slice (AdamW8bit)."""
 
@@ -116,7 +116,7 @@ class HostOptimizer:
         self._worker = _Worker()
         self._fused_helpers: Lane | None = None
         self._slice_helpers: Lane | None = None
-        self.master_bits = [group.get("master_bits", 32) for group in optimizer.param_groups]
+        self.master_bits = [master_bits_of(group) for group in optimizer.param_groups]
         """The bits of the masters of each group, on which the layout of files depends."""
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
@@ -162,7 +162,7 @@ class HostOptimizer:
     ) -> int:
         """Return the temporary bytes of an update of a parameter.
 
-        They include a copy of its gradient if ``keep_grad``, and the joined master if ``is_split``. They are counted as
+        They include a copy of the gradient if ``keep_grad``, and the joined master if ``is_split``. Both are counted as
         0 where the update is sliced.
         """
         kind = self._kinds[group]
@@ -176,11 +176,11 @@ class HostOptimizer:
     def snapshot(self) -> HyperParameters:
         """Return the hyper-parameters of every group, by value.
 
-        Raises ``BadInput`` if one has changed on which the layout of the files depends.
+        Raises ``BadInput`` if ``master_bits`` has changed, on which the layout of the files depends.
         """
         groups = [*enumerate(self._optimizer.param_groups)]
         for (number, group), held in zip(groups, self.master_bits):
-            if (bits := group.get("master_bits", 32)) != held:
+            if (bits := master_bits_of(group)) != held:
                 raise BadInput(
                     f"param_groups[{number}]['master_bits'] was set to {bits}, and this run holds masters of {held}"
                     " bits. Set it where the optimizer is made."
@@ -222,10 +222,8 @@ class HostOptimizer:
                 part.copy.copy_(copied(part.param))
             return scalars
 
-        is_fused, is_split = (
-            bool(hyper.groups[state.group].get("fused")),
-            isinstance(state.param, SplitMaster),
-        )
+        is_fused = bool(hyper.groups[state.group].get("fused"))
+        is_split = isinstance(state.param, SplitMaster)
         helpers = self._fused_helpers if is_fused and not is_split else self._slice_helpers
         if helpers is not None and kind.cut and state.grad.numel() > SLICE_ELEMENTS:
             shared = SPLIT_SLICE_ELEMENTS if is_split else SHARED_SLICE_ELEMENTS
@@ -254,7 +252,7 @@ class HostOptimizer:
             return tensor.permute(order).contiguous()
 
         param = state.param
-        assert isinstance(param, torch.Tensor)  # masters are in parts only where copies are contiguous
+        assert isinstance(param, torch.Tensor)  # only contiguous masters are split
         stepped = arranged(param)
         ordered = replace(
             state,

@@ -78,8 +78,8 @@ def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> 
         needs=(
             *uploaded,
             *needs,
-            *(gradient_parts.go_on(s, block, m) if m else ()),
-            *gradient_parts.take_up(s, block, m),
+            *(gradient_parts.upload(s, block, m) if m else ()),
+            *gradient_parts.upload_tied(s, block, m),
         ),
         work=s.backward_work(block) + (s.work.head_flop if is_last else 0.0),
         needs_previous=(
@@ -90,7 +90,7 @@ def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> 
         gives=given,
     )
     into = () if m else gradient_parts.host_buffer(s, block)
-    gradient_parts.park(s, block, m, key, has_buffer=m > 0)
+    gradient_parts.download_tied(s, block, m, key, has_buffer=m > 0)
     if final:
         gradient_parts.hand_over(s, block, update_parts.check_losses(s) if is_last else key, into)
         return

@@ -121,10 +121,10 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
     flop = s.backward_work(block) + (s.work.head_flop if is_last else 0.0)
     for m in order:
         needs, given = _fetched(s, block, m)
-        parked = gradient_parts.take_up(s, block, s.shape.micro_batches - 1) if m == order[0] else ()
+        tied = gradient_parts.upload_tied(s, block, s.shape.micro_batches - 1) if m == order[0] else ()
         key = s.compute(
             Key("backward", block, m),
-            needs=(*uploaded, *needs, *parked),
+            needs=(*uploaded, *needs, *tied),
             work=flop,
             needs_previous=(
                 *(update_parts.resident_updated(s) if is_last and block == 0 else ()),
@@ -145,7 +145,7 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
             transfer_parts.keep_grad(s, block, m, key)
     summed = update_parts.check_losses(s) if is_last else Key("backward", block, order[-1])
     gradient_parts.hand_over(s, block, summed, gradient_parts.host_buffer(s, block))
-    gradient_parts.park(s, block, s.shape.micro_batches - 1, summed)
+    gradient_parts.download_tied(s, block, s.shape.micro_batches - 1, summed)
 
 
 def _fetched(s: StepBuilder, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:

@@ -230,15 +230,11 @@ class MemorySaving:
 
 
 FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False)
-MEMORY_SAVINGS = (
-    FASTEST,
-    MemorySaving(2, True, False),
-    MemorySaving(1, True),
-    MemorySaving(1, True, False),
-    MemorySaving(2, False),
-    MemorySaving(2, False, False),
-    MemorySaving(1, False),
-    LEAST_MEMORY,
+MEMORY_SAVINGS = tuple(
+    MemorySaving(grad_slots, resident_state, keeps_copies)
+    for resident_state in (True, False)
+    for grad_slots in (2, 1)
+    for keeps_copies in (True, False)
 )
 """The fastest first, and last the one that takes least memory."""
 

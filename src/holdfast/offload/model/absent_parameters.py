@@ -1,7 +1,8 @@
 """Parameters that are not in memory. They can be described, and nothing can be computed with them.
 
 A unit's parameters are on the device while the unit computes. Code outside of the unit must not use them: kernels take
-parameters on ``meta`` and read other memory, and gradients would be lost. So these objects refuse it, by name:
+parameters on ``meta`` and read other memory, and gradients would be lost.
+These objects therefore raise an error with the parameter's name:
 
 1. Stand-ins, which the places in the modules hold in a step or an evaluation while the unit does not compute. Their
    device and dtype are those of the compute copy.
@@ -10,7 +11,8 @@ parameters on ``meta`` and read other memory, and gradients would be lost. So th
    which the next step refuses (``model_values``).
 3. The parameters of a pass that is over: their memory belongs to the next unit.
 
-The class of an object is changed for that, so the object stays the same. Used by the engine's runtime.
+The class of an existing parameter is changed in place, so that it remains the same object. Used by the
+engine's runtime.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 @dataclass
 class Place:
-    """The code that runs at present, for a person."""
+    """The code that runs at present, as a text for error messages."""
 
     text: str = BETWEEN
 
@@ -66,8 +68,8 @@ class AbsentParameter(nn.Parameter):
     absence: Absence
 
     @classmethod
-    def turn(cls, parameter: nn.Parameter, absence: Absence) -> None:
-        """Make ``parameter`` an absent one."""
+    def make_absent(cls, parameter: nn.Parameter, absence: Absence) -> None:
+        """Change the class of ``parameter`` to this one; ``absence`` says why it cannot be used."""
         parameter.__dict__["absence"] = absence
         parameter.__class__ = cls
 
@@ -114,7 +116,7 @@ _DESCRIBING = {
     Tensor.get_device, Tensor.__format__,
 }  # fmt: skip
 _SAME = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
-"""Functions that return the same values without a gradient."""
+"""Functions that return the same values without a gradient; their result is absent too."""
 
 
 class AbsentParameters:
@@ -145,7 +147,7 @@ class AbsentParameters:
         self._stand_ins: dict[str, nn.Parameter] = {}
         for member in self._streamed:  # all in the memory of one element
             made = nn.Parameter(memory[member.copy_dtype].expand(member.shape), member.trained)
-            AbsentParameter.turn(made, self._absences[member.name])
+            AbsentParameter.make_absent(made, self._absences[member.name])
             self._stand_ins[member.name] = made
         self._turned: list[tuple[nn.Parameter, type]] = []
 
@@ -188,14 +190,14 @@ class AbsentParameters:
     def refuse_leaves(self, unit: BlockState, leaves: Sequence[nn.Parameter]) -> None:
         """Make the ``leaves`` of a pass that is over absent: their memory is the next unit's."""
         for member, leaf in zip(cycle(unit.members), leaves):
-            AbsentParameter.turn(leaf, self._absences[member.name])
+            AbsentParameter.make_absent(leaf, self._absences[member.name])
 
     def refuse_own(self) -> None:
         """Make the model's own parameters absent, which have no values now. Undone by ``allow_own``."""
         for member in self._members:
             own = member.owned.captured.parameter
             self._turned.append((own, type(own)))
-            AbsentParameter.turn(own, self._absences[member.name])
+            AbsentParameter.make_absent(own, self._absences[member.name])
 
     def allow_own(self) -> None:
         """Make the model's own parameters what they were before."""

@@ -24,7 +24,7 @@ BACKWARD = "backward"
 def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read this process's part of a compute copy from the SSD into a buffer for the whole copy.
 
-    It is in the scratch, or in the newest files of the block: of its state, and of its frozen parameters.
+    The compute copy is in the scratch, or in the newest files of the block's state and of its frozen parameters.
     """
     block = op.key.block
     unit = run.blocks[block]

@@ -21,6 +21,7 @@ import torch
 from ...distributed import Ranks
 from ...errors import Damaged, NoCommit, RunMismatch
 from ...io.buffers import Buffer
+from ...optim.declared_state import master_bits_of
 from ...state.plain_tensors import FROM_NAME
 from ...store.commit.generations import Generations
 from ...store.commit.housekeeping import restore_index
@@ -164,10 +165,10 @@ def _same_model(parts: ModelParts, store: LocalStore, manifest: Manifest) -> Non
             )
     groups = manifest.progress.get("groups", [])
     for number, (group, here) in enumerate(zip(groups, parts.optimizer.master_bits)):
-        if (there := group.get("master_bits", 32)) != here:
+        if (there := master_bits_of(group)) != here:
             raise RunMismatch(
-                f"{store.root} has masters of {there} bits, and param_groups[{number}]['master_bits'] is {here}. A run"
-                " keeps them: give the optimizer the same, or begin another run from this one"
+                f"{store.root} has masters of {there} bits, and param_groups[{number}]['master_bits'] is {here}. They"
+                " cannot change within a run: give the optimizer the same, or begin another run from this one"
                 " (source=holdfast.From(...))."
             )
 

@@ -8,7 +8,7 @@ host memory, they are summed in that buffer.
 With several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then the
 sums are added over the ranks, and only the shard that the rank updates with waits to be consumed.
 
-The sum of a tied block begins in the last block's pass, and is parked on the host until the tied block's own.
+The sum of the tied block begins in the last block's pass, and waits on the host until the tied block's own pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def begin(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     return tuple(hold for each in _begun(s, block) for hold in where(s, each))
 
 
-def go_on(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
-    """Bring the sums of the micro-batches before ``micro_batch`` back to the device for a pass over ``block``."""
+def upload(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Bring the sums that ``begin`` began back to the device, as they were before ``micro_batch``."""
     return tuple(_upload_after(s, each, micro_batch) for each in _begun(s, block))
 
 
@@ -39,18 +39,18 @@ def _begun(s: StepBuilder, block: int) -> tuple[int, ...]:
     return (*(() if block == s.work.tied_block else (block,)), *s.also_used(block))
 
 
-def park(s: StepBuilder, block: int, micro_batch: int, after: Key, has_buffer: bool = False) -> None:
-    """Bring the sum of the tied block to the host, if ``block`` has added to it before that block itself does."""
+def download_tied(s: StepBuilder, block: int, micro_batch: int, after: Key, has_buffer: bool = False) -> None:
+    """Bring the sum of the tied block to the host, if a pass over ``block``, another one, has added to it."""
     for tied in () if s.work.unified else s.also_used(block):
         download(s, tied, micro_batch, after, () if has_buffer else _summing(s, tied), TIED)
 
 
-def take_up(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
-    """Bring a parked sum back to the device, if ``block`` is the tied one."""
+def upload_tied(s: StepBuilder, block: int, micro_batch: int) -> tuple[Key, ...]:
+    """Bring the sum back to the device that ``download_tied`` brought to the host, if ``block`` is the tied one."""
     if block != s.work.tied_block or s.work.unified:
         return ()
-    parked = Key("download_grads", block, micro_batch, TIED)
-    return (_upload(s, block, parked, Key("upload_grads", block, micro_batch, TIED)),)
+    downloaded = Key("download_grads", block, micro_batch, TIED)
+    return (_upload(s, block, downloaded, Key("upload_grads", block, micro_batch, TIED)),)
 
 
 def download(
@@ -85,7 +85,7 @@ def _upload(s: StepBuilder, block: int, before: Key, key: Key) -> Key:
 
 
 def host_buffer(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    """Return the buffer that the first download after a pass over ``block`` fills; that of a tied one is there."""
+    """Return the buffer that the first download after a pass over ``block`` fills; the tied block has its buffer by then."""
     return () if s.work.unified or block == s.work.tied_block else _summing(s, block)
 
 
@@ -161,11 +161,11 @@ def _summing(s: StepBuilder, block: int) -> tuple[Hold, ...]:
     """Return the host buffer in which the sum over the micro-batches is held."""
     if s.work.ranks == 1:
         return _host(s, block)
-    return (_going_round(s, "sums", block, s.work.blocks[block].grad_bytes),)
+    return (_shared_buffer(s, "sums", block, s.work.blocks[block].grad_bytes),)
 
 
-def _going_round(s: StepBuilder, kind: str, block: int, nbytes: int) -> Hold:
-    """Return a buffer that goes from block to block; a tied block has one of its own."""
+def _shared_buffer(s: StepBuilder, kind: str, block: int, nbytes: int) -> Hold:
+    """Return a buffer that goes from block to block; the tied block has one of its own."""
     if block == s.work.tied_block:
         return Hold((f"tied_{kind}", block), nbytes, slots=1)
     return Hold((kind, block), nbytes, slots=s.placement.saving.grad_slots)
@@ -178,7 +178,7 @@ def _host(s: StepBuilder, block: int) -> tuple[Hold, ...]:
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
     if s.waits(block) and s.placement.gradients[block]:
         return (Hold(("kept_grads", block), size),)
-    return (_going_round(s, "grads", block, size),)
+    return (_shared_buffer(s, "grads", block, size),)
 
 
 def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
@@ -186,5 +186,5 @@ def _names(s: StepBuilder, block: int) -> tuple[tuple, ...]:
 
 
 def _device(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    name, nbytes, _, slots = _going_round(s, "device_grads", block, s.work.blocks[block].grad_bytes)
+    name, nbytes, _, slots = _shared_buffer(s, "device_grads", block, s.work.blocks[block].grad_bytes)
     return s.on_device(name, nbytes, slots)

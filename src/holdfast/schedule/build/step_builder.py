@@ -69,8 +69,8 @@ class StepBuilder:
     ops: list[Op] = field(default_factory=list)
     computed: Key | None = None
     """The last computation so far."""
-    param_takes: int = 0
-    """Number of compute copies that were brought to host memory so far."""
+    num_param_buffers: int = 0
+    """Number of buffers of the class ``params`` that operations have taken so far."""
 
     @property
     def count(self) -> int:
@@ -116,13 +116,13 @@ class StepBuilder:
         """Return whether an update of ``block`` writes its compute copy to the scratch."""
         return not (self.placement.params[block] or self.reads_state(block))
 
-    def has_copy(self, block: int) -> bool:
+    def copy_is_in_memory(self, block: int) -> bool:
         """Return whether an update of ``block`` finds the compute copy, a part of the masters, in host memory."""
         on_host = self.work.blocks[block].is_split and self.placement.params[block]
         return on_host or self.holds_copy(block)
 
     def holds_copy(self, block: int) -> bool:
-        """Return whether the copy that the backward pass of ``block`` has read stays until the update, soon after."""
+        """Return whether the compute copy that the backward pass of ``block`` reads stays in host memory until the update."""
         soon = not delayed_blocks(self.shape, self.count)[block] and (
             self.guesses(block) or not self.keeps_grads
         )

@@ -201,7 +201,7 @@ def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple
 
 
 def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key, ...]:
-    """Bring one compute copy to the device. Returns nothing where it is there already."""
+    """Bring one compute copy to the device. Returns an empty tuple if the copy is there already."""
     if phase == "backward" and s.kept[block]:
         return ()
     b, on_host = s.work.blocks[block], s.placement.params[block]
@@ -218,12 +218,13 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
     buffer = Hold(name, b.param_bytes, slots=AS_LISTED if is_kept and s.work.unified else slots)
     ready: tuple[Key, ...] = ()
     if not on_host:
-        written = "store_state" if s.reads_state(block) else "store_params"
+        kind = "store_state" if s.reads_state(block) else "store_params"
+        stored = [Key(kind, block, tile=t) for t in s.tiles(block)]
         read = s.add(
             Key("load_params", block, micro_batch, phase),
             operations.SSD_READ,
             nbytes=b.kept_param_bytes,
-            needs_previous=(*(Key(written, block, tile=t) for t in s.tiles(block)), *(() if is_tied else _holding(s))),
+            needs_previous=(*stored, *(() if is_tied else _earlier_updates(s))),
             takes=(buffer,),
         )
         ready = (read,)
@@ -237,17 +238,18 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)
-    s.param_takes += not (is_kept or is_tied)
+    s.num_param_buffers += not (is_kept or is_tied)
     given = () if phase == "backward" and s.holds_copy(block) else s.off_device(name)
     return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
 
 
-def _holding(s: StepBuilder) -> tuple[Key, ...]:
-    """Return the updates of the step before that may still use a compute copy; empty but for the first loads.
+def _earlier_updates(s: StepBuilder) -> tuple[Key, ...]:
+    """Return the updates of the previous step that may still hold a compute copy in host memory.
 
-    Slots count the buffers of one kind of step. These waits do it from one kind to another.
+    Slots bound the buffers of steps of one kind. Where the previous step was of another kind, the first loads wait for
+    these updates instead. Later loads wait for slots, and need none.
     """
-    if s.param_takes >= s.param_slots:
+    if s.num_param_buffers >= s.param_slots:
         return ()
     at_once = s.shape.clipping in ("none", "per_block")
     phases = (GUESS,) if s.training and not at_once else ("",) if s.training else ("", GUESS)

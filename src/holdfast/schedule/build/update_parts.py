@@ -97,7 +97,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
             load = s.add(
                 Key("load_state", block, phase=phase, tile=t),
                 operations.SSD_READ,
-                nbytes=tile.rest_bytes if s.has_copy(block) else tile.state_bytes,
+                nbytes=tile.rest_bytes if s.copy_is_in_memory(block) else tile.state_bytes,
                 needs_previous=previous,
                 takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
                 priority=operations.SOON,
@@ -156,7 +156,7 @@ def store_state(
 ) -> None:
     """Write a tile of a block's state to a file that no kept commit names: the last commit has freed one.
 
-    With no ``after``, the state is that of the last update. Where passes read it, one of them may wait for it.
+    With no ``after``, the state is that of the last update. Where passes read the file, the next pass may wait for it.
     """
     s.add(
         Key("store_state", block, phase=phase, tile=tile),

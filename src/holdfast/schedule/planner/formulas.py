@@ -68,7 +68,8 @@ def forward(s: Setting) -> Phase:
         updated_elements=delayed * s.elements,
         up=Affine(passes * ((m - snake) * size + s.param_bytes)),
         down=Affine(m * size),
-        read=passes * again * params + delayed * (_read(s, state, on_host(s)) + on_ssd(s, "gradients")),
+        read=passes * again * params
+        + delayed * (_read_by_update(s, state, _copies_alone(s)) + on_ssd(s, "gradients")),
         written=written
         + (_each_commit(s) if s.saving.resident_state else 1.0) * s.resident_state_bytes / s.blocks,
     )
@@ -78,13 +79,13 @@ def backward(s: Setting) -> Phase:
     """Return the backward pass with the recomputation, and the updates that are not delayed."""
     m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
-    has_copy = on_host(s) + (1 - Affine.of("params")) * s.holds_copies
+    has_copy = _copies_alone(s) + (1 - Affine.of("params")) * s.holds_copies
     return Phase(
         compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
         up=Affine((2 * m - snake) * size + s.param_bytes),
         down=Affine((m - snake) * size + s.grad_bytes),
-        read=_forward_passes(s) * _spilled(s) + params + now * _read(s, state, has_copy),
+        read=_forward_passes(s) * _spilled(s) + params + now * _read_by_update(s, state, has_copy),
         written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
     )
 
@@ -131,10 +132,10 @@ def on_ssd(s: Setting, what: str) -> Affine:
     return size * (1 - Affine.of(what))
 
 
-def on_host(s: Setting) -> Affine:
-    """Return the fraction of the blocks of which the compute copy stays in host memory and the state does not.
+def _copies_alone(s: Setting) -> Affine:
+    """Return the fraction of blocks whose compute copy stays in host memory and whose state does not.
 
-    The state of a block stays only where the compute copy does: that saves more for its bytes.
+    A state stays only where the compute copy does, because a compute copy saves more traffic for its bytes.
     """
     return Affine.of("params") - Affine.of("optimizer")
 
@@ -232,10 +233,11 @@ def _stored(s: Setting, state: Affine) -> Affine:
     return state + _each_commit(s) * (s.state_bytes - state)
 
 
-def _read(s: Setting, state: Affine, has_copy: Affine) -> Affine:
+def _read_by_update(s: Setting, state: Affine, has_copy: Affine) -> Affine:
     """Return the bytes of a block's state that an update reads from the SSD.
 
-    Of masters in parts it does not read the compute copies in host memory, those of the fraction ``has_copy``.
+    ``has_copy`` is the fraction of blocks whose compute copy is in host memory. If masters are split, the copy is not
+    read with the rest of such a block's state.
     """
     return state - s.trained_param_bytes * s.method.is_split * has_copy
 

@@ -366,8 +366,8 @@ class Generations:
                     checks.append((a, b, partial(self._verify, generation, a, view, expected)))
         if sum(b - a for a, b, _ in checks) != len(image):
             raise ValueError(
-                f"{self.path(generation)}: bytes {first} to {last} are read by themselves, and were never read or"
-                " written as such"
+                f"{self.path(generation)}: bytes {first} to {last} cannot be read by themselves: they do not end at"
+                " cuts, or the file was not written or read whole before"
             )
         return checks
 

@@ -71,9 +71,9 @@ class VerifiedFiles:
         if tuple(part.dtype for part in parts) not in DTYPES.values() or (
             low.shape != high.shape or carry.shape != (carry_bytes(count),)
         ):
-            told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+            found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
             raise Damaged(
-                f"{ref.path}: the parts of {key!r} are {told}, which do not fit together. {INSPECT}",
+                f"{ref.path}: the parts of {key!r} are {found}, which do not fit together. {INSPECT}",
                 path=ref.path,
                 atoms=(key,),
             )
@@ -102,7 +102,7 @@ class VerifiedFiles:
             self.read(ref, entry.offset + offset, into)
             return
         done = 0
-        while done < len(into):  # in slices, so that the parts of few elements are in memory
+        while done < len(into):  # in slices, so that few parts are in memory at once
             start = (offset + done) // 4 // GROUP * GROUP
             stop = min(start + JOINED_AT_ONCE, -(-(offset + len(into)) // 4))
             master = self._joined(ref, layout, key, start, stop).view(np.uint8)

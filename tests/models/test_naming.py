@@ -40,3 +40,10 @@ def test_another_conversion_to_the_same_names_and_shapes_is_another(other):
     assert places_of(one.atoms.values()) == places_of(two.atoms.values())
     assert one.identity() != two.identity()
     assert one.identity() == converted(0).identity()
+
+
+def test_a_converted_tensor_has_no_place_even_if_it_keeps_its_size():
+    assert converted(0, names="a").place("whole") is None
+    source = InMemory("x", "hf", [(TensorEntry("a", "param", (2, 2), "F32"), torch.eye(2))], {})
+    renamed = Converted(source, [Group("whole", None, [("", "a")])], SimpleNamespace(config=None))
+    assert renamed.place("whole") is source.parts[0]

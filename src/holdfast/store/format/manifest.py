@@ -261,7 +261,7 @@ class Manifest:
     @property
     def referenced(self) -> dict[str, FileRef]:
         """The payload files whose bytes lie in a folder outside of the run, by unit."""
-        return {unit: file for unit, file in self.files.items() if is_reference(file.path)}
+        return {unit: file for unit, file in self.files.items() if is_reference(str(file.path))}
 
     @property
     def total_bytes(self) -> int:

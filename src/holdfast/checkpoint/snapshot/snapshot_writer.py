@@ -603,10 +603,8 @@ class SnapshotWriter:
     def _release(self, staged: list[_Staged]) -> None:
         """Free the files of copies that no snapshot will name."""
         for each in staged:
-            if (
-                self._named.get(each.unit.name) is each
-            ):  # the next snapshot names it, and nobody may write to it
-                continue
+            if self._named.get(each.unit.name) is each:
+                continue  # the next snapshot names it, and until then nobody may write to it or remove it
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
                 each.unit.files.release(each.generation)

@@ -14,6 +14,7 @@ from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.snapshot import snapshot_writer
+from holdfast.errors import PoolExhausted
 from holdfast.store.commit.pruning import prune
 from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
@@ -102,6 +103,7 @@ def test_later_bases_name_the_frozen_file_again(tmp_path, compared):
     assert [(f.path, f.checksums) for f in frozen_files(newest).values()] == [
         (f.path, f.checksums) for f in frozen_files(first).values()
     ]
+    assert newest.step - newest.oldest_step <= 2  # no record is needed for the sake of what is frozen
     assert later < 3 * sum(f.bytes for f in frozen_files(first).values()) / 2  # three bases of the rest
     with LocalStore.read(tmp_path) as reader:
         assert reader.verify(newest) == []
@@ -325,6 +327,8 @@ def test_a_file_of_a_snapshot_that_was_given_up_is_named_by_the_next(tmp_path):
             loop.writer.write_next(3)
         loop.writer.give_up()
         loop.checkpointer._backend.recorder.do(frozen.files.trim)
+        with pytest.raises(PoolExhausted):  # nobody may write to it meanwhile
+            frozen.files.acquire()
         before = loop.writer.written_bytes
         loop.checkpointer.save()
         state, written = loop.state(), loop.writer.written_bytes - before

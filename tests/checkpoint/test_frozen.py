@@ -336,3 +336,45 @@ def test_a_file_of_a_snapshot_that_was_given_up_is_named_by_the_next(tmp_path):
     assert file.path.endswith(".1.safetensors") and written < file.bytes
     with Loop(tmp_path, seed=1) as again:
         assert again.start == 3 and same(again.state(), state)
+
+
+@pytest.mark.parametrize("kind", ["4 bit", "8 bit"])
+def test_packed_weights_are_frozen_like_any_other(tmp_path, kind):
+    """The layers of bitsandbytes; what is beside a packed weight is made by the script again."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        weights = model[0].weight.detach().clone()
+        model[0] = (
+            bnb.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=torch.float32)
+            if kind == "4 bit"
+            else bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+        )
+        model[0].load_state_dict({"weight": weights, "bias": torch.zeros(64)})
+        model[0].requires_grad_(False).to("cpu")
+        return model, torch.optim.AdamW(model[1].parameters(), lr=0.01)
+
+    model, optimizer = made(0)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=3) as checkpointer:
+        checkpointer.resume()
+        for _ in range(10):
+            model(torch.randn(3, 64)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            checkpointer._backend.recorder.drain()
+    newest, other = manifests(tmp_path)
+    assert frozen_files(newest) != {} and newest.step > 6
+    assert [f.path for f in frozen_files(newest).values()] == [f.path for f in frozen_files(other).values()]
+    with LocalStore.read(tmp_path) as reader:
+        atom = reader.atoms(newest)["0.weight/param"]
+    assert (atom["dtype"] in ("U8", "I8")) and "frozen-" in atom["fragments"][0]["unit"]
+    again, its = made(0)
+    with torch.no_grad():
+        again[1].weight.zero_()
+        again[0].weight.data.zero_()
+    with Checkpointer(tmp_path, model=again, optimizer=its) as checkpointer:
+        assert checkpointer.resume() == 10
+        assert same(again[0].weight.data, model[0].weight.data) and same(again[1].weight, model[1].weight)

@@ -378,3 +378,15 @@ def test_packed_weights_are_frozen_like_any_other(tmp_path, kind):
     with Checkpointer(tmp_path, model=again, optimizer=its) as checkpointer:
         assert checkpointer.resume() == 10
         assert same(again[0].weight.data, model[0].weight.data) and same(again[1].weight, model[1].weight)
+
+
+def test_a_fresh_run_begins_from_such_a_base(tmp_path):
+    with Loop(tmp_path / "run", base_every=4) as loop:
+        loop.train(4)
+        state = loop.state()
+        loop.checkpointer.save()
+        loop.train(4)
+    other = Loop(tmp_path / "other", seed=2)
+    with other.checkpointer:
+        other.checkpointer.resume(source=tmp_path / "run@4")
+        assert same(other.state(), state)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.loops import make, same
+from checkpoint.loops import make, manifests, same
 from checkpoint.test_replay import FUSED, OPTIMIZERS, recovered
 from combined import one_in
 from holdfast.checkpoint import replicating
@@ -988,3 +989,26 @@ def test_snapshot_of_grown_state_keeps_memory_cap(tmp_path, monkeypatch):
         backend.adapt()
         backend.save_snapshot(again=True)
         assert len(backend.replica.pool.slots) == 2
+
+
+def test_bases_of_a_replica_name_frozen_files_again(tmp_path):
+    """A frozen parameter that the script changes is handed over, and in the base that follows."""
+    loop, checkpointer = start(tmp_path, "frozen", keep=Keep(99))
+    with checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer.resume()
+        for i in range(STEPS):
+            with torch.no_grad():
+                if i == 3:
+                    loop.model.first.bias.add_(1)
+                if i == 5:  # the state is handed over, with the same values in what is frozen
+                    loop.model.second.weight.add_(1)
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+        state = loop.state()
+    found = manifests(tmp_path / "run")[::-1]
+    paths = [file.path for base in found for unit, file in base.files.items() if "frozen-" in unit]
+    assert len(paths) == len(found) > 5 and len(set(paths)) == 2 and paths == sorted(paths)
+    loop, again = start(tmp_path, "frozen")
+    with again:
+        assert again.resume() == STEPS and same(loop.state()["model"], state["model"])

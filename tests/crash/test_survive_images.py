@@ -164,3 +164,25 @@ def test_without_any_one_sync_some_image_breaks_the_promise(states, queue, why):
         except (HoldfastError, AssertionError, FileNotFoundError):
             return
     pytest.fail(f"no image shows that the sync {why!r} is needed")
+
+
+@pytest.mark.crash
+@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step", "ignore:step . was not recorded")
+def test_without_the_sync_of_a_frozen_file_some_image_breaks_the_promise(monkeypatch, queue):
+    """Later bases name the file without another sync."""
+    real = SimDisk.sync
+
+    def sync(disk, target, *, why):
+        frozen = {disk.open(f"data/{name}").inode for name in disk.listdir("data") if "frozen-" in name}
+        is_frozen = why == "unit data" and target.inode in frozen
+        real(disk, target, why="frozen data" if is_frozen else why)
+
+    monkeypatch.setattr(SimDisk, "sync", sync)
+    states, disk = states_of("frozen"), record("frozen")
+    assert "frozen data" in disk.whys()
+    for image in disk.images(random.Random(0), samples=2, without="frozen data"):
+        try:
+            check(image, states, queue, "frozen")
+        except (HoldfastError, AssertionError, FileNotFoundError):
+            return
+    pytest.fail("no image shows that the sync is needed")

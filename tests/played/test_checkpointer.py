@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -467,3 +469,47 @@ def test_exchanged_elements_are_in_order(monkeypatch):
         order_of = block.abs().argsort(descending=True)[: codec.kept(len(block))]
         expected[block.storage_offset() :][order_of] = block[order_of]
     assert torch.equal(buffer.cpu(), expected)
+
+
+def test_a_hidden_change_there_is_found_within_eight_bases(tmp_path, monkeypatch):
+    """A part of what is frozen is compared at each base, by the recorder's thread on a stream of its own."""
+    monkeypatch.setattr(snapshot_writer, "COMPARED_AT_ONCE", 0)
+    compared = []
+    real = snapshot_writer.SnapshotImage.first_difference
+    monkeypatch.setattr(
+        snapshot_writer.SnapshotImage,
+        "first_difference",
+        lambda image, checksums, blocks, beat: (
+            compared.append((threading.current_thread().name, len(blocks))),
+            real(image, checksums, blocks, beat),
+        )[1],
+    )
+    script = Script()
+    script.model.first.requires_grad_(False)
+    checkpointer = Checkpointer(tmp_path, model=script.model, optimizer=script.optimizer, base_every=1)
+    with warnings.catch_warnings(record=True) as told, checkpointer:
+        warnings.simplefilter("always")
+        checkpointer.resume()
+        for i in range(60):
+            if i == 20:
+                script.model.first.weight.data[0, 0] += 1
+                before, bases = len(compared), checkpointer._backend.pace.bases._turn
+            script.step(i)
+            checkpointer.step()
+            checkpointer._backend.recorder.drain()
+            if told and i >= 20:
+                break
+        turns = checkpointer._backend.pace.bases._turn - bases
+        checkpointer.save()
+        state = script.state()
+    assert any("changed in a way that nothing counts" in str(each.message) for each in told)
+    assert turns <= snapshot_writer.DEVICE_TURNS + 1
+    assert {name for name, _ in compared} == {"holdfast-recorder"}
+    assert (
+        0 < sum(count for _, count in compared[:before]) < before
+    )  # a file of one block, at each eighth base
+    again = Script()
+    again.model.first.requires_grad_(False)
+    with Checkpointer(tmp_path, model=again.model, optimizer=again.optimizer) as checkpointer:
+        checkpointer.resume()
+        assert same(again.state(), state)

@@ -190,7 +190,7 @@ class ReplicaServer:
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
             self._bases = SnapshotWriter(self._store, state, InlineRecorder(self._beat), self._prefix)
-        self._bases.watch(state)
+        self._bases.watch(state, is_copy=True)
         if isinstance(before, RankState):
             before.free()
         del before

@@ -164,6 +164,7 @@ class SnapshotWriter:
         self._compared: dict[str, Future[tuple[str, ...] | None]] = {}
         """The differences of chunks from their files, by the name of the chunk."""
         self._turn = 0
+        self._warns = True
         self._units: list[SnapshotChunk] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
@@ -179,9 +180,16 @@ class SnapshotWriter:
         self._landing: PinnedChunks | None = None
         """None unless the state is on a device."""
 
-    def watch(self, state: LiveState) -> None:
-        """Make the following snapshots of ``state``, and divide it again. Called while none is under way."""
+    def watch(self, state: LiveState, is_copy: bool = False) -> None:
+        """Make the following snapshots of ``state``, and divide it again. Called while none is under way.
+
+        With ``is_copy`` its tensors are new copies of the training's, of which only the bytes tell what has changed.
+        """
         self._state, self._atoms = state, {}
+        if is_copy:
+            self._warns = False  # the trainer has seen the change
+            for known in self._named.values():
+                known.marks, known.is_whole = None, False
 
     @property
     def under_way(self) -> bool:
@@ -335,6 +343,8 @@ class SnapshotWriter:
         for name in units:
             self._compared.pop(name, None)
         self._recorder.put(RecorderTask(partial(self._release, before), at_once=True))
+        if not self._warns:
+            return
         names = shown(list(dict.fromkeys(key.rpartition("/")[0] for key in keys)))
         warnings.warn(
             f"frozen parameters ({names}, or some of these) changed in a way that nothing counts (through .data or"
@@ -603,10 +613,8 @@ class SnapshotWriter:
     def _release(self, staged: list[_Staged]) -> None:
         """Free the files of copies that no snapshot will name."""
         for each in staged:
-            if (
-                self._named.get(each.unit.name) is each
-            ):  # the next snapshot names it, and nobody may write to it
-                continue
+            if self._named.get(each.unit.name) is each:
+                continue  # the next snapshot names it, and until then nobody may write to it or remove it
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
                 each.unit.files.release(each.generation)

@@ -132,5 +132,5 @@ def test_kill_around_first_commit_continues(
     monkeypatch.setattr(failpoints, "armed", "")
     continued = holdfast(*words, 2)
     assert (continued.code, continued.err) == (0, "")
-    assert "Finished step 3 of 3, which is durable" in continued.out
+    assert re.search(r"Finished step (\d+) of \1, which is durable", continued.out)
     assert len(measured) == 1 + measured_again

@@ -181,7 +181,8 @@ def test_values_are_rounded_to_24_bits_when_a_run_begins_and_when_it_changes_to_
         held = engine.state_dict()
     started = masters(made_model())
     in_blocks = [name for name in held if name.startswith("blocks.") and name != "blocks.1.mlp.up.weight"]
-    expected = {name: rounded(started)[name] if name in in_blocks else started[name] for name in held}
+    trained = [name for name in held if name != "blocks.1.mlp.up.weight"]
+    expected = {name: rounded(started)[name] if name in trained else started[name] for name in held}
     assert differing(expected, held) == [] and differing(started, held) != []
     train(tmp_path / "run", range(2), partial(eight_bits, master_bits=32))
     atoms = read_atoms(tmp_path / "run")
@@ -189,6 +190,19 @@ def test_values_are_rounded_to_24_bits_when_a_run_begins_and_when_it_changes_to_
     with offload(tmp_path / "next", eight_bits, source=holdfast.From(tmp_path / "run")) as engine:
         after = engine.state_dict()
     assert differing(rounded(before), {name: after[name] for name in in_blocks}) == []
+
+
+def test_24_bits_do_not_depend_on_what_is_in_parts(tmp_path, monkeypatch, whole_masters):
+    """The embedding and the head are whole where they stay on the device, and in parts where they are streamed."""
+    monkeypatch.setattr(import_module("holdfast.offload.model.blocks"), "LEAST_STREAMED", 0.0)
+    found = {}
+    for way in ("resident", "streamed", "whole"):
+        whole_masters(way == "whole")
+        options = {"embedding_and_head": "streamed" if way == "streamed" else "resident"}
+        found[way] = train(tmp_path / way, range(3), eight_bits, **options)
+    assert found["resident"] == found["streamed"] == found["whole"]
+    for way in ("streamed", "whole"):
+        assert differing(read_atoms(tmp_path / way), read_atoms(tmp_path / "resident")) == []
 
 
 def test_a_run_keeps_the_bits_of_its_masters(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..state.split_masters import GROUP, SplitArrays, carry_bytes, join, split
+from ..state.split_masters import GROUP, SplitArrays, carry_bytes, join, nearest_24_bits, split
 
 SLICE = 256 * 1024
 """The elements that are joined or split at once, so that what is computed on the way stays in cache."""
@@ -64,3 +64,10 @@ class SplitMaster:
         for start in range(0, self.elements, SLICE):
             stop = min(start + SLICE, self.elements)
             split(bits[start:stop], self.slice(start, stop).parts)
+
+
+def round_to_24_bits(values: torch.Tensor) -> None:
+    """Round a contiguous fp32 tensor in host memory, in place, to the nearest values of 24 bits."""
+    bits = values.view(-1).numpy().view(np.uint32)
+    for start in range(0, len(bits), SLICE):
+        bits[start : start + SLICE] = nearest_24_bits(bits[start : start + SLICE])

@@ -29,6 +29,7 @@ from ...errors import ModelNotSupported
 from ...io.buffers import Buffer
 from ...optim.declared_state import Form, Slots
 from ...optim.host_optimizer import HostOptimizer, ParameterState, copied
+from ...optim.master_parts import round_to_24_bits
 from ...quantities import PAGE, round_up
 from ...schedule.work import tile_count
 from ...state.capture import BufferPlace, buffer_at
@@ -372,11 +373,18 @@ class BlockState:
     def write_image(self, file: UnitFile, values: dict[str, torch.Tensor], image: torch.Tensor) -> None:
         """Fill a fresh image of ``file``: parameters from ``values`` by name, everything else zero.
 
-        Raises ``BadInput`` for a value that the file's dtype does not hold.
+        Masters of 24 bits are rounded, in parts or whole. Raises ``BadInput`` for a value that the file's dtype does
+        not hold.
         """
         image.zero_()
         for piece in file.pieces:
             file.set_values(image, piece.name, piece.of(values[piece.name]))
+            if (
+                not file.is_split
+                and piece.member.trained
+                and self.member_slots(piece.member).master_bits == 24
+            ):
+                round_to_24_bits(file.view(image, piece.name))
         if file is self.tiles[0]:
             self.write_buffers(image, self.buffer_values())
 

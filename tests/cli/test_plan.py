@@ -13,7 +13,7 @@ GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "
 EVERYTHING_ELSE = """
     --read 2GB/s --base-stall 0.3s --base-steps 5 --write-stall 2ms --record-stall 3ms --sync 10ms
     --write-slowdown 0.25 --replay 50ms --replay-write 1ms --restart 30 --max-recovery 1min --max-storage 30GB
-    --max-memory 1GiB --max-share 0.25 --retain 3 --max-pending 6 --max-delay 2s
+    --frozen 1GB --max-memory 1GiB --max-share 0.25 --retain 3 --max-pending 6 --max-delay 2s
 """
 
 
@@ -81,6 +81,7 @@ def test_every_quantity_and_limit_can_be_given(cadence):
         replay_write_seconds=0.001,
         restart_seconds=30,
         mean_seconds_between_failures=21600,
+        frozen_bytes=1_000_000_000,
     )
     limits = Limits(
         recovery_seconds=60,

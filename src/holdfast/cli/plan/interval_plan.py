@@ -122,7 +122,8 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
         "record_stall_seconds": record / COPY_BYTES_PER_SECOND,
         "replay_seconds": values["step_seconds"] / 10,
     }
-    return {name: guess for name, guess in (defaults | guesses).items() if name not in values}
+    known = {*values, "frozen_bytes"}  # none, unless given
+    return {name: guess for name, guess in (defaults | guesses).items() if name not in known}
 
 
 def _curve(best: Optimum) -> list[dict[str, Any]]:

@@ -116,11 +116,11 @@ def plan(
     ] = False,
     step_seconds: Annotated[Quantity, _measure("--step", "0.5s", "Time of one optimizer step.")] = None,
     full_bytes: Annotated[
-        Quantity, _measure("--state", "1.5GB", "Size of the whole state, which is a base, but for --frozen.")
+        Quantity, _measure("--state", "1.5GB", "Size of the whole state, which is a base.")
     ] = None,
     frozen_bytes: Annotated[
         Quantity,
-        _measure("--frozen", "14GB", "Size of what never changes; bases after the first do not write it."),
+        _measure("--frozen", "14GB", "Size of frozen parameters, beside --state; no base writes them again."),
     ] = None,
     write_bytes_per_second: Annotated[Quantity, _measure("--write", "2GB/s", "Write bandwidth.")] = None,
     read_bytes_per_second: Annotated[Quantity, _measure("--read", "2GB/s", "Read bandwidth.")] = None,

@@ -13,7 +13,7 @@ from torch import nn
 from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep
 from holdfast.checkpoint.recovery.compaction import compact
-from holdfast.checkpoint.snapshot import snapshot_writer
+from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
 from holdfast.errors import PoolExhausted
 from holdfast.store.commit.pruning import prune
 from holdfast.store.remote.pushing import Pusher
@@ -87,7 +87,7 @@ def frozen_files(manifest):
 def compared(request, monkeypatch):
     """Whether the training thread or the recorder's compares what is frozen."""
     if request.param == "beside":
-        monkeypatch.setattr(snapshot_writer, "COMPARED_AT_ONCE", 0)
+        monkeypatch.setattr(frozen_chunks, "COMPARED_AT_ONCE", 0)
     return request.param
 
 

@@ -21,7 +21,7 @@ from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.replica import replica_process
-from holdfast.checkpoint.snapshot import snapshot_writer
+from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
@@ -473,7 +473,7 @@ def test_exchanged_elements_are_in_order(monkeypatch):
 
 def test_a_hidden_change_there_is_found_within_eight_bases(tmp_path, monkeypatch):
     """A part of what is frozen is compared at each base, by the recorder's thread on a stream of its own."""
-    monkeypatch.setattr(snapshot_writer, "COMPARED_AT_ONCE", 0)
+    monkeypatch.setattr(frozen_chunks, "COMPARED_AT_ONCE", 0)
     compared = []
     real = snapshot_writer.SnapshotImage.first_difference
     monkeypatch.setattr(
@@ -493,17 +493,17 @@ def test_a_hidden_change_there_is_found_within_eight_bases(tmp_path, monkeypatch
         for i in range(60):
             if i == 20:
                 script.model.first.weight.data[0, 0] += 1
-                before, bases = len(compared), checkpointer._backend.pace.bases._turn
+                before, bases = len(compared), checkpointer._backend.pace.bases._chunks._turn
             script.step(i)
             checkpointer.step()
             checkpointer._backend.recorder.drain()
             if told and i >= 20:
                 break
-        turns = checkpointer._backend.pace.bases._turn - bases
+        turns = checkpointer._backend.pace.bases._chunks._turn - bases
         checkpointer.save()
         state = script.state()
     assert any("changed in a way that nothing counts" in str(each.message) for each in told)
-    assert turns <= snapshot_writer.DEVICE_TURNS + 1
+    assert turns <= frozen_chunks.DEVICE_TURNS + 1
     assert {name for name, _ in compared} == {"holdfast-recorder"}
     assert (
         0 < sum(count for _, count in compared[:before]) < before

@@ -22,8 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,57 +30,19 @@ import torch
 
 from holdfast import failpoints
 
-from ...accelerators import devices_of, marks, new_stream, on_stream, synchronize
+from ...accelerators import devices_of, synchronize
 from ...errors import DoesNotFit, PoolExhausted
 from ...io.buffers import Buffer
-from ...quantities import PAGE, MiB, format_bytes, round_up, shown
+from ...quantities import PAGE, format_bytes, round_up, shown
 from ...state.live_state import Held, LiveState
 from ...state.tensor_entries import TensorEntry
-from ...store.drive_links import HOME
-from ...store.format.file_names import CHECKSUM_BLOCK
 from ...store.format.manifest import FileRef, Manifest, RankShare
 from ...store.run_store import LocalStore
 from ..capture.async_copy import DeviceCopies, pinned
-from ..capture.mutation_check import changes_of
 from ..log.recorder import InlineRecorder, Recorder, RecorderTask
+from .frozen_chunks import FrozenChunks, StagedChunk
 from .snapshot_chunks import SnapshotChunk, atoms_of, divided, frozen_in, of_one_base, owned_by
 from .snapshot_image import SnapshotImage, place_in, write_tensor
-
-COMPARED_BYTES_PER_STEP = 512 * MiB
-"""Bytes of frozen chunks that are given to the recorder's thread at the end of one step, to be compared.
-
-Records wait for it meanwhile, some 50 ms.
-"""
-COMPARED_AT_ONCE = CHECKSUM_BLOCK
-"""Bytes of frozen chunks that the training thread compares itself, because that takes less than a millisecond."""
-DEVICE_TURNS = 8
-"""The number of snapshots beside training in which all bytes of a frozen chunk on a device are compared."""
-
-
-Comparison = Callable[[Callable[[], None]], tuple[str, ...] | None]
-"""Returns what differs; is given a function to call now and then."""
-
-
-@dataclass
-class _Staged:
-    unit: SnapshotChunk
-    step: int
-    generation: int = -1
-    written: Future[tuple[str, ...]] | None = None
-    marks: list[tuple[int, int]] | None = None
-    """Address and change count of each tensor of a frozen chunk as its file has it; None if that is not known."""
-    is_whole: bool = True
-    """False for a file of an earlier process until all of its bytes have been compared."""
-
-    @property
-    def is_written(self) -> bool:
-        return self.written is not None and self.written.done() and self.written.exception() is None
-
-    @property
-    def checksums(self) -> tuple[str, ...]:
-        """The checksums of the file, once it is written."""
-        assert self.written is not None
-        return self.written.result()
 
 
 class PinnedChunks:
@@ -154,22 +114,15 @@ class SnapshotWriter:
             waits: Have training wait while frozen chunks are compared, because the script may change them in each step.
         """
         self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
-        self._sized, self._waits = sized, waits
+        self._sized, self._warns = sized, True
         self._frozen: set[str] = set()
         """The frozen parameters when the state was divided last."""
-        self._named: dict[str, _Staged] = {}
-        """The last copy of each frozen chunk, by name. Its file holds the content."""
-        self._equal: set[str] = set()
-        """Names of the frozen chunks whose files the snapshot under way names again, as far as is known."""
-        self._compared: dict[str, Future[tuple[str, ...] | None]] = {}
-        """The differences of chunks from their files, by the name of the chunk."""
-        self._turn = 0
-        self._warns = True
+        self._chunks = FrozenChunks(recorder, waits)
         self._units: list[SnapshotChunk] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, TensorEntry] = {}
         self._left: list[SnapshotChunk] = []
-        self._staged: list[_Staged] = []
+        self._staged: list[StagedChunk] = []
         self._counting = threading.Lock()
         self.memory_bytes = 0
         """The bytes that copies of chunks take at present."""
@@ -188,8 +141,7 @@ class SnapshotWriter:
         self._state, self._atoms = state, {}
         if is_copy:
             self._warns = False  # the trainer has seen the change
-            for known in self._named.values():
-                known.marks, known.is_whole = None, False
+            self._chunks.distrust()
 
     @property
     def under_way(self) -> bool:
@@ -202,12 +154,12 @@ class SnapshotWriter:
     @property
     def next_bytes(self) -> int:
         """The bytes that a copy of the next chunk takes; 0 if no chunk is to be copied."""
-        return next((unit.layout.file_bytes for unit in self._left if unit.name not in self._equal), 0)
+        return next((unit.layout.file_bytes for unit in self._left if not self._chunks.is_equal(unit)), 0)
 
     @property
     def left_bytes(self) -> int:
         """The bytes that copies of the remaining chunks will take."""
-        return sum(unit.layout.file_bytes for unit in self._left if unit.name not in self._equal)
+        return sum(unit.layout.file_bytes for unit in self._left if not self._chunks.is_equal(unit))
 
     @property
     def late_bytes(self) -> int:
@@ -231,15 +183,14 @@ class SnapshotWriter:
         if atoms != self._atoms or frozen != self._frozen or not self._units:
             before = self._units
             self._units, index = divided(owned, self._state, self._prefix, frozen)
-            self._atoms, self._frozen, named = atoms, frozen, self._named_before()
-            self._named = {known.unit.name: known for known, _ in named}
+            self._atoms, self._frozen, base = atoms, frozen, self._store.newest_base
+            named = self._chunks.find(self._units, {} if base is None else base.files)
             self._sized()
             self._recorder.put(
                 RecorderTask(partial(self._make, before, self._units, index, named), at_once=True)
             )
-        self._left, self._staged, self._compared = list(self._units), [], {}
-        self._equal = {unit.name for unit in self._units if self._seems_equal(unit, owned)}
-        self._turn += 1
+        self._left, self._staged = list(self._units), []
+        self._chunks.begin(self._units, owned)
 
     def expected_bytes(self) -> tuple[int, int]:
         """Return ``full_bytes`` and ``frozen_bytes``, also before the first snapshot of this process."""
@@ -248,100 +199,28 @@ class SnapshotWriter:
         frozen = sum(unit.layout.file_bytes for unit in units if unit.is_frozen)
         return sum(unit.layout.file_bytes for unit in units) - frozen, frozen
 
-    def _named_before(self) -> list[tuple[_Staged, FileRef]]:
-        """Return the frozen chunks that the newest snapshot of the run has, each with its file."""
-        base = self._store.newest_base
-        files = {} if base is None else base.files
-        found = []
-        for unit in self._units:
-            ref = files.get(unit.name) if unit.is_frozen else None
-            if ref is None or ref.bytes != unit.layout.file_bytes:
-                continue
-            if ref.path.startswith(f"{HOME}/{unit.name}."):
-                named, known = (
-                    _Staged(unit, -1, written=_done(ref), is_whole=False),
-                    self._named.get(unit.name),
-                )
-                if known is not None and known.is_written and known.checksums == ref.checksums:
-                    named.marks, named.is_whole = known.marks, known.is_whole
-                found.append((named, ref))
-        return found
-
-    def _seems_equal(self, unit: SnapshotChunk, owned: Mapping[str, Held]) -> bool:
-        """Return whether a file holds the content of a frozen chunk, as far as counters and addresses tell."""
-        known = self._named.get(unit.name)
-        return known is not None and known.is_written and known.marks in (None, _marks_of(unit, owned))
-
     def name_again(self, step: int) -> bool:
         """Name the files of the frozen chunks that have not changed, and return whether this is done.
 
         False while chunks are being compared, if one of them differs, which is copied then, and if the snapshot was
         begun again. Nothing is copied before this returns True.
         """
-        waiting = [unit for unit in self._left if unit.name in self._equal]
+        waiting = [unit for unit in self._left if self._chunks.is_equal(unit)]
         if not waiting:
             return True
         owned = self._owned_now()
-        if owned is None or not self._compare(waiting, owned):
+        if owned is None or not self._chunks.compare(waiting, owned):
             return False
-        differ = {name: keys for name, each in self._compared.items() if (keys := each.result()) is not None}
-        if differ:
+        if differ := self._chunks.differences():
             self._copy_changed(differ, [key for keys in differ.values() for key in keys])
             return False
-        for unit in waiting:
-            self._name(unit, step)
-        self._left = [unit for unit in self._left if unit.name not in self._equal]
+        self._staged += [self._chunks.name_again(unit, step) for unit in waiting]
+        self._left = [unit for unit in self._left if not self._chunks.is_equal(unit)]
         return True
-
-    def _compare(self, waiting: Sequence[SnapshotChunk], owned: Mapping[str, Held]) -> bool:
-        """Have the chunks ``waiting`` compared with their files, some in each step. Return whether all are."""
-        at_once = self._waits or sum(unit.layout.file_bytes for unit in waiting) <= COMPARED_AT_ONCE
-        under_way = 0
-        for unit in waiting:
-            if unit.name not in self._compared and under_way < COMPARED_BYTES_PER_STEP:
-                done = self._compared[unit.name] = Future()
-                compare = self._comparison(unit, owned, whole=at_once)
-                if at_once:
-                    done.set_result(compare(lambda: None))
-                else:
-                    task = partial(_set_result, done, compare, self._recorder.heartbeat)
-                    self._recorder.put(RecorderTask(task, at_once=True))
-            if unit.name not in self._compared or not self._compared[unit.name].done():
-                under_way += unit.layout.file_bytes
-        return not under_way
-
-    def _comparison(self, unit: SnapshotChunk, owned: Mapping[str, Held], whole: bool = False) -> Comparison:
-        """Return a function that returns what differs in a chunk from its file, or None.
-
-        Of a chunk on a device only some bytes are compared, unless ``whole``, or if it was not compared yet.
-        """
-        known, tensors = self._named[unit.name], unit.tensors_of(owned)
-        checksums, devices = known.checksums, devices_of(tensors.values())
-        first, turns = (self._turn, DEVICE_TURNS) if devices and not whole and known.is_whole else (0, 1)
-        known.marks = _marks_of(unit, owned)
-        events, image = marks(devices), SnapshotImage(unit.layout, tensors)
-
-        def compare(beat: Callable[[], None]) -> tuple[str, ...] | None:
-            for event in events:
-                event.synchronize()
-            with on_stream(new_stream(devices[0])) if devices else nullcontext():
-                blocks = range(first % turns, len(checksums), turns)
-                return image.first_difference(checksums, blocks, beat)
-
-        return compare
-
-    def _name(self, unit: SnapshotChunk, step: int) -> None:
-        """Name the file of a frozen chunk again, as of ``step``."""
-        known = self._named[unit.name]
-        known.step, known.is_whole = step, True
-        self._staged.append(known)
 
     def _copy_changed(self, units: Collection[str], keys: Sequence[str]) -> None:
         """Copy the frozen chunks ``units`` in this snapshot, and warn that their files have other ``keys``."""
-        self._equal.difference_update(units)
-        before = [self._named.pop(name) for name in units]
-        for name in units:
-            self._compared.pop(name, None)
+        before = self._chunks.forget(units)
         self._recorder.put(RecorderTask(partial(self._release, before), at_once=True))
         if not self._warns:
             return
@@ -424,24 +303,20 @@ class SnapshotWriter:
         unit = self._left.pop(0)
         tensors = unit.tensors_of(owned)
         settle_devices(tensors.values())
-        if unit.name in self._equal:
-            compare = self._comparison(unit, owned, whole=True)
-            differ = self._recorder.do(lambda: compare(self._recorder.heartbeat))
+        if self._chunks.is_equal(unit):
+            differ = self._chunks.differences_now(unit, owned)
             if differ is None:
-                return self._name(unit, step)
+                self._staged.append(self._chunks.name_again(unit, step))
+                return
             self._copy_changed([unit.name], differ)
         self._staged.append(staged := self._copy_of(unit, step, owned))
         self._recorder.do(partial(self._write_through, staged, tensors))
 
-    def _copy_of(self, unit: SnapshotChunk, step: int, owned: Mapping[str, Held]) -> _Staged:
+    def _copy_of(self, unit: SnapshotChunk, step: int, owned: Mapping[str, Held]) -> StagedChunk:
         """Return the copy of ``unit`` at ``step``. That of a frozen chunk replaces the one before it."""
-        staged = _Staged(unit, step)
-        if unit.is_frozen:
-            staged.marks = _marks_of(unit, owned)
-            before = self._named.get(unit.name)
-            self._named[unit.name] = staged
-            if before is not None:
-                self._recorder.put(RecorderTask(partial(self._release, [before]), at_once=True))
+        staged = StagedChunk(unit, step)
+        if unit.is_frozen and (before := self._chunks.replace(staged, owned)):
+            self._recorder.put(RecorderTask(partial(self._release, before), at_once=True))
         return staged
 
     def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
@@ -501,8 +376,8 @@ class SnapshotWriter:
         the snapshot was begun again.
         """
         owned = owned_by(self._state)
-        named = [unit for unit in self._left if unit.name in self._equal]
-        if atoms_of(owned) == self._atoms and all(self._seems_equal(unit, owned) for unit in named):
+        named = [unit for unit in self._left if self._chunks.is_equal(unit)]
+        if atoms_of(owned) == self._atoms and all(self._chunks.seems_equal(unit, owned) for unit in named):
             return owned
         self.give_up()
         self.begin()
@@ -523,7 +398,7 @@ class SnapshotWriter:
         before: list[SnapshotChunk],
         units: list[SnapshotChunk],
         index: dict[str, Any],
-        named: Sequence[tuple[_Staged, FileRef]],
+        named: Sequence[tuple[StagedChunk, FileRef]],
     ) -> None:
         """Make files for ``units``, and drop those of ``before``. Chunks in ``named`` have a file already.
 
@@ -556,7 +431,7 @@ class SnapshotWriter:
         store.measure()
         self._index = index
 
-    def _write(self, staged: _Staged, buffer: Buffer, marks: Sequence[Any]) -> None:
+    def _write(self, staged: StagedChunk, buffer: Buffer, marks: Sequence[Any]) -> None:
         """Wait for a copy and begin to write it. The buffer is freed or given back once it is written."""
         files, nbytes = staged.unit.files, staged.unit.layout.file_bytes
         assert files is not None
@@ -584,7 +459,7 @@ class SnapshotWriter:
             self.write_seconds += now - max(began, self._last_write)
             self._last_write = now
 
-    def _write_through(self, staged: _Staged, tensors: dict[str, torch.Tensor]) -> None:
+    def _write_through(self, staged: StagedChunk, tensors: dict[str, torch.Tensor]) -> None:
         files = staged.unit.files
         assert files is not None
         began = time.perf_counter()
@@ -610,10 +485,10 @@ class SnapshotWriter:
                 " gone. Give more, or leave storage= out."
             ) from None
 
-    def _release(self, staged: list[_Staged]) -> None:
+    def _release(self, staged: list[StagedChunk]) -> None:
         """Free the files of copies that no snapshot will name."""
         for each in staged:
-            if self._named.get(each.unit.name) is each:
+            if self._chunks.holds(each):
                 continue  # the next snapshot names it, and until then nobody may write to it or remove it
             if each.written is not None and each.unit.files is not None:
                 each.written.exception()
@@ -625,23 +500,3 @@ def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for running work on the devices of ``tensors``, before another thread reads them."""
     for device in devices_of(tensors):
         synchronize(device)
-
-
-def _marks_of(unit: SnapshotChunk, owned: Mapping[str, Held]) -> list[tuple[int, int]]:
-    """Return address and change count of each tensor of ``unit``."""
-    return [
-        (tensor.data_ptr(), changes_of(tensor))
-        for owner in unit.owners
-        for _, tensor in owned[owner].values()
-    ]
-
-
-def _set_result(done: Future[tuple[str, ...] | None], compare: Comparison, beat: Callable[[], None]) -> None:
-    done.set_result(compare(beat))
-
-
-def _done(ref: FileRef) -> Future[tuple[str, ...]]:
-    """Return a future whose result are the checksums of ``ref``."""
-    done: Future[tuple[str, ...]] = Future()
-    done.set_result(ref.checksums)
-    return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -345,8 +346,9 @@ def test_a_block_that_changes_its_weights_in_place_is_refused_and_no_master_chan
     assert differing(read_atoms(tmp_path), before) == []
 
 
-def test_a_change_in_place_that_would_be_lost_is_refused(tmp_path):
-    with offload(tmp_path, dtype="fp32") as engine:
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_a_change_in_place_that_would_be_lost_is_refused(tmp_path, mode):
+    with offload(tmp_path, dtype="fp32") as engine, mode():
         down = engine._run.model.blocks[0].mlp.down
         down.register_forward_pre_hook(lambda module, args: clamp(module.weight))
         with pytest.raises(ModelNotSupported, match=r"changed blocks\.0\.mlp\.down\.weight in place"):

@@ -203,7 +203,7 @@ def _mark(value: Any) -> Any:
     if type(value) in SCALARS or _is_frozen(value):
         return (value,)
     if isinstance(value, torch.Tensor):
-        return value, value._version
+        return value, None if value.is_inference() else value._version
     if _holds_scalars(value):
         return (copy.copy(value),)
     return _text(value)
@@ -216,7 +216,7 @@ def _is_as(mark: Any, value: Any) -> bool:
     if mark is None or type(mark[0]) is not type(value):
         return False
     if isinstance(value, torch.Tensor):
-        return mark[0] is value and mark[1] == value._version
+        return mark[0] is value and not value.is_inference() and mark[1] == value._version
     if type(value) in SCALARS:
         return mark[0] is value or mark[0] == value
     return _holds_scalars(value) and mark[0] == value

@@ -354,6 +354,7 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
             parameter_ops.release(run, step, *place)
 
 
+@torch.inference_mode(False)  # as at ``parameter_ops.upload``
 def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> list[torch.nn.Parameter]:
     """Return the leaves that a pass computes with, created at its first computation."""
     leaves = run.residency.leaves.get(place)

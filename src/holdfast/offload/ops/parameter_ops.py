@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import cycle
 
+import torch
+
 from ...errors import ChunkCorrupt, ModelNotSupported
 from ...quantities import shown
 from ...schedule.operations import Op
@@ -70,6 +72,9 @@ def gather_resident(run: Runtime, op: Op, step: Step) -> None:
     run.moved[op.lane, op.key.kind] += op.nbytes
 
 
+@torch.inference_mode(
+    False
+)  # a tensor of inference has no version counter, by which ``release`` finds changes
 def upload(run: Runtime, op: Op, step: Step) -> None:
     """Bring the compute copy to the device, from where it stays on the host or was loaded to."""
     block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)

@@ -1,16 +1,17 @@
 """Tokens per second and peak memory: state on the SSD, durable at every step, beside plain PyTorch.
 
     python benchmarks/throughput.py [--model 46m|319m] [--micro-batches 1 4 8 16] [--steps 8] [--peers PYTHON]
-                                    [--ssd-limit BYTES] [--keep] [--small]
+                                    [--ssd-limit BYTES] [--before CHECKOUT] [--keep] [--small]
 
 Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
 the engine with no block computed again in the backward pass ("kept"), and with embedding and head streamed
-("streamed"); plain PyTorch with fused AdamW, activation
-checkpointing and everything in memory, once with fp32 masters and gradient sums as the engine has them ("masters"),
-once with bf16 parameters and nothing else ("plain"), which is a tenth of the optimizer's work and another arithmetic;
-and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the
-SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need
-a compiler and libaio's headers, and are compiled when they are first used.
+("streamed"); plain PyTorch with fused AdamW, activation checkpointing and everything in memory, once with fp32 masters
+and gradient sums as the engine has them ("masters"), once with bf16 parameters and nothing else ("plain"), which is a
+tenth of the optimizer's work and another arithmetic; with ``--before``, the engine of another checkout ("before"); and
+with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the SSD.
+That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need a
+compiler and libaio's headers, and are compiled when they are first used.
+
 With ``--ssd-limit`` every case reads at most that many bytes a second from the SSD, and writes at most as many (as
 root, with cgroups of version 1). Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line
 of JSON.
@@ -51,6 +52,7 @@ def main() -> None:
         "--cases", nargs="+", choices=CASES, help="cases that run besides the engine; all by default"
     )
     parser.add_argument("--peers", help="a Python that has DeepSpeed; without it that case is left out")
+    parser.add_argument("--before", type=Path, help="a checkout whose engine is measured too")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
@@ -65,6 +67,8 @@ def main() -> None:
         pythons["deepspeed"] = options.peers
     wanted = {"engine", *(options.cases or pythons)}
     pythons = {case: python for case, python in pythons.items() if case in wanted}
+    if options.before:
+        pythons["before"] = sys.executable
     rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
              *(f"{name} peak MB" for name in pythons), "SSD GB/step"]]  # fmt: skip
     result, folder = {}, options.folder or tempfile.gettempdir()
@@ -106,11 +110,13 @@ def in_process(python: str, case: str, m: int, options: argparse.Namespace, grou
     if options.folder:
         command += ["--folder", options.folder]
     procs = None if group is None else group / "cgroup.procs"
+    source = {"PYTHONPATH": str(options.before / "src")} if case == "before" else {}
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | source,
         preexec_fn=None if procs is None else lambda: procs.write_text(str(os.getpid())),
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
@@ -224,6 +230,7 @@ CASES: dict[str, Callable[[argparse.Namespace], tuple[Callable, Callable, Callab
     "engine": engine_case,
     "kept": partial(engine_case, recomputed_fraction=0.0),
     "streamed": partial(engine_case, embedding_and_head="streamed"),
+    "before": engine_case,
     "masters": masters_case,
     "plain": plain_case,
     "deepspeed": deepspeed_case,

@@ -78,6 +78,8 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         check_step(step)
         super().__init__(root, step)
         self.keep = keep or Keep()
+        self.keep.refuse_best("dcp.save")
+        self.keep.refuse_weights("dcp.save")
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._first: _Opened | None = None
 

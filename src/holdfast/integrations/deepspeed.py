@@ -85,11 +85,14 @@ def save(
     else wrote the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
     """
     check_step(step)
+    keep = keep or Keep()
+    keep.refuse_best("a saved engine")
+    keep.refuse_weights("a saved engine")
     ranks = Ranks.here(deadline_seconds, "save their engine")
     try:
         shown = _seen(engine, ranks)
         number = _alike(ranks.everyone(engine.global_steps if step is None else step))
-        write(shown, run, number, keep or Keep(), ranks, _version())
+        write(shown, run, number, keep, ranks, _version())
         return number
     finally:
         ranks.close()

@@ -59,7 +59,7 @@ from .regular_files import home_path
 from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.commit.retention import Keep
+from .store.commit.retention import Keep, refuse_weights
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 
@@ -157,7 +157,7 @@ class Checkpointer:
                 )  # fmt: skip
                 refuse_of_several(ranks, when_behind)
                 if not ranks.alone:
-                    keep.refuse_weights(f"{ranks.world_size} ranks")
+                    refuse_weights(keep, f"{ranks.world_size} ranks")
                 check_grace(grace_seconds, has_replica=replica is not False)
                 if replica is not False:
                     them = self._training.optimizers

@@ -39,5 +39,7 @@ def test_ranks_leave_in_time_and_say_what_they_leave_out(world, tmp_path, grace,
         if event["event"] == "left_out"
     ]
     rest = ended(world.run(2, steps=cut[0]["at"], **options))
-    assert rest[0]["resumed"] == rest[1]["resumed"] == (left[0] if is_slow else cut[0]["at"])
-    assert bool(left) == is_slow
+    assert rest[0]["resumed"] == rest[1]["resumed"] and bool(left) == is_slow
+    assert (
+        (left[0] if left else cut[0]["at"]) <= rest[0]["resumed"] <= cut[0]["at"]
+    )  # a write may end after all

@@ -79,6 +79,6 @@ class Grace:
         first = durable_step + 1
         left = f"Steps {first:,} to {steps_done:,} are" if steps_done > first else f"Step {first:,} is"
         return (
-            f"SIGTERM: step {durable_step:,} is durable. {left} not, and will be done again: to write more would have"
-            f" taken longer than grace_seconds ({format_seconds(self.seconds)})."
+            f"SIGTERM: step {durable_step:,} is durable. {left} not known to be: writing more would have taken longer"
+            f" than grace_seconds ({format_seconds(self.seconds)}). A resume does again what is lost."
         )

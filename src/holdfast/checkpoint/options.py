@@ -20,7 +20,7 @@ from ..optim.kinds import is_elementwise
 from ..quantities import format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
 from ..state.live_state import LiveState
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
 from .compression.codecs import Codec, Exact
 from .log.recorder import BOUND
@@ -250,8 +250,8 @@ def refuse_with_a_replica(
     keep: Keep,
 ) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
-    keep.refuse_best("a replica, which makes the bases,")
-    keep.refuse_weights("a replica")
+    refuse_best(keep, "a replica, which makes the bases,")
+    refuse_weights(keep, "a replica")
     odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
     if odd and not ranks.alone:
         raise BadInput(

@@ -29,7 +29,7 @@ from ..formats.entry_matching import Match
 from ..formats.restore import matched, needs_of, restore
 from ..formats.source import Source
 from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, differences_from, opened_alike
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .shared.collective_commit import check_step
 from .zero_save import write
 from .zero_state import ShownState, numbers_of, put_back, refresh, show, unsupported_messages
@@ -86,8 +86,8 @@ def save(
     """
     check_step(step)
     keep = keep or Keep()
-    keep.refuse_best("a saved engine")
-    keep.refuse_weights("a saved engine")
+    refuse_best(keep, "a saved engine")
+    refuse_weights(keep, "a saved engine")
     ranks = Ranks.here(deadline_seconds, "save their engine")
     try:
         shown = _seen(engine, ranks)

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
 from ..regular_files import home_path
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best
 from .shared.changed_attributes import refuse_unless_torchs
 from .trainer_run import Training
 
@@ -42,7 +42,7 @@ class HoldfastCallback(TrainerCallback):
 
     def __init__(self, run: str | Path, **options: Any) -> None:
         if isinstance(keep := options.get("keep"), Keep):
-            keep.refuse_best("the callback of a Trainer")
+            refuse_best(keep, "the callback of a Trainer")
         self.run, self.options = home_path(run), options
         self._covered = False
 

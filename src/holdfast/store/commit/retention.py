@@ -67,20 +67,22 @@ class Keep:
         """True if any snapshots are kept for good."""
         return self.every is not None or self.hours is not None or self.best is not None
 
-    def refuse_best(self, what: str) -> None:
-        """Raise ``BadInput`` if the best snapshots are to be kept, since ``what`` has no metrics."""
-        if self.best is not None:
-            raise BadInput(
-                f"Keep(best={self.best}) ranks by metrics of Checkpointer.step(metrics=), and {what} has none: leave"
-                " out best= and metric="
-            )
 
-    def refuse_weights(self, what: str) -> None:
-        """Raise ``BadInput`` if copies of weights are to be kept, which ``what`` does not make."""
-        if self.weights is not None:
-            raise BadInput(
-                f"Keep(weights={self.weights}) is for a Checkpointer of one process, and not for {what}"
-            )
+def refuse_best(keep: Keep, what: str) -> None:
+    """Raise ``BadInput`` if the best snapshots are to be kept, since ``what`` has no metrics."""
+    if keep.best is not None:
+        raise BadInput(
+            f"Keep(best={keep.best}) ranks by metrics of Checkpointer.step(metrics=), and {what} has none: leave out"
+            " best= and metric="
+        )
+
+
+def refuse_weights(keep: Keep, what: str) -> None:
+    """Raise ``BadInput`` if copies of weights are to be kept, which ``what`` does not make."""
+    if keep.weights is not None:
+        raise BadInput(
+            f"Keep(weights={keep.weights}) is for a Checkpointer of one process, and not for {what}"
+        )
 
 
 def dropped(

@@ -412,7 +412,7 @@ def test_ls_and_show_count_the_file_once(tmp_path, capsys):
     assert sum(each["bytes"] - each.get("shared_bytes", 0) for each in listed) == sum(there.values())
     assert [each["step"] for each in listed if "shared_bytes" in each] == [bases[1].step]
     ls(tmp_path, as_json=False)
-    assert "in files of a newer one" in capsys.readouterr().out
+    assert "in files of another" in capsys.readouterr().out
     show(str(tmp_path), as_json=False)
     assert f"of that, with step {bases[1].step}" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ from ..quantities import counted, format_bytes
 from ..store.commit.retention import WEIGHTS
 from ..store.commit.weights_files import copies_in
 from ..store.disk import reference_at
-from ..store.format.manifest import Manifest
+from ..store.format.manifest import CommitRef, Manifest
 from ..store.format.payload_files import regions
 from ..store.log.chain import last_step, verify_records
 from ..store.reader import RunReader
@@ -42,15 +42,13 @@ def ls(run: Path, *, as_json: bool) -> None:
     reader = open_run(run)
     line = reader.line()
     commits: list[dict[str, Any]] = []
-    counted_files: set[str] = set()
+    files: dict[CommitRef, dict[str, int]] = {}
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {"records_to": last_step(reader, manifest)}
-            shared = sum(file.bytes for file in manifest.files.values() if file.path in counted_files)
-            entry |= {"shared_bytes": shared} if shared else {}
-            counted_files |= {file.path for file in manifest.files.values()}
+            files[ref] = {file.path: file.bytes for file in manifest.files.values()}
         except CommitRetired:  # retired since it was listed
             continue
         except Damaged as error:
@@ -58,6 +56,10 @@ def ls(run: Path, *, as_json: bool) -> None:
                 continue
             entry["damaged"] = str(error)
         commits.append(entry)
+    shared = _shared_bytes(sorted(files, key=lambda ref: ref not in line), files)
+    for entry in commits:
+        if nbytes := shared.get(CommitRef(entry["timeline"], entry["step"])):
+            entry["shared_bytes"] = nbytes
     if as_json:
         print_json(commits)
         return
@@ -71,6 +73,16 @@ def ls(run: Path, *, as_json: bool) -> None:
     print_table(console(), table)
     if copies := copies_in(reader.disk):
         print(f"Weights alone, in {reader.root / WEIGHTS}: {_steps([ref.step for ref in copies])}")
+
+
+def _shared_bytes(order: list[CommitRef], files: dict[CommitRef, dict[str, int]]) -> dict[CommitRef, int]:
+    """Return the bytes of each commit in files that one before it in ``order`` names as well."""
+    found: dict[CommitRef, int] = {}
+    known: set[str] = set()
+    for ref in order:
+        found[ref] = sum(nbytes for path, nbytes in files[ref].items() if path in known)
+        known |= files[ref].keys()
+    return found
 
 
 def show(commit: str, *, as_json: bool) -> None:
@@ -301,7 +313,7 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     remarks += [f"{name} {value:.6g}" for name, value in entry.get("metrics", {}).items()]
     written = "-" if damaged else local_time(entry["created"])
     shared = entry.get("shared_bytes", 0)
-    remarks += [f"and {format_bytes(shared)} in files of a newer one"] * bool(shared)
+    remarks += [f"and {format_bytes(shared)} in files of another"] * bool(shared)
     size = "-" if damaged else format_bytes(entry["bytes"] - shared)
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from holdfast.events import EventLog, describe_lost_steps, read_events
+from holdfast.events import EventLog, describe_lost_steps, part_numbers, part_path, read_events
 
 
 def test_each_event_is_one_line_of_json_with_its_time(tmp_path):
@@ -147,3 +147,63 @@ def test_a_resume_is_one_line_on_standard_error(tmp_path):
         f"holdfast: {run} continues after step 3: the base of step 0 loaded and 3 records replayed"
     )
     assert line.endswith("No later step is known.")
+
+
+def logged(tmp_path, count, part_bytes):
+    """The path of a log of ``count`` steps in parts of ``part_bytes``."""
+    log = EventLog(tmp_path / "events.jsonl", part_bytes)
+    for step in range(1, count + 1):
+        log.emit("step", step=step, durable_step=step - 1)
+    log.close()
+    return log.path
+
+
+def steps_in(path):
+    return [event["step"] for event in read_events(path)]
+
+
+def test_log_that_has_grown_becomes_a_part_and_is_read_first(tmp_path):
+    path = logged(tmp_path, 5, part_bytes=120)  # two lines a part
+    assert sorted(os.listdir(tmp_path)) == ["events.000001.jsonl", "events.000002.jsonl", "events.jsonl"]
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+
+
+def test_oldest_parts_go(tmp_path):
+    path = logged(tmp_path, 21, part_bytes=120)
+    assert part_numbers(path) == [8, 9, 10]
+    assert steps_in(path) == list(range(15, 22))
+
+
+def test_two_writers_of_one_log_lose_nothing_when_it_is_renamed(tmp_path):
+    one, other = (EventLog(tmp_path / "events.jsonl", 150) for _ in range(2))
+    for step in range(1, 7):
+        (one if step % 2 else other).emit("step", step=step)
+    assert steps_in(one.path) == [1, 2, 3, 4, 5, 6]
+    parts = [part_path(one.path, number) for number in part_numbers(one.path)]
+    assert [part.read_bytes().count(b"\n") for part in parts] == [3, 3]  # neither wrote on in a part
+
+
+def test_log_that_was_moved_with_its_directory_is_written_there(tmp_path):
+    (tmp_path / "run").mkdir()
+    log = EventLog(tmp_path / "run" / "events.jsonl")
+    log.emit("step", step=1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    log.emit("step", step=2)
+    assert steps_in(tmp_path / "moved" / "events.jsonl") == [1, 2]
+    assert not (tmp_path / "run").exists()
+
+
+def test_lost_steps_are_found_in_the_part_before(tmp_path):
+    path = logged(tmp_path, 6, part_bytes=120)
+    assert path.stat().st_size == 0
+    assert describe_lost_steps(path, 5).startswith("Lost: step 6 was done and not durable")
+
+
+def test_parts_fit_into_the_storage_of_the_run(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.fit_into(None)
+    assert log.part_bytes == 64 << 20
+    log.fit_into(64 << 20)
+    assert log.part_bytes == 1 << 20
+    log.fit_into(1)
+    assert log.part_bytes == 64 << 10

@@ -29,11 +29,14 @@ from .checkpoint.bucket_copy import Remote
 from .checkpoint.capture.optimizer_hooks import Update
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
+from .checkpoint.grace import Grace, check_grace, refuse_other_seconds
 from .checkpoint.log.step_log import StepLog
+from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.options import (
     Options,
     refuse_bad_resume,
     refuse_clipping,
+    refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
     refuse_other_remotes,
@@ -53,9 +56,10 @@ from .events import EventLog, describe_lost_steps, tell
 from .io.queue import IOQueue
 from .quantities import GiB
 from .regular_files import home_path
+from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.commit.retention import Keep
+from .store.commit.retention import Keep, refuse_weights
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 
@@ -84,11 +88,13 @@ class Checkpointer:
         recovery_seconds: Bound of the time that a recovery takes.
         bandwidth_share: Bound of the share of the disk's bandwidth that writing takes.
         storage: Bound of the bytes of the run on the disk. By default 20 times the state.
-        keep: Which snapshots are retained, with how many of the log records.
+        keep: Which snapshots are retained, with how many of the log records. ``best=`` ranks by ``step(metrics=)``.
         when_behind: What ``step`` does when the disk is behind. ``"block"`` waits. ``"skip"`` continues without log
             records until a snapshot has been made beside training. ``"commit"`` makes training wait for a snapshot.
         wait_each_step: Let ``step`` return only when the step is durable, so that a kill loses none.
         deadline_seconds: A writer or a rank without progress for that long is an error.
+        grace_seconds: After a SIGTERM write for at most so many seconds, from its arrival on, and leave out and name
+            the steps that would take longer. By default everything is written.
         direct: False writes through the page cache.
         clip_norm: Clip gradients here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script. Only with
             one optimizer.
@@ -120,6 +126,7 @@ class Checkpointer:
         when_behind: Literal["block", "skip", "commit"] = "block",
         wait_each_step: bool = False,
         deadline_seconds: float = 300.0,
+        grace_seconds: float | None = None,
         direct: bool = True,
         clip_norm: float | None = None,
         replica: bool | str | Path = False,
@@ -143,24 +150,33 @@ class Checkpointer:
                     storage=storage, recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share,
                     deadline_seconds=deadline_seconds, direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
                 )  # fmt: skip
+                self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
                     ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
                     codec=codec, averages=averages, after_update=after_update,
                 )  # fmt: skip
                 refuse_of_several(ranks, when_behind)
+                if not ranks.alone:
+                    refuse_weights(keep, f"{ranks.world_size} ranks")
+                check_grace(grace_seconds, has_replica=replica is not False)
                 if replica is not False:
                     them = self._training.optimizers
-                    refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
+                    refuse_with_a_replica(
+                        ranks, them, codec, after_update, averages, when_behind, storage, keep
+                    )
                     refuse_waiting(wait_each_step)
                 if disk is None:
                     check_place(run)
                     refuse_foreign_checkpoint(run)
             refuse_other_remotes(ranks, remote)
+            refuse_other_seconds(ranks, grace_seconds)
             try:
                 self._training.hook_up()
                 self._training.look()
                 with ranks.agreeing():
                     refuse_clipping(self._training.state, clip_norm)
+                    if ranks.alone:
+                        refuse_no_room_for_best(self._options, self._training.state)
                     self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica)
@@ -174,10 +190,12 @@ class Checkpointer:
         self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
         self._optimizer_hooks.begins = self._training.begins_step
         self._pulse = StepLog(self._events)
+        self._weights: SavedWeights | None = None
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        self._grace_seconds = grace_seconds
         self._wait_each_step = wait_each_step
         self._stepping = False
         self._thread = 0
@@ -280,6 +298,11 @@ class Checkpointer:
                 )
             self._go_on_from(found, start)
             self._backend.begin(found)
+            if self._options.keep.weights is not None:
+                self._weights = SavedWeights(
+                    self._store, self._options.keep.weights, self._backend.make_room, self._events.emit
+                )
+                self._save_weights()  # of a step during which the process was killed
             if found is not None and not self._ranks.rank:
                 self._tell_resumed(target)
             self._watch()
@@ -313,6 +336,8 @@ class Checkpointer:
         self._thread = threading.get_ident()
         self._optimizer_hooks.attach()
         self._sigterm = SigTerm.watched()
+        if self._grace_seconds is not None:
+            self._backend.grace = Grace(self._grace_seconds, self._sigterm)
         if self._remote is not None:
             self._remote.start()
         self._stepped_at = time.perf_counter()
@@ -321,25 +346,50 @@ class Checkpointer:
             ranks=self._ranks.world_size, codec=type(self._training.codec).__name__, **self._backend.about(),
         )  # fmt: skip
 
-    def step(self) -> None:
+    def step(self, metrics: Mapping[str, float] | None = None) -> None:
         """End the iteration and start writing its log record; with ``wait_each_step`` return once the step is durable.
 
         An iteration in which no optimizer stepped accumulates gradients, unless the loss scale fell: then it is a
         skipped step.
 
-        Raises the error of an earlier write. After an error no further step is recorded.
+        Args:
+            metrics: What was measured after this step, by name, such as ``{"eval_loss": 2.31}``; the same on all ranks,
+                each of which must give it. With ``Keep(best=)`` a step that is among the best becomes a snapshot, which
+                is durable on return.
+
+        Raises the error of an earlier write. After an error no further step is recorded. Raises ``BadInput`` for
+        ``metrics`` that are no numbers, lack the one of ``Keep(metric=)``, or come where no step ended.
         """
         self._refuse_unusable()
         self._refuse_other_thread()
+        measured = None if metrics is None else checked(metrics, self._options.keep)
         before = self.steps_done
         with self._ending_on_error():  # after an error this step may have no record, so none may follow
             self._stepping = True
             self._step()
             self._stepping = False
+        if measured is not None:
+            self._note_metrics(measured, is_step=self.steps_done > before)
         if self.steps_done > before:  # in the middle of an accumulation buffers belong to no step
+            self._save_weights()
             if self._wait_each_step:
                 self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
+
+    def _note_metrics(self, metrics: Mapping[str, float], is_step: bool) -> None:
+        """Log ``metrics``, and make a snapshot of the current step if it is to be kept as one of the best.
+
+        Collective: every rank must call this.
+        """
+        if not is_step:
+            raise BadInput(
+                "metrics= are of a step, and no optimizer has stepped in this iteration: leave them out"
+            )
+        self._events.emit("metrics", step=self.steps_done, metrics=dict(metrics))
+        if is_among_best(metrics, self._options.keep, self._store, self._ranks):
+            with self._ending_on_error():
+                self._training.measured(metrics)
+                self._backend.save_snapshot(again=True)
 
     def _step(self) -> None:
         updates = self._optimizer_hooks.take()
@@ -360,6 +410,13 @@ class Checkpointer:
         self._optimizer_hooks.end_step()
         self._backend.advance_snapshot()
         self._time(started)
+
+    def _save_weights(self) -> None:
+        """Make a copy of the weights if the current step is to have one. After a SIGTERM the resume makes it."""
+        leaves = self._sigterm is not None and self._sigterm.arrived
+        if self._weights is not None and not leaves and self._weights.is_due(self.steps_done):
+            with self._ending_on_error():
+                self._weights.make(self._training.state, self.steps_done)
 
     def _adapt(self, updates: list[Update]) -> None:
         """Keep the step otherwise, since it could not be recorded like those before it, and scan the state again."""
@@ -390,8 +447,12 @@ class Checkpointer:
             self._leave()
 
     def _leave(self) -> None:
-        """Make everything durable after a SIGTERM, and end the process as the signal would have."""
+        """Make everything durable after a SIGTERM, as far as ``grace_seconds`` allow, and end the process as the signal
+        would have.
+        """
         self._events.emit("stopped", signal="SIGTERM", step=self.steps_done)
+        if self._backend.grace is not None:
+            self._backend.grace.begin()
         self.close()
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -434,11 +495,22 @@ class Checkpointer:
 
         Ranks may differ in the newest snapshot that they know of. Collective: every rank must call this.
         """
-        asked = self._ranks.all_do(lambda: (True, self._has_moved()) if lacks() else (False, False))
-        if any(lacking for lacking, _ in asked):
+
+        def look() -> tuple[bool, bool, bool]:
+            is_lacking = lacks()
+            return (
+                is_lacking,
+                is_lacking and self._has_moved(),
+                is_lacking and self._optimizer_hooks.has_changes,
+            )
+
+        asked = self._ranks.all_do(look)
+        if any(lacking for lacking, _, _ in asked):
             with self._ending_on_error():  # the writer may still be reading parameters
+                if any(changed for _, _, changed in asked):
+                    self._training.forget_metrics()
                 self._training.note_again(is_no_place)
-                self._backend.save_snapshot(again=any(moved for _, moved in asked))
+                self._backend.save_snapshot(again=any(moved for _, moved, _ in asked))
                 self._optimizer_hooks.saved()
 
     def _has_moved(self) -> bool:
@@ -455,6 +527,15 @@ class Checkpointer:
         if self._closed or self._is_forked:
             return
         self._closed = True
+        grace = self._backend.grace
+        if (
+            save
+            and grace is not None
+            and self._ranks.alone
+            and self._sigterm is not None
+            and self._sigterm.arrived
+        ):
+            grace.begin()
         self._optimizer_hooks.detach()
         self._training.release()
         try:
@@ -474,7 +555,21 @@ class Checkpointer:
                 self._backend.finish()
         finally:
             self._backend.close()
-        if orderly:
+        grace = self._backend.grace
+        if orderly and grace is not None and grace.hurries:
+            self._tell_left_out(grace)
+        elif orderly:
+            self._backend.wait_for_all(self.steps_done)
+
+    def _tell_left_out(self, grace: Grace) -> None:
+        """Report the steps for which ``grace_seconds`` were too few. Collective: every rank must call this."""
+        durable = min(self._ranks.everyone(self._backend.written_step))
+        if not self._ranks.rank and (text := grace.describe(durable, self.steps_done)):
+            self._events.emit(
+                "left_out", step=self.steps_done, durable_step=durable, grace_seconds=grace.seconds
+            )
+            tell(f"{self._store.root}: {text}")
+        if durable >= self.steps_done:
             self._backend.wait_for_all(self.steps_done)
 
     def _end(self, save: bool) -> None:
@@ -487,7 +582,9 @@ class Checkpointer:
         self._ranks.close()
         try:
             if self._remote is not None:
-                self._remote.close(self.steps_done if save else None)
+                grace = self._backend.grace
+                hurries = grace is not None and grace.hurries
+                self._remote.close(self.steps_done if save and not hurries else None, waits=not hurries)
         finally:
             if not self._backend.is_alive:
                 self._let_go()

@@ -4,23 +4,38 @@ Times are unix seconds, sizes bytes. The log is for people and tools, never for 
 harm the training. It is never synced, and anybody may add to it, so readers skip what is no event, such as a line torn
 by a crash. A line is one ``write`` to a file opened for appending, so a killed process leaves at most its last line
 torn.
+
+A log that has grown to ``PART_BYTES`` is renamed to ``events.000001.jsonl``, then ``events.000002.jsonl``, and so on,
+and begun anew; the newest ``PARTS`` of these *parts* stay. Readers read the parts first. Several processes may append
+to one log: before a line, each looks whether another has renamed the file.
 """
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import Damaged
+from .quantities import MiB
 from .regular_files import load_json, open_regular
+
+LOG = "events.jsonl"
+"""The name of the log in a run's directory."""
+PART_BYTES = 64 * MiB
+PARTS = 3
+"""The number of renamed parts that stay besides the log itself."""
 
 TAIL_BYTES = 64 * 1024
 """The number of bytes at the end of a log that are searched for its newest events."""
@@ -32,10 +47,16 @@ class EventLog:
     >>> EventLog(None).emit("step", step=12, loss=2.31)
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, part_bytes: int = PART_BYTES) -> None:
+        """Prepare the log. A log of ``part_bytes`` or more becomes a part, and a new one is begun."""
+        self.path, self.part_bytes = path, part_bytes
         self._file = -1
         self._using = threading.RLock()  # a signal handler may emit as well
+
+    def fit_into(self, storage_bytes: int | None) -> None:
+        """Let a part have at most a 64th of ``storage_bytes``, and 64 KiB at least, if the run has such a limit."""
+        if storage_bytes is not None:
+            self.part_bytes = min(self.part_bytes, max(storage_bytes // 64, 64 * 1024))
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append ``{"event": event, "time": now, **fields}``. Never raises: a failure is one warning."""
@@ -44,9 +65,13 @@ class EventLog:
         try:
             line = json.dumps(_plain({"event": event, "time": time.time(), **fields}))
             with self._using:  # a descriptor closed meanwhile may be another file's by now
-                if self._file < 0:
+                if self._file < 0 or _is_another(self.path, self._file):
+                    self.close()
                     self._open(self.path)
                 os.write(self._file, line.encode() + b"\n")
+                if os.fstat(self._file).st_size >= self.part_bytes and _rotated(self.path, self._file):
+                    self.close()
+                    self._open(self.path)  # readers find the log at its place
         except (OSError, Damaged, TypeError, ValueError, RecursionError) as error:
             warnings.warn(f"no more events are written to {self.path}: {error}", stacklevel=2)
             self.close()
@@ -102,9 +127,7 @@ def describe_lost_steps(log: Path | None, step: int) -> str:
 def _newest_steps(log: Path) -> tuple[int, int]:
     """Return the highest step done and the highest durable step in the last events of ``log``; -1 for none."""
     try:
-        with open(open_regular(log), "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            events = list(parsed(file.read().splitlines()))
+        events = list(parsed(_tail_of(log).splitlines()))
     except (OSError, Damaged):
         return -1, -1
     steps = [each for each in _since_the_opening(events) if each.get("event") == "step"]
@@ -123,9 +146,121 @@ def _since_the_opening(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of ``path``, oldest first; torn lines are skipped."""
-    with open(open_regular(path), encoding="utf-8", errors="replace") as lines:
-        yield from parsed(lines)
+    """Yield the events of the log ``path`` and its parts, oldest first; torn lines are skipped."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(file) for _, file in open_log(path)]
+        for file in files:
+            with io.TextIOWrapper(file, encoding="utf-8", errors="replace") as lines:
+                yield from parsed(lines)
+
+
+def open_log(path: Path, first: int = 0) -> list[tuple[int, BinaryIO]]:
+    """Open the parts of the log ``path`` from number ``first`` on, and the log, and return them, oldest first.
+
+    The log has the number that it will have as a part. All files are of one moment, also while a writer renames them.
+    Raises ``FileNotFoundError`` if there is none, ``Damaged`` where something else than a file lies.
+    """
+    while True:
+        numbers = part_numbers(path)
+        places = [(number, part_path(path, number)) for number in numbers]
+        own = max(numbers, default=0) + 1
+        found: list[tuple[int, BinaryIO]] = []
+        try:
+            for number, place in [*places, (own, path)]:
+                with suppress(FileNotFoundError):  # removed, or just renamed
+                    if number >= min(first, own):
+                        found.append((number, open(open_regular(place), "rb")))  # noqa: SIM115
+        except BaseException:
+            _close_all(found)
+            raise
+        if part_numbers(path) == numbers:
+            break
+        _close_all(found)
+    if not found and not path.exists():
+        raise FileNotFoundError(f"there is no event log {path}")
+    return found
+
+
+def part_numbers(path: Path) -> list[int]:
+    """Return the numbers of the parts of the log ``path``, lowest and oldest first."""
+    form = _part_form(path.name)
+    with suppress(OSError):
+        return sorted(int(match[1]) for name in os.listdir(path.parent) if (match := form.fullmatch(name)))
+    return []
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Return the place of a part of the log ``path``.
+
+    >>> part_path(Path("run/events.jsonl"), 7).name
+    'events.000007.jsonl'
+    """
+    return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
+
+
+def is_log(name: str) -> bool:
+    """Return whether the file ``name`` of a run's directory is its event log or a part of it.
+
+    >>> [is_log(name) for name in ("events.jsonl", "events.000001.jsonl", "events.csv")]
+    [True, True, False]
+    """
+    return name == LOG or _part_form(LOG).fullmatch(name) is not None
+
+
+def _part_form(name: str) -> re.Pattern[str]:
+    stem, dot, suffix = name.rpartition(".") if "." in name else (name, "", "")
+    return re.compile(rf"{re.escape(stem)}\.(\d{{6,}}){re.escape(dot + suffix)}")
+
+
+def _is_another(path: Path, file: int) -> bool:
+    """Return whether another file than the open ``file`` is at ``path``.
+
+    False if none is: the directory may have been moved, and the log with it.
+    """
+    try:
+        there = os.stat(path)
+    except OSError:
+        return False
+    return not os.path.samestat(there, os.fstat(file))
+
+
+def _rotated(path: Path, file: int) -> bool:
+    """Make the log ``path``, open as ``file``, its newest part, and remove the oldest ones.
+
+    Returns False where that is not possible now. The lock lets one of several writers do it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_another(path, file):  # renamed by another writer, who then closed it
+            return True
+        numbers = part_numbers(path)
+        os.rename(path, part_path(path, max(numbers, default=0) + 1))
+    except OSError:
+        return False
+    for number in numbers[: max(0, len(numbers) + 1 - PARTS)]:
+        with suppress(OSError):
+            os.unlink(part_path(path, number))
+    return True
+
+
+def _tail_of(log: Path) -> bytes:
+    """Return the last ``TAIL_BYTES`` of a log, which may begin in a part. Raises as ``open_log``."""
+    tail, files = b"", open_log(log)
+    try:
+        for _, file in reversed(files):
+            wanted = TAIL_BYTES - len(tail)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - wanted))
+            tail = file.read(wanted) + tail
+            if len(tail) >= TAIL_BYTES:
+                break
+    finally:
+        _close_all(files)
+    return tail
+
+
+def _close_all(files: Iterable[tuple[int, BinaryIO]]) -> None:
+    for _, file in files:
+        file.close()
 
 
 def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from .formats.readers import is_of_others, open_source
 from .formats.readers.run_directory import CommitSource
 from .formats.source import Source
 from .regular_files import home_path
+from .store.commit.weights_files import copies_in, copy_path, is_on_line
 from .store.log.chain import last_step
 from .store.reader import RunReader
 from .store.remote.object_store import NamedCommit, Url, holds_run
@@ -24,9 +25,10 @@ from .store.run_store import LocalStore
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
     """Return the state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of a foreign format.
 
-    A run without a step means its newest step; log records that lead there are replayed in memory. A step of an
-    abandoned timeline is found only where ``text`` names the timeline. Raises ``NoCommit`` if a run has no such
-    step, ``BadInput`` if nothing known is there, ``Damaged``, and ``DiskFailed``.
+    A run without a step means its newest step; log records that lead there are replayed in memory. A step of which
+    the run has the weights alone means these. A step of an abandoned timeline is found only where ``text`` names the
+    timeline. Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing known is there, ``Damaged``, and
+    ``DiskFailed``.
     """
     target = NamedCommit.parse(text)
     with looking_at(target.run):
@@ -38,13 +40,41 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet")
     step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
-    line = reader.line(target.timeline)
+    try:
+        return _of_run(reader, step, target.timeline)
+    except NoCommit:
+        if (copy := _weights_of(reader, step, target.timeline)) is None:
+            raise
+    return open_source(copy)
+
+
+def _of_run(reader: RunReader, step: int, timeline: int | None) -> Source:
+    """Return the whole state of a step. Raises ``NoCommit`` if neither a commit nor log records have it."""
+    line = reader.line(timeline)
     for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return CommitSource(reader, manifest)
     if all(ref.step > step for ref in line):
-        return CommitSource(reader, reader.at(step, target.timeline))  # where it is nowhere, this raises
-    return _replayed(reader, step, target.timeline)
+        return CommitSource(reader, reader.at(step, timeline))  # where it is nowhere, this raises
+    return _replayed(reader, step, timeline)
+
+
+def _weights_of(reader: RunReader, step: int, timeline: int | None) -> Path | None:
+    """Return the copy of the weights of a step of ``timeline`` (None: of the current line), or None."""
+    records, tip = reader.timelines()[0], reader.tip() if timeline is None else timeline
+    found = [ref for ref in copies_in(reader.disk) if ref.step == step and is_on_line(ref, records, tip)]
+    return Path(reader.root) / copy_path(found[-1]) if found and isinstance(reader.root, Path) else None
+
+
+def is_weights_alone(run: Path | Url, step: int | None, timeline: int | None) -> bool:
+    """Return whether of ``step`` the run has a copy of the weights, and no state that could be resumed."""
+    if step is None:
+        return False
+    reader = LocalStore.read(run)
+    if _weights_of(reader, step, timeline) is None:
+        return False
+    base = next((ref for ref in reader.line(timeline) if ref.step <= step), None)
+    return base is None or last_step(reader, reader.load(base)) < step
 
 
 def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:

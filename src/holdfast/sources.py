@@ -28,7 +28,7 @@ from .formats.restore import kept_by, needs_of, read_tensors, restore, set_hyper
 from .formats.rules_source import UnderRules
 from .formats.source import Source, SourceTensor
 from .formats.split_verification import Need, divided
-from .opening import source_of
+from .opening import is_weights_alone, source_of
 from .regular_files import home_path
 from .state.capture import Captured, buffer_at
 from .state.encoding import decode
@@ -171,7 +171,7 @@ def begin_from(start: From, training: TrainingState, emit: Callable[..., None]) 
     belongs to another model.
     """
     ranks, target = training.ranks, NamedCommit.parse(str(start.path))
-    if start.plain and ranks.first_does(partial(has_records, target.run)):
+    if start.plain and ranks.first_does(partial(_is_resumable, target)):
         _begin_from_run(target, training)
         return
     source = opened_alike(start, ranks)
@@ -265,6 +265,11 @@ def differences_from(found: Match, source: Source) -> list[str]:
         f"its weights alone are read, and not {', '.join(source.unread)}: the optimizer's state begins anew"
     )
     return [*replace(found, without_state=[]).differences(), beside]
+
+
+def _is_resumable(target: NamedCommit) -> bool:
+    """Return whether ``target`` is a step that a Checkpointer recorded, with more than its weights."""
+    return has_records(target.run) and not is_weights_alone(target.run, target.step, target.timeline)
 
 
 def has_records(path: Path | Url) -> bool:

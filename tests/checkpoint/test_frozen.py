@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from copy import deepcopy
@@ -14,7 +15,8 @@ from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.snapshot import frozen_chunks, snapshot_writer
-from holdfast.errors import PoolExhausted
+from holdfast.cli.inspect import ls, show, verify
+from holdfast.errors import BadInput, PoolExhausted
 from holdfast.store.commit.pruning import prune
 from holdfast.store.remote.pushing import Pusher
 from holdfast.store.run_store import LocalStore
@@ -390,3 +392,62 @@ def test_a_fresh_run_begins_from_such_a_base(tmp_path):
     with other.checkpointer:
         other.checkpointer.resume(source=tmp_path / "run@4")
         assert same(other.state(), state)
+
+
+def flip(path):
+    """Damage a file in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_and_show_count_the_file_once(tmp_path, capsys):
+    with Loop(tmp_path) as loop:
+        loop.train(9)
+    bases, there = manifests(tmp_path), {}
+    for manifest in bases:
+        there |= {file.path: file.bytes for file in manifest.files.values()}
+    ls(tmp_path, as_json=True)
+    listed = json.loads(capsys.readouterr().out)
+    assert sum(each["bytes"] - each.get("shared_bytes", 0) for each in listed) == sum(there.values())
+    assert [each["step"] for each in listed if "shared_bytes" in each] == [bases[1].step]
+    ls(tmp_path, as_json=False)
+    assert "in files of another" in capsys.readouterr().out
+    show(str(tmp_path), as_json=False)
+    assert f"of that, with step {bases[1].step}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_damaged_file_is_put_back_from_a_copy_of_the_run(tmp_path, request, capsys, place):
+    with Loop(tmp_path / "run") as loop:
+        loop.train(9)
+        state = loop.state()
+    if place == "bucket":
+        copy = request.getfixturevalue("bucket")
+        Pusher(tmp_path / "run", copy).push()
+    else:
+        copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    newest, other = manifests(tmp_path / "run")
+    [file] = frozen_files(newest).values()
+    flip(tmp_path / "run" / file.path)
+    assert not verify(str(tmp_path / "run"), as_json=False)
+    said = capsys.readouterr().out
+    assert f"{file.path} is a file of the bases of step {other.step} as well" in said
+    assert verify(str(tmp_path / "run"), as_json=False, repair_from=str(copy))
+    assert f"{file.path} was replaced" in capsys.readouterr().out
+    with Loop(tmp_path / "run", seed=1) as again:
+        assert again.start == 9 and same(again.state(), state)
+
+
+def test_damaged_copy_repairs_nothing(tmp_path, capsys):
+    with Loop(tmp_path / "run") as loop:
+        loop.train(1)
+    flip(tmp_path / "run" / (path := next(iter(frozen_files(manifests(tmp_path / "run")[0]).values())).path))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = (tmp_path / "run" / path).read_bytes()
+    assert not verify(str(tmp_path / "run"), as_json=False, repair_from=str(tmp_path / "copy"))
+    assert "replaced" not in capsys.readouterr().out
+    assert (tmp_path / "run" / path).read_bytes() == before
+    assert not list((tmp_path / "run" / "data").glob("*.tmp"))
+    with pytest.raises(BadInput, match="is the run itself"):
+        verify(str(tmp_path / "run"), as_json=False, repair_from=str(tmp_path / "run"))

@@ -66,10 +66,10 @@ def run(tmp_path):
     return tmp_path / "run", there
 
 
-def of_transformers(model, path):
+def of_transformers(model, path, **options):
     """A run of one step of ``model``."""
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    with library.Checkpointer(path, model=model, optimizer=optimizer) as ckpt:
+    with library.Checkpointer(path, model=model, optimizer=optimizer, **options) as ckpt:
         ckpt.resume()
         tokens = torch.arange(8)[None]
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -261,6 +261,26 @@ def test_adapter_is_loaded_by_peft(tmp_path, holdfast):
         load_file(tmp_path / "out/adapter_model.safetensors").keys()
         == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize("of_weights", [False, True], ids=["run", "copy of weights"])
+def test_adapter_alone_is_written_of_a_run_and_of_its_weights(tmp_path, holdfast, of_weights):
+    """A copy of weights has what trains, which is the adapter."""
+    peft = pytest.importorskip("peft")
+    folder = tiny_folders.write_folder(tmp_path / "folder", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    run = of_transformers(model, tmp_path / "run", keep=library.Keep(weights=1))
+    [copy] = (run / "weights").iterdir()
+    source = copy if of_weights else run
+    assert holdfast("convert", source, tmp_path / "out", "--to", "peft").code == 2
+    result = holdfast("convert", source, tmp_path / "out", "--to", "peft", "--model", tmp_path / "adapter")
+    assert result.code == 0, result.err
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < copy.stat().st_size + 10_000
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded, tokens = peft.PeftModel.from_pretrained(base, tmp_path / "out"), torch.arange(20)[None]
+    assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
 def test_adapter_is_not_written_as_a_model(tmp_path, holdfast):

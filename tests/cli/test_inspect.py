@@ -71,7 +71,7 @@ def test_the_newest_step_is_the_one_that_goes_on_however_new_those_left_behind_a
     with TinyRun(run, fork=2, copies=5):
         pass  # went back, and ended before its first step
     left, newest = holdfast("ls", run).out.splitlines()[1:]
-    assert left.rstrip().endswith("B   left behind by a later resume")
+    assert "B   left behind by a later resume, and 8.0 KiB in files of another" in left
     assert newest.split()[0] == "2"
     assert newest.rstrip().endswith("newest")
 

@@ -7,6 +7,7 @@ of its step, bit for bit. Each sync taken away must show in some image.
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -21,6 +22,7 @@ from holdfast.distributed import Ranks
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
 from holdfast.state.live_state import LiveState
+from holdfast.store.commit.retention import Keep
 from holdfast.store.log import journal
 from holdfast.store.run_store import LocalStore
 from support.simdisk import SimDisk
@@ -50,16 +52,21 @@ def merge(loop, i, feature):
             loop.model.first.bias.add_(i)
 
 
-def process(disk, steps, states=None, saves=False, feature=FEATURE):
-    """One process: resume, train to ``steps``; every step that it is told of is marked on the disk."""
-    loop = make(OPTIMIZER, feature)
+def process(disk, steps, states=None, saves=False, feature=FEATURE, values=None):
+    """One process: resume, train to ``steps``; every step that it is told of is marked on the disk.
+
+    With ``values``, a metric at some steps, the best base by it is kept.
+    """
+    loop, values = make(OPTIMIZER, feature), values or {}
+    keep = Keep(1, best=1, metric="loss") if values else None
     with Checkpointer(
-        ROOT, model=loop.model, optimizer=loop.optimizers, base_every=3, disk=disk
+        ROOT, model=loop.model, optimizer=loop.optimizers, base_every=3, disk=disk, keep=keep
     ) as checkpointer:
         done = checkpointer.resume()
         for i in range(done, steps):
             merge(loop, i, feature)
-            loop.iteration(i, checkpointer.step)
+            metrics = {"loss": values[i + 1]} if i + 1 in values else None
+            loop.iteration(i, partial(checkpointer.step, metrics=metrics))
             if states is not None:
                 states[i + 1] = digest(loop.state())
             if i % 2:
@@ -131,6 +138,22 @@ def test_every_image_of_a_run_with_frozen_parameters_recovers(queue):
         check(image, states, queue, "frozen")
         with_steps += image.acked is not None
     assert with_steps > 300 and 1 < len(named) <= 4
+
+
+@pytest.mark.crash
+def test_every_image_of_a_run_has_the_best_base(states, queue):
+    """A better one replaces it: in no image is the worse one gone and the better one not there."""
+    values, disk = {2: 5.0, 4: 3.0, 6: 4.0, 8: 1.0}, SimDisk()
+    process(disk, 5, values=values)
+    process(disk, STEPS, values=values)
+    for image in islice(disk.images(random.Random(0), samples=2), 0, None, 4):
+        check(image, states, queue)
+        measured = [values[step] for step in values if step <= (image.acked or 0)]
+        store = LocalStore(ROOT, disk=image.disk, queue=queue)
+        found = {m.metrics.get("loss"): m for m in map(store.load, store.commits())} if measured else {}
+        best = min((value for value in found if value is not None), default=None)
+        assert not measured or (best is not None and best <= min(measured))
+        assert best is None or store.verify(found[best]) == []
 
 
 @pytest.mark.crash

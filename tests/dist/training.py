@@ -331,6 +331,9 @@ def train(
     width: int = 13,
     keep_last: int = 2,
     keep_every: int | None = None,
+    keep_best: int | None = None,
+    values: dict[str, float] | None = None,
+    own_values: bool = False,
     least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
@@ -469,8 +472,9 @@ def train(
         lose_payload(Path(root), f"rank-{rank:05d}", unread[str(rank)])
     before = left_here()
     say(before=before)
+    keep = Keep(keep_last, keep_every, best=keep_best, metric=keep_best and "loss")
     with Checkpointer(
-        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=keep, **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness, first_rate=chosen.param_groups[0]["lr"])
@@ -534,7 +538,8 @@ def train(
                 checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
-            checkpointer.step()
+            value = (values or {}).get(str(step))
+            checkpointer.step(None if value is None else {"loss": value + rank * own_values})
             if (killed_after or {}).get(str(rank)) == step:
                 die(step)
             if settle_at is not None and settle_at[0] in (rank, "all") and settle_at[1] == step:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 import logged
+from holdfast.events import EventLog
 from holdfast.monitor.history import History
 from holdfast.monitor.run_panel import LivePanel, Tail
 
@@ -110,6 +111,21 @@ def test_a_log_that_was_replaced_or_cut_is_read_anew(tmp_path):
     assert steps_of(tail) == [7, 8, 9]
     path.write_text(json.dumps(logged.step(5)) + "\n")
     assert steps_of(tail) == [5]
+
+
+def test_a_tail_follows_a_log_that_becomes_a_part(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log, tail, seen = EventLog(path, part_bytes=150), Tail(path), []
+    for step in range(1, 11):
+        log.emit("step", step=step)
+        if step % 3 == 0:
+            seen += steps_of(tail)
+    assert seen == list(range(1, 10))
+    assert steps_of(tail) == [10]
+    for part in tmp_path.glob("events.0*"):
+        part.unlink()
+    log.emit("step", step=11)
+    assert steps_of(tail) == [11]
 
 
 def test_the_planned_time_stands_beside_the_measured():

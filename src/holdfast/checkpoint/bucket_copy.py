@@ -51,15 +51,18 @@ class Remote:
         self._thread = threading.Thread(target=self._follow, name="holdfast-remote", daemon=True)
         self._thread.start()
 
-    def close(self, step: int | None) -> None:
+    def close(self, step: int | None, waits: bool = True) -> None:
         """End the thread. With ``step``, the newest of the run, first copy what is missing.
 
-        Warns if not everything could be copied. A second call does nothing.
+        Warns if not everything could be copied. Without ``waits`` a copy under way ends with the process. A second call
+        does nothing.
         """
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._ending.set()
+        if not waits:
+            return
         thread.join()
         if step is None:
             return

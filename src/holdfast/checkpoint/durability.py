@@ -18,6 +18,7 @@ from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .coordinator import RankCoordinator
+from .grace import Grace
 from .log.record_builder import RecordBuilder
 from .log.recorder import FinalizedStep
 from .options import Options
@@ -50,6 +51,8 @@ class DurabilityBackend(ABC):
         )  # a replica's record stands alone
         self.agreement: RankCoordinator | None = None
         """The agreement with the other ranks, from ``begin`` on; None for one process."""
+        self.grace: Grace | None = None
+        """The seconds after a SIGTERM; None if everything is written, however long it takes."""
         self.begun = False
 
     # Progress
@@ -58,6 +61,11 @@ class DurabilityBackend(ABC):
     @abstractmethod
     def durable_step(self) -> int:
         """The newest step that survives power loss, on every rank; -1 before there is one."""
+
+    @property
+    def written_step(self) -> int:
+        """The newest step that survives power loss on this rank, whatever the others have."""
+        return self.durable_step
 
     @property
     @abstractmethod
@@ -138,6 +146,10 @@ class DurabilityBackend(ABC):
     def adapt(self) -> None:
         """Keep the current step after the state has changed its form, as the last ``TrainingState.look`` found."""
 
+    def make_room(self, nbytes: int) -> bool:
+        """Return whether a file of ``nbytes`` fits within the storage cap. Older snapshots may be retired for it."""
+        return True
+
     def stepped(self, seconds: float, stall_seconds: float) -> None:
         """Note that the step took ``seconds``, including ``stall_seconds`` that training waited."""
         return
@@ -174,13 +186,17 @@ class DurabilityBackend(ABC):
         moved = not begun and self._training.schedule_moved
         needed = not self.complete or moved or bool(residuals and self.base_step < self._training.steps_done)
         asked = self._training.ranks.everyone((needed, moved))  # ranks may know different snapshots
-        if not any(needed for needed, _ in asked):
+        if not any(needed for needed, _ in asked) or not all(self._training.ranks.everyone(self._is_time())):
             return
         if any(self._training.ranks.everyone(self._training.has_moved_on)):
             self._go_without_base()
         else:
             self._training.note_again(is_schedule)
             self.save_snapshot(again=any(moved for _, moved in asked))
+
+    def _is_time(self) -> bool:
+        """Return whether there is time for a snapshot before the process has to end."""
+        return True
 
     def _go_without_base(self) -> None:
         """Warn that the current step can have no snapshot any more, and has no record."""

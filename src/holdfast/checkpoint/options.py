@@ -20,10 +20,11 @@ from ..optim.kinds import is_elementwise
 from ..quantities import format_bytes, parse_bytes
 from ..schedule.interval.snapshot_interval import Limits
 from ..state.live_state import LiveState
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
 from .compression.codecs import Codec, Exact
 from .log.recorder import BOUND
+from .snapshot.snapshot_chunks import frozen_in, owned_by
 from .snapshot.snapshot_scheduler import POLICIES
 
 
@@ -92,6 +93,23 @@ class Options:
                 f" {least} bytes."
             )
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
+
+
+def refuse_no_room_for_best(options: Options, state: LiveState) -> None:
+    """Raise ``BadInput`` if ``storage=`` cannot hold the best snapshots, the two newest and one in the making."""
+    keep, cap = options.keep, options.storage_bytes
+    if keep.best is None or cap is None:
+        return
+    frozen, owned = frozen_in(state), owned_by(state)
+    sizes = {name: sum(tensor.nbytes for _, tensor in held.values()) for name, held in owned.items()}
+    once = sum(nbytes for name, nbytes in sizes.items() if name in frozen)
+    each = sum(sizes.values()) - once
+    least = once + each * (max(keep.last, 2) + keep.best + 1)
+    if least > cap:
+        raise BadInput(
+            f"storage = {format_bytes(cap)} is too little for Keep(last={keep.last}, best={keep.best}): bases of"
+            f" {format_bytes(each)} take {format_bytes(least)}, without records. Give more, or keep fewer."
+        )
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -229,8 +247,11 @@ def refuse_with_a_replica(
     averages: Any,
     when_behind: str,
     storage: Any,
+    keep: Keep,
 ) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    refuse_best(keep, "a replica, which makes the bases,")
+    refuse_weights(keep, "a replica")
     odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
     if odd and not ranks.alone:
         raise BadInput(

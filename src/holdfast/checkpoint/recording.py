@@ -25,14 +25,18 @@ from .capture.staging_buffers import StagingBuffer, StagingPool
 from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
+from .grace import Grace
 from .log.recorder import Recorder
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
 from .replica import retained_state
 from .snapshot.snapshot_chunks import owned_by
-from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
+from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
+
+SURE = 2.0
+"""The factor by which a snapshot may take longer than predicted, where the process has only some seconds left."""
 
 
 class LogBackend(DurabilityBackend):
@@ -66,6 +70,10 @@ class LogBackend(DurabilityBackend):
         if self.agreement is not None:
             return self.agreement.standing.durable_step
         return self.recorder.durable_step
+
+    @property
+    def written_step(self) -> int:
+        return -1 if self._recorder is None else self._recorder.durable_step
 
     @property
     def replica_step(self) -> int:
@@ -132,6 +140,7 @@ class LogBackend(DurabilityBackend):
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
+        self._recorder.waits_until = self._ends_at
         self.begun = True
         pace = self._make_pace(self._recorder)
         newest = self._store.newest_base
@@ -229,6 +238,14 @@ class LogBackend(DurabilityBackend):
     def stepped(self, seconds: float, stall_seconds: float) -> None:
         self.pace.stepped(self._training.steps_done, seconds, stall_seconds)
 
+    def make_room(self, nbytes: int) -> bool:
+        def found() -> bool:
+            fits = self._store.make_room(nbytes)
+            self._store.used_bytes += nbytes * fits
+            return fits
+
+        return self.recorder.do(found)
+
     def adapt(self) -> None:
         self.recorder.drain()
         self.pace.close()
@@ -251,6 +268,31 @@ class LogBackend(DurabilityBackend):
     def drain(self) -> None:
         self.recorder.drain()
 
+    def _ends_at(self) -> float | None:
+        """Return the time at which the last write has to end; None if there is none, or before a SIGTERM."""
+        return None if self.grace is None else self.grace.ends_at
+
+    def _is_time(self) -> bool:
+        if self.grace is None or not self.grace.hurries:
+            return True
+        nbytes = (
+            self.recorder.pending_bytes + self.pace.bases.memory_bytes + sum(self.pace.bases.expected_bytes())
+        )
+        return self.grace.allows(SURE * nbytes / self._bytes_per_second())
+
+    def _bytes_per_second(self) -> float:
+        """Return the rate at which this process has written records, or else snapshots."""
+        for who in (self.recorder, self.pace.bases):
+            if who.written_bytes and who.write_seconds:
+                return who.written_bytes / who.write_seconds
+        return PRIOR_BYTES_PER_SECOND
+
+    def _hurry(self, grace: Grace, recorder: Recorder) -> None:
+        """Have ``recorder`` write only what ends in time: records before the copies of a snapshot under way."""
+        rate, copied = self._bytes_per_second(), 0 if self._pace is None else self._pace.bases.memory_bytes
+        is_short = not grace.allows((recorder.pending_bytes + copied) / rate)
+        recorder.write_until(grace.ends_at or 0.0, rate, records_only=is_short)
+
     @property
     def is_alive(self) -> bool:
         return self._recorder is not None and self._recorder.is_alive
@@ -260,6 +302,8 @@ class LogBackend(DurabilityBackend):
             if self._pace is not None:
                 self._pace.close()
         if self._recorder is not None:
+            if self.grace is not None and self.grace.hurries and self._pace is not None:
+                self._hurry(self.grace, self._recorder)
             self._recorder.close()
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Self
 
@@ -19,6 +20,8 @@ class SigTerm:
 
     def __init__(self) -> None:
         self.arrived = False
+        self.arrived_at: float | None = None
+        """The time of the signal, in seconds of the monotonic clock."""
         self._over = False
         self._process = os.getpid()
 
@@ -50,7 +53,7 @@ class SigTerm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.arrived = True
+        self.arrived, self.arrived_at = True, time.monotonic()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._over or os.getpid() != self._process:  # or a forked child, which nothing else would end
             signal.raise_signal(signal.SIGTERM)

@@ -137,6 +137,8 @@ class TrainingState:
         """The user state at the end of the last step, as JSON."""
         self.steps_done = 0
         self.exactness: Literal["state", "continuation"] = "continuation"
+        self._measured: tuple[int, dict[str, Any]] = 0, {}
+        """The step that the script gave metrics of last, and these."""
         self.rates: dict[str, float] = {}
         """Measured rates, from which the duration of the next recovery is predicted."""
 
@@ -211,6 +213,7 @@ class TrainingState:
     def continue_from(self, found: RecoveryResult) -> None:
         """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
+        self._measured = self.steps_done, found.progress.get("metrics", {})
         self._passing.restore(self.state, found.progress)
         for text in found.problems:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
@@ -359,6 +362,7 @@ class TrainingState:
             )
         about = replay_info(self.state, self.after_update is not None)
         aliases = aliases_of(self.state.parameters)
+        step, metrics = self._measured
         return {
             **self.now,
             "given": self.script.given,
@@ -368,7 +372,16 @@ class TrainingState:
             "replay": about,
             "rates": self.rates,
             **({"aliases": aliases} if aliases else {}),
+            **({"metrics": metrics} if metrics and step == self.steps_done else {}),
         }
+
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Note what the script measured at the current step: it becomes part of a snapshot of this step."""
+        self._measured = self.steps_done, dict(metrics)
+
+    def forget_metrics(self) -> None:
+        """Note that the state is not the one that the script measured at this step: it was changed since."""
+        self._measured = 0, {}
 
     def release(self) -> None:
         """Deactivate the hook: from here on gradients are exchanged as without it."""

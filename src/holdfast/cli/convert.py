@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ DTYPES = {
 }
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of dtypes in config.json."""
-FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed", "torch")
+FORMATS = ("holdfast", "huggingface", "peft", "safetensors", "dcp", "deepspeed", "torch")
 Report = Callable[[int], None]
 """A function that gets the number of bytes that were read."""
 
@@ -77,6 +77,9 @@ class ConvertOptions:
 def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: bool) -> None:
     """Write ``source`` to ``destination``, and print what that took."""
     _refuse(destination, how)
+    if how.to == "peft":
+        _refuse_no_adapter(how.model)
+        how = replace(how, to="huggingface")
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
     if to == "huggingface":
@@ -245,9 +248,11 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if how.model is not None and to != "huggingface":
-        raise BadInput("--model names the folder of the model that was trained: it is for --to huggingface")
-    if dtype is not None and to not in ("huggingface", "safetensors"):
+    if how.model is not None and to not in ("huggingface", "peft"):
+        raise BadInput(
+            "--model names the folder of the model that was trained: it is for --to huggingface or peft"
+        )
+    if dtype is not None and to not in ("huggingface", "peft", "safetensors"):
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
         )
@@ -260,6 +265,15 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
         raise BadInput(f"--to safetensors writes one file, and {destination} does not end in .safetensors")
     if to == "torch" and destination.suffix not in TORCH_SUFFIXES:
         raise BadInput(f"--to torch writes one file, and {destination} does not end in .pt or .pth")
+
+
+def _refuse_no_adapter(folder: Path | None) -> None:
+    """Raise ``BadInput`` unless ``folder`` has the configuration of an adapter."""
+    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
+        raise BadInput(
+            f"--to peft writes an adapter alone, and needs its configuration: --model FOLDER with {ADAPTER_CONFIG},"
+            " which model.save_pretrained(FOLDER) writes at any time"
+        )
 
 
 def _refuse_packed(source: Source, how: ConvertOptions) -> None:

@@ -6,6 +6,7 @@ Each command gathers plain data first and then prints it, as text or as one JSON
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,30 +14,41 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
-from ..errors import CommitRetired, Damaged, DiskFailed, Unreadable
+from ..errors import BadInput, CommitRetired, Damaged, DiskFailed, Unreadable
 from ..quantities import counted, format_bytes
+from ..store.commit.retention import WEIGHTS
+from ..store.commit.weights_files import copies_in
 from ..store.disk import reference_at
-from ..store.format.manifest import Manifest
+from ..store.format.manifest import CommitRef, Manifest
 from ..store.format.payload_files import regions
 from ..store.log.chain import last_step, verify_records
 from ..store.reader import RunReader
+from ..store.remote.object_store import place_of
+from ..store.repairing import repair
 from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress
-from .runs import label, local_time, open_run, summary, with_commits
+from .runs import directory_of, label, local_time, open_run, summary, with_commits
 
 if TYPE_CHECKING:
     from ..formats.source import Source
+
+WAY_OUT = (
+    "A copy of the run has its own: `holdfast verify RUN --repair COPY` puts it there, from a directory or from"
+    " s3://BUCKET/PREFIX."
+)
 
 
 def ls(run: Path, *, as_json: bool) -> None:
     """Print the commits of ``run``, newest first. A manifest that cannot be read is listed as damaged."""
     reader = open_run(run)
     line = reader.line()
-    commits = []
+    commits: list[dict[str, Any]] = []
+    files: dict[CommitRef, dict[str, int]] = {}
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {"records_to": last_step(reader, manifest)}
+            files[ref] = {file.path: file.bytes for file in manifest.files.values()}
         except CommitRetired:  # retired since it was listed
             continue
         except Damaged as error:
@@ -44,6 +56,10 @@ def ls(run: Path, *, as_json: bool) -> None:
                 continue
             entry["damaged"] = str(error)
         commits.append(entry)
+    shared = _shared_bytes(sorted(files, key=lambda ref: ref not in line), files)
+    for entry in commits:
+        if nbytes := shared.get(CommitRef(entry["timeline"], entry["step"])):
+            entry["shared_bytes"] = nbytes
     if as_json:
         print_json(commits)
         return
@@ -55,6 +71,18 @@ def ls(run: Path, *, as_json: bool) -> None:
     for entry in commits:
         table.add_row(*_row(entry, newest=entry is newest))
     print_table(console(), table)
+    if copies := copies_in(reader.disk):
+        print(f"Weights alone, in {reader.root / WEIGHTS}: {_steps([ref.step for ref in copies])}")
+
+
+def _shared_bytes(order: list[CommitRef], files: dict[CommitRef, dict[str, int]]) -> dict[CommitRef, int]:
+    """Return the bytes of each commit in files that one before it in ``order`` names as well."""
+    found: dict[CommitRef, int] = {}
+    known: set[str] = set()
+    for ref in order:
+        found[ref] = sum(nbytes for path, nbytes in files[ref].items() if path in known)
+        known |= files[ref].keys()
+    return found
 
 
 def show(commit: str, *, as_json: bool) -> None:
@@ -85,20 +113,27 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         )
         return
     out = console()
-    print_facts(out, _facts(manifest, atoms, newest) | _referenced(reader, manifest))
+    print_facts(
+        out, _facts(manifest, atoms, newest) | _shared(reader, manifest) | _referenced(reader, manifest)
+    )
     out.print()
     parts = {key: len(held) for key, held in regions(manifest, stored).items()}
     print_table(out, atom_table([{**atom, "parts": parts[key]} for key, atom in stored.items()]))
 
 
-def verify(commit: str, *, as_json: bool) -> bool:
-    """Print whether every byte of a commit is as it was written, and return that."""
+def verify(commit: str, *, as_json: bool, repair_from: str | None = None) -> bool:
+    """Print whether every byte of a commit is as it was written, and return that.
+
+    With ``repair_from``, a copy of the run, damaged payload files are first replaced by those of the copy.
+    """
     try:
         if is_foreign(commit):
             from .foreign_states import verify as verify_foreign
 
+            if repair_from is not None:
+                raise BadInput(f"{commit} is no run: --repair is for runs of this library")
             return verify_foreign(open_foreign(commit), as_json=as_json)
-        return with_commits([commit], partial(_verify, as_json=as_json))
+        return with_commits([commit], partial(_verify, as_json=as_json, repair_from=repair_from))
     except Damaged as error:
         if as_json:
             print_json({"whole": False, "damaged": [_damage(error)]})
@@ -107,25 +142,54 @@ def verify(commit: str, *, as_json: bool) -> bool:
         return False
 
 
-def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool, repair_from: str | None) -> bool:
     """Verify a commit with the log records after it. Records that end before a clean end are damaged."""
-    damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
+    damaged, repaired = _verify_showing_progress(reader, manifest, quiet=as_json), list[str]()
+    if repair_from is not None and damaged:
+        root = directory_of(reader.root, "verify --repair")
+        repaired = repair(
+            root, [error.path for error in damaged if error.path], open_run(place_of(repair_from))
+        )
+        damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
     last, damage = verify_records(reader, manifest)
     damaged += damage
     if as_json:
         print_json(
             summary(manifest)
             | {"whole": not damaged, "records_to": last, "damaged": [_damage(error) for error in damaged]}
+            | ({} if repair_from is None else {"repaired": repaired})
         )
-    elif damaged:
+        return not damaged
+    for path in repaired:
+        print(f"{path} was replaced by that of {repair_from}")
+    if damaged:
         print(f"{label(reader, manifest)} is damaged in {counted(len(damaged), 'place')}:")
         for error in damaged:
             print(f"  {error}")
+        for path, steps in shared_with(reader, manifest, {error.path for error in damaged}).items():
+            print(f"{path} is a file of the bases of {_steps(steps)} as well. {WAY_OUT}")
     else:
         print(f"{label(reader, manifest)} is whole: {_size(manifest)}, every byte as it was written")
         if last > manifest.step:
             print(f"So are the records of {counted(last - manifest.step, 'step')} after it, to step {last:,}")
     return not damaged
+
+
+def shared_with(reader: RunReader, manifest: Manifest, paths: Collection[str | None]) -> dict[str, list[int]]:
+    """Return the steps of other commits that name one of the files ``paths`` of ``manifest``, by path."""
+    own = {file.path for file in manifest.files.values()} & {*paths}
+    others = [
+        m for ref in reader.commits() if ref != manifest.ref and (m := reader._load_or_none(ref)) is not None
+    ]
+    found: dict[str, list[int]] = {}
+    for other in sorted(others, key=lambda other: other.step):
+        for path in own & {file.path for file in other.files.values()}:
+            found.setdefault(path, []).append(other.step)
+    return found
+
+
+def _steps(steps: list[int]) -> str:
+    return f"{'steps' if steps[1:] else 'step'} {', '.join(f'{step:,}' for step in steps)}"
 
 
 def is_foreign(text: str) -> bool:
@@ -187,6 +251,16 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]], newest: int | None) 
     return facts
 
 
+def _shared(reader: RunReader, manifest: Manifest) -> dict[str, str]:
+    """Return the fact of the bytes in files that other commits name as well, if there are any."""
+    sizes = {file.path: file.bytes for file in manifest.files.values()}
+    found = shared_with(reader, manifest, sizes.keys())
+    if not found:
+        return {}
+    steps = sorted({step for each in found.values() for step in each})
+    return {"shared": f"{format_bytes(sum(sizes[path] for path in found))} of that, with {_steps(steps)}"}
+
+
 def _referenced(reader: RunReader, manifest: Manifest) -> dict[str, str]:
     """Return the fact of the bytes that lie outside of the run, if there are any."""
     files = manifest.referenced.values()
@@ -236,8 +310,11 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     if entry.get("records_to", entry["step"]) > entry["step"]:
         remarks.append(f"records to {entry['records_to']:,}")
     remarks += ["left behind by a later resume"] * (not entry["current"])
+    remarks += [f"{name} {value:.6g}" for name, value in entry.get("metrics", {}).items()]
     written = "-" if damaged else local_time(entry["created"])
-    size = "-" if damaged else format_bytes(entry["bytes"])
+    shared = entry.get("shared_bytes", 0)
+    remarks += [f"and {format_bytes(shared)} in files of another"] * bool(shared)
+    size = "-" if damaged else format_bytes(entry["bytes"] - shared)
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
 

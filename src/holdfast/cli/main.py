@@ -163,11 +163,18 @@ def show(commit: Commit, json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(commit: Commit, json: AsJson = False) -> None:
+def verify(
+    commit: Commit,
+    repair: Annotated[
+        str | None,
+        typer.Option("--repair", metavar="COPY", help="Replace damaged files by those of a copy of the run."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
     """Read every byte of a state again; exit 1 if any is damaged."""
     from .inspect import verify as verify_commit
 
-    raise typer.Exit(0 if verify_commit(commit, as_json=json) else 1)
+    raise typer.Exit(0 if verify_commit(commit, as_json=json, repair_from=repair) else 1)
 
 
 @app.command()
@@ -195,6 +202,13 @@ def prune(
     hours: Annotated[
         float | None, typer.Option("--hours", metavar="H", help="Keep a base of each H hours, too.")
     ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", min=1, metavar="K", help="Keep the best K by --metric, too.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", metavar="NAME", help="A value that the script gave at steps.")
+    ] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="Larger values of it are better.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -202,7 +216,8 @@ def prune(
     from ..store.commit.retention import Keep
     from .maintenance import prune_run
 
-    prune_run(run, Keep(keep_last, every, hours), dry_run=dry_run, as_json=json)
+    keep = Keep(keep_last, every, hours, best, metric, "max" if largest else "min")
+    prune_run(run, keep, dry_run=dry_run, as_json=json)
 
 
 @app.command()
@@ -266,7 +281,9 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp, deepspeed or torch."
+            "--to",
+            metavar="FORMAT",
+            help="holdfast, huggingface, peft, safetensors, dcp, deepspeed or torch.",
         ),
     ],
     dtype: Annotated[

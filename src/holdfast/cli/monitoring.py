@@ -17,6 +17,7 @@ from typing import Any
 from rich.live import Live
 
 from ..errors import BadInput, Damaged, NoCommit
+from ..events import LOG
 from ..monitor.facts import drive_of
 from ..monitor.history import History
 from ..monitor.run_panel import LivePanel, Tail
@@ -27,7 +28,6 @@ from ..store.remote.object_store import Url, place_of
 from .output import console, parsed, print_json
 from .runs import open_run
 
-LOG = "events.jsonl"
 SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
 """The seconds between two scans, and between two lines where there is no terminal."""
 LOOKS = 4

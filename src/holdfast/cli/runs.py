@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,7 +88,7 @@ def _not_a_directory(run: Path) -> str:
     return f"{run} names a step, and all of a run is asked for: {start}. `holdfast show {run}` shows one step"
 
 
-def directory_of(run: Path, verb: str) -> Path:
+def directory_of(run: Path | Url, verb: str) -> Path:
     """Return the directory of the run that ``verb`` changes. Raises ``BadInput`` if the run is in a bucket."""
     root = open_run(run).root
     if isinstance(root, Url):
@@ -106,6 +107,8 @@ def label(reader: RunReader, manifest: Manifest) -> str:
 
 def summary(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON description of a commit."""
+    measured = manifest.metrics.items()
+    metrics = {name: value for name, value in measured if type(value) in (int, float) and isfinite(value)}
     return {
         "step": manifest.step,
         "timeline": manifest.timeline,
@@ -114,6 +117,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "created": manifest.created,
         "bytes": manifest.total_bytes,
         "files": len(manifest.files),
+        **({"metrics": metrics} if metrics else {}),
     }
 
 

@@ -32,7 +32,7 @@ from ..state.layout.regions import Region
 from ..state.plain_tensors import TO_NAME, unsupported_kind
 from ..state.tensor_entries import TensorEntry, fragment
 from ..store.commit.commit_writer import Written
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from ..store.format.file_names import METADATA, Layout
 from ..store.format.manifest import Timeline
 from ..store.run_store import LocalStore
@@ -78,6 +78,8 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         check_step(step)
         super().__init__(root, step)
         self.keep = keep or Keep()
+        refuse_best(self.keep, "dcp.save")
+        refuse_weights(self.keep, "dcp.save")
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._first: _Opened | None = None
 

@@ -29,7 +29,7 @@ from ..formats.entry_matching import Match
 from ..formats.restore import matched, needs_of, restore
 from ..formats.source import Source
 from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, differences_from, opened_alike
-from ..store.commit.retention import Keep
+from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .shared.collective_commit import check_step
 from .zero_save import write
 from .zero_state import ShownState, numbers_of, put_back, refresh, show, unsupported_messages
@@ -85,11 +85,14 @@ def save(
     else wrote the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
     """
     check_step(step)
+    keep = keep or Keep()
+    refuse_best(keep, "a saved engine")
+    refuse_weights(keep, "a saved engine")
     ranks = Ranks.here(deadline_seconds, "save their engine")
     try:
         shown = _seen(engine, ranks)
         number = _alike(ranks.everyone(engine.global_steps if step is None else step))
-        write(shown, run, number, keep or Keep(), ranks, _version())
+        write(shown, run, number, keep, ranks, _version())
         return number
     finally:
         ranks.close()

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
 from ..regular_files import home_path
+from ..store.commit.retention import Keep, refuse_best
 from .shared.changed_attributes import refuse_unless_torchs
 from .trainer_run import Training
 
@@ -40,6 +41,8 @@ class HoldfastCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
+        if isinstance(keep := options.get("keep"), Keep):
+            refuse_best(keep, "the callback of a Trainer")
         self.run, self.options = home_path(run), options
         self._covered = False
 

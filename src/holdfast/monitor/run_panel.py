@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..events import parsed
+from ..events import open_log, parsed
 from ..quantities import counted, format_bytes, format_seconds
-from ..regular_files import open_regular
 from ..schedule.operations import SSD_READ, SSD_WRITE
 from . import facts
 from .facts import percent
@@ -35,30 +35,35 @@ BARS, LOSSES, CLASSES = 20, 1000, 5
 
 
 class Tail:
-    """A reader of a growing log: each event once, whole lines only. A replaced log is read from its start."""
+    """A reader of a growing log and its parts: each event once, whole lines only.
+
+    A replaced log is read from its start. A log that became a part is read to its end, then the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = self._inode = 0
+        self._number = self._offset = self._inode = 0
         self._rest = b""
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the events that were written since the last call."""
-        try:
-            file = open(open_regular(self._path), "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            return
-        with file:
-            self._place(os.fstat(file.fileno()))
-            file.seek(self._offset)
-            while data := file.read(PIECE_BYTES):
-                self._offset += len(data)
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                yield from parsed(lines)
+        with ExitStack() as opened, suppress(FileNotFoundError):
+            files = open_log(self._path, self._number)
+            for _, file in files:
+                opened.enter_context(file)
+            for number, file in files:
+                self._place(number, os.fstat(file.fileno()))
+                file.seek(self._offset)
+                while data := file.read(PIECE_BYTES):
+                    self._offset += len(data)
+                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    yield from parsed(lines)
 
-    def _place(self, found: os.stat_result) -> None:
-        if found.st_ino != self._inode or found.st_size < self._offset:
+    def _place(self, number: int, found: os.stat_result) -> None:
+        is_new = number > self._number  # a number that has become lower: older parts were removed by hand
+        if is_new or found.st_ino != self._inode or found.st_size < self._offset:
             self._inode, self._offset, self._rest = found.st_ino, 0, b""
+        self._number = number
 
 
 class LivePanel:

@@ -18,6 +18,7 @@ from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, Man
 from holdfast.io.queue import IOQueue
 from holdfast.store import verifying
 from holdfast.store.commit.retention import ancestry, is_begun, lineage, newest_tip
+from holdfast.store.commit.weights_files import copies_in, copy_path
 from holdfast.store.disk import AnyDisk, Disk, reference_at
 from holdfast.store.format import payload_files
 from holdfast.store.format.file_names import Layout
@@ -141,14 +142,24 @@ class RunReader:
             self.disk.listdir("journal")
         )
         raise NoCommit(
-            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.describe_timelines(step)}"
+            f"{self.root} has no step {step}{of}. It has: {steps}.{lead}{self.describe_others(step)}"
         )
 
-    def describe_timelines(self, step: int) -> str:
-        """Return how to name ``step`` of an abandoned timeline, as text for an error.
+    def describe_others(self, step: int) -> str:
+        """Return where else something of ``step`` may be, as text for an error: its weights, abandoned timelines."""
+        return self._describe_weights(step) + self._describe_timelines(step)
 
-        Empty if every timeline is part of the present line at ``step``.
-        """
+    def _describe_weights(self, step: int) -> str:
+        found = [copy_path(ref) for ref in copies_in(self.disk) if ref.step == step]
+        if not found:
+            return ""
+        return (
+            f" Its weights alone are in {self.root / found[-1]}, without the optimizer's state, so it is no step to"
+            " resume: convert, show and a fresh directory's source= take that file."
+        )
+
+    def _describe_timelines(self, step: int) -> str:
+        """Return how to name ``step`` of an abandoned timeline; empty if every timeline has it in the present line."""
         timelines = self.timelines()[0]
         present = {id for id, limit in ancestry(timelines, self.tip()) if limit is None or step <= limit}
         held = timelines.keys() - present

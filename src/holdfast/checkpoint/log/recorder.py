@@ -132,6 +132,11 @@ class Recorder:
         self._busy_since: float | None = None
         self._failure: BaseException | None = None
         self._closing = False
+        self._ends_at: float | None = None
+        """The time, by the monotonic clock, at which the last write has to end; None if there is no such time."""
+        self._rate, self._records_only = 0.0, False
+        self.waits_until: Callable[[], float | None] = lambda: None
+        """A function that returns the time, by the monotonic clock, after which nobody waits for a staging buffer."""
         keep_torch_threads()
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
@@ -217,7 +222,7 @@ class Recorder:
             self._changed.notify_all()
 
     def take_slot(self, wait: bool) -> StagingBuffer | None:
-        """Return a staging buffer for the next step; with ``wait``, once one is free.
+        """Return a staging buffer for the next step; with ``wait``, once one is free. None where the time is over.
 
         Raises the error of a failed write, ``WriterHung`` after the deadline, and ``BadInput`` if none will ever be
         free.
@@ -233,7 +238,7 @@ class Recorder:
                         " no room for more in one iteration. Call step() after every optimizer step, or give more"
                         f" memory=, which allows up to {BOUND}."
                     )
-            elif not wait:
+            elif not wait or self._is_over():
                 return None
             else:
                 self._want(self.last_put)
@@ -259,6 +264,16 @@ class Recorder:
                 self._check()
                 self._changed.wait(0.1)
 
+    def write_until(self, ends_at: float, bytes_per_second: float, records_only: bool) -> None:
+        """Have ``close`` begin no write that would end after ``ends_at`` (monotonic) at the rate of the disk.
+
+        With ``records_only`` tasks are left out, too. Nothing is left out before steps that are written, and a step
+        that is left out is never durable.
+        """
+        with self._changed:
+            self._ends_at, self._rate, self._records_only = ends_at, bytes_per_second, records_only
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Write what waits, unless writing has failed, and end the thread.
 
@@ -272,6 +287,8 @@ class Recorder:
             self._thread.join(0.1)
             if self._hung():
                 self._check()
+            if self._ends_at is not None and time.monotonic() > self._ends_at:
+                return  # the write under way is not acknowledged, and ends with the process
         self._journal.close()
         self._raise_failure()
 
@@ -307,6 +324,10 @@ class Recorder:
                 " are not. Check the device that the run is on, and resume in a new process."
             )
 
+    def _is_over(self) -> bool:
+        end = self.waits_until()
+        return end is not None and time.monotonic() > end
+
     def _hung(self) -> bool:
         since = self._busy_since
         return since is not None and running_clock.now() - since > self._deadline
@@ -336,6 +357,8 @@ class Recorder:
     def _next_group(self) -> list[FinalizedStep] | RecorderTask | None:
         """Wait for the next work and return it; None at the end. Called with the lock."""
         while True:
+            if self._ends_at is not None:
+                return self._in_time(self._ends_at - time.monotonic())
             if self._at_once:
                 return self._at_once[0]
             steps: list[FinalizedStep] = []
@@ -355,6 +378,27 @@ class Recorder:
                 return None
             else:
                 self._changed.wait()
+
+    def _in_time(self, seconds: float) -> list[FinalizedStep] | RecorderTask | None:
+        """Return the next work that ends in ``seconds``, as far as is known; None if there is none.
+
+        Called with the lock.
+        """
+        if self._records_only or seconds <= 0:
+            self._at_once.clear()
+            self._waiting = deque(item for item in self._waiting if isinstance(item, FinalizedStep))
+        if self._at_once:
+            return self._at_once[0]
+        steps: list[FinalizedStep] = []
+        room = seconds * self._rate
+        for item in self._waiting:
+            if isinstance(item, RecorderTask):
+                return steps or item
+            room -= item.nbytes + self.header_bytes
+            if room < 0 or len(steps) == self.group:
+                break
+            steps.append(item)
+        return steps or None
 
     def _do(self, group: list[FinalizedStep] | RecorderTask) -> None:
         steps = [] if isinstance(group, RecorderTask) else group

@@ -268,7 +268,7 @@ class _Search:
         """Return a sentence about abandoned timelines that may have the one step that was requested."""
         if not self.exact or self.tip is not None or self.target is None:
             return ""
-        return self.store.describe_timelines(self.target)
+        return self.store.describe_others(self.target)
 
     def restored(self, line: Lineage) -> RecoveryResult:
         """Restore user state and residuals at the end of ``line``, whose tensors the live state has.

@@ -396,6 +396,12 @@ class SnapshotScheduler:
             self._emit(
                 "storage", dropped_step=ref.step, cap=self._store.cap_bytes, used=self._store.used_bytes
             )
+            if ref in self._store.dropped_best:
+                warnings.warn(
+                    f"the base of step {ref.step}, one of the best, was removed: storage ="
+                    f" {format_bytes(self._store.run_cap_bytes)} has no room for it. Give more, or keep fewer (best=).",
+                    stacklevel=5,
+                )
 
     def _tell_written(self, tuner: Tuner) -> None:
         """Tell the tuner the bytes and seconds that snapshots and records have taken since the last call."""

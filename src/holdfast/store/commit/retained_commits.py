@@ -12,9 +12,11 @@ from pathlib import PurePath
 
 from holdfast import failpoints
 from holdfast.io.queue import IOQueue
+from holdfast.store.commit.best_commits import is_better
 from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.retention import (
     Keep,
+    best_of,
     dropped,
     kept_for_good,
     lineage,
@@ -24,6 +26,7 @@ from holdfast.store.commit.retention import (
     unneeded_timelines,
     used_bytes,
 )
+from holdfast.store.commit.weights_files import copies_bytes, copies_in, copy_path
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.log.segments import segments, streams
@@ -62,6 +65,8 @@ class RetainedCommits(RunReader):
         """The small files that count as this writer's; None means all."""
         self.dropped: list[CommitRef] = []
         """The commits that this writer retired for lack of space."""
+        self.dropped_best: list[CommitRef] = []
+        """The commits in ``dropped`` that were kept as the best ones."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
         """A function that returns whether files of the unit of this name are this writer's to remove."""
         self._retained: dict[CommitRef, Manifest | None] = {}
@@ -72,7 +77,7 @@ class RetainedCommits(RunReader):
 
     @property
     def for_good_bytes(self) -> int:
-        """The bytes of the snapshots that are kept for good besides the newest.
+        """The bytes of what is kept for good besides the newest snapshots: other snapshots, and copies of weights.
 
         May be called while another thread publishes.
         """
@@ -81,7 +86,7 @@ class RetainedCommits(RunReader):
         alone = [manifest for ref in for_good - newest if (manifest := retained.get(ref)) is not None]
         others = {f.path for ref in newest if (m := retained.get(ref)) is not None for f in m.files.values()}
         own = {f.path: f.bytes for m in alone for unit, f in m.files.items() if self.is_mine(unit)}
-        return sum(nbytes for path, nbytes in own.items() if path not in others)
+        return copies_bytes(self.disk) + sum(nbytes for path, nbytes in own.items() if path not in others)
 
     @property
     def run_cap_bytes(self) -> int:
@@ -172,18 +177,50 @@ class RetainedCommits(RunReader):
     def drop_oldest(self) -> CommitRef | None:
         """Retire the oldest commit for lack of space, with the log records that only it needs.
 
-        Returns None where only the two newest whole commits are left.
+        After them go copies of weights, the oldest first, and then the best commits, the worst first. Returns None
+        where only the two newest whole commits are left.
         """
         droppable = sorted(set(self._retained) - set(self._newest(2)))
-        if not droppable:
-            return None
         line = set(self._line())
         off = [ref for ref in droppable if ref not in line or ref in self.damaged]
-        victim = (off or droppable)[0]
+        best = self._best()
+        others = off or [ref for ref in droppable if ref not in best]
+        if not others and (copies := copies_in(self.disk)):
+            self.disk.unlink(copy_path(copies[0]))
+            self.dropped.append(copies[0])
+            return copies[0]
+        if not others and not best:
+            return None
+        victim = (others or best[::-1])[0]
+        if victim in best:
+            self.dropped_best.append(victim)
         self._drop([victim])
         self.dropped.append(victim)
         self.prune_journal()
         return victim
+
+    def is_among_best(self, value: float) -> bool:
+        """Return whether a new commit with this ``value`` of the metric would be kept as one of the best.
+
+        May be called while another thread publishes.
+        """
+        keep = self.keep
+        if keep is None or keep.best is None or keep.metric is None:
+            return False
+        return is_better(self._whole_line(), keep.metric, keep.mode, keep.best, value)
+
+    def _best(self) -> list[CommitRef]:
+        """Return the commits of the line that are kept as the best ones, best first, but for the two newest."""
+        newest = self._newest(2)
+        best = [] if self.keep is None else best_of(self._whole_line(), self.keep)
+        return [ref for ref in best if ref not in newest]
+
+    def _whole_line(self) -> list[Manifest]:
+        """Return the manifests of the line that are not known to be damaged, newest first."""
+        retained = self._retained
+        line = lineage(retained, self._timelines, self.timeline or 0)
+        found = [retained[ref] for ref in line if ref not in self.damaged]
+        return [manifest for manifest in found if manifest is not None]
 
     def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
         """Retain exactly these commits (None: an unreadable manifest), with their files, from now on."""

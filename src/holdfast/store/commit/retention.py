@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast.errors import BadInput
+from holdfast.events import is_log
+from holdfast.store.commit.best_commits import Mode, ranked
 from holdfast.store.disk import AnyDisk
 from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
@@ -27,7 +29,7 @@ class Keep:
     """The rules for which snapshots of a run are kept.
 
     >>> Keep(last=2, every=1000)
-    Keep(last=2, every=1000, hours=None)
+    Keep(last=2, every=1000, hours=None, best=None, metric=None, mode='min', weights=None)
     """
 
     last: int = 2
@@ -36,20 +38,51 @@ class Keep:
     """Keep the first snapshot of every so many steps for good, without the log records since."""
     hours: float | None = None
     """Keep the first snapshot of every so many hours for good, without the log records since."""
+    best: int | None = None
+    """Keep as many snapshots of the best steps by ``metric``, without the log records since."""
+    metric: str | None = None
+    """The name of a value that is given to ``Checkpointer.step(metrics={...})`` at some steps."""
+    mode: Mode = "min"
+    """The better values: "min" for smaller ones, "max" for larger ones."""
+    weights: int | None = None
+    """Keep a copy of the weights alone of every so many steps for good, in a file of its own."""
 
     def __post_init__(self) -> None:
-        for name, least in (("last", 1), ("every", 1), ("hours", 0)):
+        for name, least in (("last", 1), ("every", 1), ("hours", 0), ("best", 1), ("weights", 1)):
             value = getattr(self, name)
             whole = name == "hours" or isinstance(value, int)
             if value is not None and not (whole and least <= value < inf and value > 0):
                 raise BadInput(f"Keep({name}={value!r}) must be a positive number{' of whole steps' * whole}")
         if self.last is None:
             raise BadInput("Keep(last=None): at least the newest base is kept, so give 1 or more")
+        if (self.best is None) != (self.metric is None) or not isinstance(self.metric, str | None):
+            raise BadInput(
+                f'Keep(best={self.best!r}, metric={self.metric!r}): give both, such as best=3, metric="eval_loss"'
+            )
+        if self.mode not in ("min", "max"):
+            raise BadInput(f"Keep(mode={self.mode!r}) is neither 'min' nor 'max'")
 
     @property
     def for_good(self) -> bool:
         """True if any snapshots are kept for good."""
-        return self.every is not None or self.hours is not None
+        return self.every is not None or self.hours is not None or self.best is not None
+
+
+def refuse_best(keep: Keep, what: str) -> None:
+    """Raise ``BadInput`` if the best snapshots are to be kept, since ``what`` has no metrics."""
+    if keep.best is not None:
+        raise BadInput(
+            f"Keep(best={keep.best}) ranks by metrics of Checkpointer.step(metrics=), and {what} has none: leave out"
+            " best= and metric="
+        )
+
+
+def refuse_weights(keep: Keep, what: str) -> None:
+    """Raise ``BadInput`` if copies of weights are to be kept, which ``what`` does not make."""
+    if keep.weights is not None:
+        raise BadInput(
+            f"Keep(weights={keep.weights}) is for a Checkpointer of one process, and not for {what}"
+        )
 
 
 def dropped(
@@ -80,8 +113,8 @@ def dropped(
 def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
     """Return the commits of ``line`` that stay although newer ones follow.
 
-    These are the first of every ``every`` steps and of every ``hours``. None of the steps before the first ``every``
-    counts.
+    These are the first of every ``every`` steps and of every ``hours``, and the ``best``. None of the steps before the
+    first ``every`` counts.
     """
     first: dict[tuple[str, float], CommitRef] = {}
     for manifest in sorted(line, key=lambda manifest: manifest.step):
@@ -89,7 +122,14 @@ def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
             first.setdefault(("every", manifest.step // keep.every), manifest.ref)
         if keep.hours is not None:
             first.setdefault(("hours", manifest.created // (keep.hours * HOUR)), manifest.ref)
-    return set(first.values())
+    return {*first.values(), *best_of(line, keep)}
+
+
+def best_of(line: Collection[Manifest], keep: Keep) -> list[CommitRef]:
+    """Return the commits of ``line`` that are kept as the best ones, best first."""
+    if keep.best is None or keep.metric is None:
+        return []
+    return ranked(line, keep.metric, keep.mode)[: keep.best]
 
 
 def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], tip: int) -> list[CommitRef]:
@@ -214,22 +254,25 @@ def unneeded_segments(disk: AnyDisk, needed: Collection[Need], timeline: int | N
 
 SMALL = ("index", "commits", "timelines")
 """The directories of small files."""
+WEIGHTS = "weights"
+"""The directory of the copies of weights."""
 
 
 def used_bytes(
     disk: AnyDisk, is_mine: Callable[[str], bool] = lambda unit: True, small: Collection[str] | None = None
 ) -> int:
-    """Return the bytes of all files of a run, reserved space included, but for the log of events.
+    """Return the bytes of all files of a run, reserved space and the log of events included.
 
     For one of several ranks, count only its units and logs (by ``is_mine``) and the files in ``small``; None counts
-    all small files.
+    all small files, the copies of weights and the log of events.
     """
     paths = [path for path in data_paths(disk) if is_mine(path.rpartition("/")[2])]
     for stream in streams(disk):
         if is_mine(f"{stream}."):
             paths += [f"journal/{stream}/{name}" for name in disk.listdir(f"journal/{stream}")]
     if small is None:
-        small = [f"{folder}/{name}" for folder in SMALL for name in disk.listdir(folder)]
+        small = [f"{folder}/{name}" for folder in (*SMALL, WEIGHTS) for name in disk.listdir(folder)]
+        small += filter(is_log, disk.listdir(""))
     total = 0
     for path in (*paths, *small):
         with suppress(FileNotFoundError):

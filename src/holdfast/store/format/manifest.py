@@ -235,6 +235,12 @@ class Manifest:
         steps = [file.step for file in self.files_of(stream).values() if file.step is not None]
         return min([*steps, self.step if share is None else share.step])
 
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The values that the script measured at this step, by name; empty if it gave none."""
+        found = self.progress_of(self.streams[0]).get("metrics")
+        return found if isinstance(found, dict) else {}
+
     def progress_of(self, stream: str) -> dict[str, Any]:
         return self.shares[stream].progress if self.shares else self.progress
 

@@ -1,0 +1,138 @@
+"""After a SIGTERM only what ends in time is written, and what is left out is said and never acknowledged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.checkpoint.compression.lossy import TopK
+from holdfast.checkpoint.recording import LogBackend
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import BadInput
+from holdfast.events import read_events
+from holdfast.io.queue import Throttle
+
+
+class Run:
+    """A loop whose record takes 1 MB; it is resumed."""
+
+    def __init__(self, root, grace_seconds, **options):
+        torch.manual_seed(0)
+        self.root, self.model = root, nn.Linear(500, 500, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.checkpointer = Checkpointer(
+            root, model=self.model, optimizer=self.optimizer, base_every=1000, grace_seconds=grace_seconds,
+            **options,
+        )  # fmt: skip
+        self.began_at = self.checkpointer.resume()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.model.weight.grad = torch.ones_like(self.model.weight)
+            self.optimizer.step()
+            self.checkpointer.step()
+
+    def ended(self):
+        """Send a SIGTERM, do one more step, and return the seconds until the process would have ended."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        with pytest.raises(SystemExit) as ended:
+            self.steps(1)
+        assert ended.value.code == 143
+        return time.monotonic() - began
+
+    def left_out(self):
+        return [
+            e["durable_step"] for e in read_events(self.root / "events.jsonl") if e["event"] == "left_out"
+        ]
+
+
+def resumed(root, **options):
+    run = Run(root, None, **options)
+    run.checkpointer.close()
+    return run.began_at, run.model.weight.detach().clone()
+
+
+def test_what_would_take_longer_is_left_out_and_the_run_goes_on_where_it_was_durable(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("holdfast.checkpointer.tell", told.append)
+    run = Run(tmp_path, grace_seconds=1.0)
+    run.checkpointer._queue._throttles[True] = Throttle(5_000_000)
+    run.steps(4)
+    run.checkpointer.wait()
+    run.steps(7)
+    assert run.ended() < 1.3
+    durable = run.checkpointer.durable_step
+    assert 4 <= durable < 12 and run.left_out() == [durable]
+    assert f"step {durable} is durable. Steps {durable + 1} to 12 are not" in told[-1]
+    step, weight = resumed(tmp_path)
+    assert durable <= step < 12
+    assert torch.allclose(weight, run.model.weight + 0.1 * (12 - step))
+
+
+def test_all_is_written_where_there_is_time(tmp_path):
+    run = Run(tmp_path, grace_seconds=60)
+    run.steps(7)
+    run.ended()
+    assert run.checkpointer.durable_step == 8 and run.left_out() == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    assert resumed(tmp_path)[0] == 8
+
+
+def test_write_that_hangs_does_not_keep_the_process(tmp_path, monkeypatch):
+    run, go = Run(tmp_path, grace_seconds=0.5), threading.Event()
+    run.steps(1)
+    run.checkpointer.wait()
+    recorder = run.checkpointer._backend.recorder
+    append = recorder._journal.append
+    monkeypatch.setattr(recorder._journal, "append", lambda *args: (go.wait(20), append(*args))[1])
+    run.steps(2)
+    assert run.ended() < 2
+    assert run.checkpointer.durable_step == 1 and run.left_out() == [1] and recorder.is_alive
+    go.set()
+    recorder._thread.join(20)
+    run.checkpointer._let_go()
+
+
+def test_base_that_would_take_longer_is_left_out(tmp_path, monkeypatch):
+    """Residuals are in bases alone, so a close makes one."""
+    run = Run(tmp_path, grace_seconds=5, codec=TopK(0.1))
+    run.steps(2)
+    run.checkpointer.wait()
+    monkeypatch.setattr(LogBackend, "_bytes_per_second", lambda self: 100_000.0)
+    before = run.checkpointer._backend.base_step
+    run.ended()
+    assert run.checkpointer._backend.base_step == before == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert resumed(tmp_path, codec=TopK(0.1))[0] == 3
+
+
+def test_step_that_waits_for_the_disk_does_not_wait_beyond_the_seconds(tmp_path, monkeypatch):
+    """The disk is so far behind that a step would wait for its staging buffer."""
+    run, go = Run(tmp_path, grace_seconds=0.5), threading.Event()
+    recorder = run.checkpointer._backend.recorder
+    append = recorder._journal.append
+    monkeypatch.setattr(recorder._journal, "append", lambda *args: (go.wait(20), append(*args))[1])
+    run.steps(8)
+    with pytest.warns(UserWarning, match="step 9 was not recorded"):
+        assert run.ended() < 2
+    assert run.checkpointer.durable_step == 0 == run.left_out()[0]
+    go.set()
+    recorder._thread.join(20)
+    run.checkpointer._let_go()
+
+
+@pytest.mark.parametrize("options", [{"grace_seconds": 0}, {"grace_seconds": "5"}, {"grace_seconds": True},
+                                     {"grace_seconds": 5, "replica": True}])  # fmt: skip
+def test_seconds_that_cannot_be_kept_are_refused(tmp_path, options):
+    with pytest.raises(BadInput, match="grace_seconds"):
+        Run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.nodes.local_disks import LocalDisks, NodeLayout
+from holdfast.checkpoint.nodes.local_disks import LocalDisks, NodeLayout, node_here
 from holdfast.checkpoint.nodes.share_places import (
     OWN,
     PARTNER,
@@ -53,11 +53,11 @@ def test_a_node_that_is_its_own_partner_is_refused(offset):
 
 
 def test_torchrun_says_which_node_this_is():
-    assert LocalDisks(node=5).node_here({}) == 5
-    assert LocalDisks().node_here({"GROUP_RANK": "3", "RANK": "6", "LOCAL_WORLD_SIZE": "8"}) == 3
-    assert LocalDisks().node_here({"RANK": "17", "LOCAL_WORLD_SIZE": "8"}) == 2
+    assert node_here(LocalDisks(node=5), {}) == 5
+    assert node_here(LocalDisks(), {"GROUP_RANK": "3", "RANK": "6", "LOCAL_WORLD_SIZE": "8"}) == 3
+    assert node_here(LocalDisks(), {"RANK": "17", "LOCAL_WORLD_SIZE": "8"}) == 2
     with pytest.raises(BadInput, match="torchrun"):
-        LocalDisks().node_here({"RANK": "17"})
+        node_here(LocalDisks(), {"RANK": "17"})
 
 
 def manifest(step, ranks, timeline=1, key="k1"):

@@ -41,6 +41,8 @@ class Holdings:
     """Sizes of the payload files and segments of the node's own ranks, by path."""
     copies: dict[str, int] = field(default_factory=dict)
     """Sizes of the copies for the partner, by path in ``partner/``."""
+    has_log: bool = False
+    """True if there is a directory of logs, which a run that records its steps has."""
 
 
 class NodeStore(LocalStore):
@@ -108,7 +110,7 @@ class NodeStore(LocalStore):
         for path in paths:
             with suppress(FileNotFoundError, Damaged):
                 own[path] = self.disk.size(path)
-        return Holdings(hosted, own, copied_files(self.copies))
+        return Holdings(hosted, own, copied_files(self.copies), self.disk.exists("journal"))
 
     def adopt(self, timeline: Timeline) -> None:
         """Open ``timeline``, which the first rank of the run has begun, in this directory too."""

@@ -7,7 +7,6 @@ torchrun, which say which node a rank is on. Called by ``Checkpointer``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,20 +32,6 @@ class LocalDisks:
         for name, value in (("partner_offset", self.partner_offset), ("node", self.node)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise BadInput(f"LocalDisks({name}={value!r}) must be a whole number")
-
-    def node_here(self, environment: Mapping[str, str] = os.environ) -> int:
-        """Return the number of this rank's node. Raises ``BadInput`` if nothing says it."""
-        if self.node is not None:
-            return self.node
-        if (group := environment.get("GROUP_RANK", "")).isdecimal():
-            return int(group)
-        rank, size = environment.get("RANK", ""), environment.get("LOCAL_WORLD_SIZE", "")
-        if rank.isdecimal() and size.isdecimal() and int(size):
-            return int(rank) // int(size)
-        raise BadInput(
-            "nodes= needs to know which ranks share a node, and neither GROUP_RANK nor LOCAL_WORLD_SIZE says it: start"
-            " the ranks with torchrun, or give each its node's number (nodes=LocalDisks(node=...))."
-        )
 
 
 @dataclass(frozen=True)
@@ -112,3 +97,21 @@ class NodeLayout:
         """Return the rank at ``place`` that reads files for ``rank``, so that many readers share the work."""
         there = self.ranks[place]
         return there[rank % len(there)]
+
+
+def node_here(option: LocalDisks, environment: Mapping[str, str]) -> int:
+    """Return the number of this rank's node, by ``option`` or by the environment of torchrun.
+
+    Raises ``BadInput`` if neither says it.
+    """
+    if option.node is not None:
+        return option.node
+    if (group := environment.get("GROUP_RANK", "")).isdecimal():
+        return int(group)
+    rank, size = environment.get("RANK", ""), environment.get("LOCAL_WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size):
+        return int(rank) // int(size)
+    raise BadInput(
+        "nodes= needs to know which ranks share a node, and neither GROUP_RANK nor LOCAL_WORLD_SIZE says it: start the"
+        " ranks with torchrun, or give each its node's number (nodes=LocalDisks(node=...))."
+    )

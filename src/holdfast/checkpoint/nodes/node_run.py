@@ -34,7 +34,7 @@ from ...store.remote.object_store import ObjectDisk, Url
 from ...store.remote.pushing import object_path
 from ...store.run_store import LocalStore
 from ..log.recorder import BOUND
-from .local_disks import LocalDisks, NodeLayout
+from .local_disks import LocalDisks, NodeLayout, node_here
 from .partner_copy import PartnerCopy, PeerServer
 from .peer_channel import PeerChannel
 from .peer_disk import PeerDisk, asking
@@ -69,7 +69,7 @@ class NodePeers:
                 "nodes= is for several nodes, and there is one process: leave it out, or call it after"
                 " init_process_group."
             )
-        told = ranks.all_do(lambda: (option.node_here(), option.partner_offset))
+        told = ranks.all_do(lambda: (node_here(option, os.environ), option.partner_offset))
         self.layout = NodeLayout.of([node for node, _ in told], [offset for _, offset in told])
         self.place = self.layout.place_of(ranks.rank)
         self.leads = self.layout.leads(ranks.rank)
@@ -217,8 +217,9 @@ class NodeRun:
             self._locate(*ranks.first_does(self._in_bucket))
         ask = asking(self._peers.channel, lambda node: self._peers.layout.server_of(node, ranks.rank))
         disk = PeerDisk(
-            store.disk.root, self._peers.place, {**self._payload, **self._segments}, ask, self._bucket
-        )
+            store.disk.root, self._peers.place, {**self._payload, **self._segments}, ask, self._bucket,
+            any(each.has_log for each in self._holdings),
+        )  # fmt: skip
         seen = LocalStore(store.root, keep=store.keep, disk=disk, queue=store.queue, direct=store.direct)
         ranks.all_do(lambda: self._refuse_missing(seen, target))
         return seen

@@ -33,6 +33,7 @@ class PeerDisk(Disk):
         places: The places of payload and segments.
         ask: Sends a request to a rank of the node at a place, and fills a view with the bytes of the answer.
         bucket: The copy in a bucket, if there is one.
+        has_log: Whether any node has a directory of logs.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class PeerDisk(Disk):
         places: Places,
         ask: Callable[[int, Request, memoryview], Request],
         bucket: AnyDisk | None = None,
+        has_log: bool = False,
     ) -> None:
         super().__init__(root)
         self._node, self._places, self._ask, self._bucket = node, places, ask, bucket
         self._copies = copies_disk(self.root)
+        self._has_log = has_log
         self._segments = {path: at for path, at in places.items() if path.startswith("journal/")}
         self.read_bytes_by_tier: dict[str, int] = {}
         """Bytes that were opened outside of the node's own shares, by tier."""
@@ -60,7 +63,7 @@ class PeerDisk(Disk):
 
     def exists(self, path: str) -> bool:
         if path == "journal":
-            return bool(self._segments) or super().exists(path)
+            return self._has_log or super().exists(path)
         return bool(self._places.get(path)) if path in self._places else super().exists(path)
 
     def size(self, path: str) -> int:

@@ -30,6 +30,7 @@ _HOME = {
     "From": ".sources",
     "Int8": ".checkpoint.compression.lossy",
     "Keep": ".store.commit.retention",
+    "LocalDisks": ".checkpoint.nodes.local_disks",
     "LossScale": ".offload.loss_scaling",
     "Preflight": ".offload.setup.preflight",
     "TopK": ".checkpoint.compression.lossy",
@@ -46,6 +47,7 @@ _HOME = {
 if TYPE_CHECKING:
     from .checkpoint.compression.codecs import Exact
     from .checkpoint.compression.lossy import Int8, TopK
+    from .checkpoint.nodes.local_disks import LocalDisks
     from .checkpointer import Checkpointer
     from .chunked_loss import chunked_cross_entropy
     from .data.loader import loader
@@ -76,6 +78,7 @@ __all__ = [
     "HoldfastError",
     "Int8",
     "Keep",
+    "LocalDisks",
     "LossScale",
     "Placement",
     "Precision",

@@ -32,6 +32,8 @@ from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace, check_grace, refuse_other_seconds
 from .checkpoint.log.step_log import StepLog
 from .checkpoint.metrics import checked, is_among_best
+from .checkpoint.nodes.local_disks import LocalDisks
+from .checkpoint.nodes.node_run import NodePeers
 from .checkpoint.options import (
     Options,
     refuse_bad_resume,
@@ -42,6 +44,7 @@ from .checkpoint.options import (
     refuse_other_remotes,
     refuse_waiting,
     refuse_with_a_replica,
+    refuse_with_nodes,
 )
 from .checkpoint.recording import LogBackend
 from .checkpoint.recovery.recovery_progress import RecoveryProgress
@@ -60,6 +63,7 @@ from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
 from .store.commit.retention import Keep, refuse_weights
+from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
 
@@ -101,6 +105,8 @@ class Checkpointer:
         replica: Have a second process do every step as well, in host memory that outlives this process. The disk then
             gets snapshots only. A path replaces ``/dev/shm``.
         remote: s3://BUCKET/PREFIX, to which the run is copied beside training; ``keep`` holds there, too.
+        nodes: ``run`` is a directory on each node's own disk, and a partner node keeps a copy of every share. A step is
+            then durable when both have it.
         disk: Stands in for the file system in tests.
     """
 
@@ -131,6 +137,7 @@ class Checkpointer:
         clip_norm: float | None = None,
         replica: bool | str | Path = False,
         remote: str | None = None,
+        nodes: LocalDisks | None = None,
         disk: Any = None,
     ) -> None:
         """Check the arguments and prepare the run. Raises ``BadInput`` or a subclass, with nothing written.
@@ -170,6 +177,8 @@ class Checkpointer:
                     refuse_foreign_checkpoint(run)
             refuse_other_remotes(ranks, remote)
             refuse_other_seconds(ranks, grace_seconds)
+            refuse_with_nodes(ranks, nodes, replica, disk)
+            self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
             try:
                 self._training.hook_up()
                 self._training.look()
@@ -180,13 +189,12 @@ class Checkpointer:
                     self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
                     self._backend = self._make_backend(run, replica)
-                    if remote is not None and ranks.rank == 0:
-                        self._remote = Remote(run, remote, keep, self._events)
+                    self._remote = self._make_remote(run, remote, keep)
             except BaseException:
                 self._training.release()
                 raise
         self._queue = IOQueue()
-        self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
+        self._store = self._make_store(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
         self._optimizer_hooks.begins = self._training.begins_step
         self._pulse = StepLog(self._events)
@@ -210,9 +218,22 @@ class Checkpointer:
     def _make_backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
         """Return what keeps the steps: log records, or a replica."""
         if replica is False:
-            return LogBackend(self._training, self._options, self._events)
+            return LogBackend(self._training, self._options, self._events, self._peers)
         place = shared_memory.MEMORY if replica is True else home_path(replica)
         return ReplicaBackend(self._training, self._options, self._events, run=run, memory=place)
+
+    def _make_remote(self, run: str | Path, remote: str | None, keep: Keep) -> Remote | None:
+        """Return the copy in a bucket that this rank makes: the first rank of all, or of each node, does."""
+        if remote is None or not (self._ranks.rank == 0 if self._peers is None else self._peers.leads):
+            return None
+        streams = None if self._peers is None else self._peers.streams
+        return Remote(run, remote, keep if self._ranks.rank == 0 else None, self._events, streams)
+
+    def _make_store(self, run: str | Path, **options: Any) -> LocalStore:
+        """Return the run directory: that of all ranks, or that of this node."""
+        if self._peers is None:
+            return LocalStore(run, **options)
+        return NodeStore(run, leads=self._peers.leads, **options)
 
     @property
     def steps_done(self) -> int:
@@ -289,9 +310,12 @@ class Checkpointer:
         target = step if before is None else before - 1
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
-            self._ranks.first_does(self._check_remote)
+            if self._peers is None:
+                self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
             found = self._backend.enter(self._store, asked)
+            if self._peers is not None:  # a new node has the run's timelines now
+                self._ranks.all_do(self._check_remote)
             if found is None and target:
                 raise BadInput(
                     f"{self._store.root} has no step yet; call resume() without one to begin the run"

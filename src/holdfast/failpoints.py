@@ -59,6 +59,15 @@ A state is *kept* when the trainer has died.
 """
 REDO: list[str] = ["before_redo", "before_redone_update", "after_redone_update", "before_redone_write"]
 """Failpoints of a block that is updated again, in order."""
+NODES: list[str] = [
+    "before_copy_sync",
+    "after_copy_sync",
+    "after_copy_written",
+    "after_copy_renamed",
+    "before_node_publish",
+    "after_node_publish",
+]
+"""Failpoints of runs without a shared directory: copies at the partner, then a commit in another node's directory."""
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -73,7 +82,9 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Act if the point ``name`` is armed and its count is reached. Called by the code that arrives there."""
-    assert any(name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO)), name
+    assert any(
+        name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO, NODES)
+    ), name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

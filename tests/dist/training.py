@@ -33,6 +33,7 @@ from holdfast.checkpoint.capture import device_staging
 from holdfast.checkpoint.capture.layer_copies import LayerHooks
 from holdfast.checkpoint.collective_snapshots import CollectiveSnapshot
 from holdfast.checkpoint.compression.lossy import Int8, TopK
+from holdfast.checkpoint.nodes.local_disks import LocalDisks
 from holdfast.checkpoint.recovery import model_description
 from holdfast.checkpoint.replica import multi_rank_server, replica_liveness, replica_process, replica_server
 from holdfast.checkpoint.replica import replica_client as replica
@@ -370,6 +371,9 @@ def train(
     killed_copying: int | None = None,
     device: bool = False,
     unread: dict[str, int] | None = None,
+    nodes: list[int] | None = None,
+    disks: list[int] | None = None,
+    partner_offset: int = 1,
     **options: Any,
 ) -> None:
     """Train to ``steps``, on a ``device`` that is played where one is asked for; ``kill`` and its like name a rank, or
@@ -391,6 +395,9 @@ def train(
     if codec is not None:
         options["codec"] = CODECS[codec[0]](codec[1])
     options |= (options_of or {}).get(str(rank), {})
+    if nodes is not None:  # each with a directory of its own, the number of its disk
+        options["nodes"] = LocalDisks(node=nodes[rank], partner_offset=partner_offset)
+        root = f"{root}-{(disks or nodes)[rank]}"
     early: list[bool] = []
     if slow_publish:
         real = CollectiveSnapshot.publish_shares

@@ -7,7 +7,9 @@ the next round. Times are seconds. Called by ``Checkpointer``.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import BadInput, HoldfastError
@@ -18,6 +20,9 @@ from ..store.remote.pushing import Pusher
 
 SECONDS = 1.0
 """The time between two rounds."""
+PATIENCE_SECONDS = 20.0
+"""The longest time that a node waits, at the end, for the copies of the others."""
+POLL_SECONDS = 0.1
 
 
 class Remote:
@@ -26,13 +31,24 @@ class Remote:
     Call ``start`` once the run can be read, and ``close`` at the end.
     """
 
-    def __init__(self, root: str | Path, address: str, keep: Keep, events: EventLog) -> None:
-        """Prepare the copy, without any request. Raises ``BadInput`` if ``address`` is no place in a bucket."""
+    def __init__(
+        self,
+        root: str | Path,
+        address: str,
+        keep: Keep | None,
+        events: EventLog,
+        streams: Collection[str] | None = None,
+    ) -> None:
+        """Prepare the copy, without any request. Raises ``BadInput`` if ``address`` is no place in a bucket.
+
+        ``streams`` are the ranks whose shares the directory holds, where nodes have a directory each.
+        """
         place = place_of(address)
         if not isinstance(place, Url):
             raise BadInput(f"remote = {address!r} is no place in a bucket: give s3://BUCKET/PREFIX")
         self._root, self._place, self._events = Path(root), place, events
-        self._pusher = Pusher(self._root, place, keep=keep)
+        self._pusher = Pusher(self._root, place, keep=keep, streams=streams)
+        self._patience_seconds = 0.0 if streams is None else PATIENCE_SECONDS
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._error, self._damaged = "", False
@@ -67,6 +83,10 @@ class Remote:
         if step is None:
             return
         self._push()
+        end = time.monotonic() + self._patience_seconds
+        while self.durable_step < step and time.monotonic() < end:  # other nodes copy as well
+            time.sleep(POLL_SECONDS)
+            self._push()
         if self.durable_step < step:
             warnings.warn(
                 f"the copy of {self._root} in {self._place} ends at step {self.durable_step} of {step}:"

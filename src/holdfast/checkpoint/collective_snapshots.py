@@ -22,6 +22,7 @@ from ..store.format.manifest import RankShare
 from ..store.run_store import LocalStore
 from .coordinator import RankCoordinator
 from .log.recorder import Recorder
+from .nodes.node_run import NodeRun
 from .rank_consistency import RankConsistency
 from .snapshot.snapshot_writer import SnapshotWriter
 
@@ -37,10 +38,15 @@ BESIDE_STATE = 64 * 1024
 
 
 class CollectiveSnapshot:
-    """The parts of ``SnapshotScheduler`` that differ with several ranks. ``emit`` writes an event."""
+    """The parts of ``SnapshotScheduler`` that differ with several ranks.
 
-    def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
-        self._ranks, self._store, self._emit = ranks, store, emit
+    ``emit`` writes an event. ``nodes`` is there where the nodes share no directory.
+    """
+
+    def __init__(
+        self, ranks: Ranks, store: LocalStore, emit: Callable[..., None], nodes: NodeRun | None = None
+    ) -> None:
+        self._ranks, self._store, self._emit, self._nodes = ranks, store, emit, nodes
         self.agreement: RankCoordinator | None = None
         self.room: StorageShare
         self.alike = RankConsistency(ranks, emit)
@@ -79,10 +85,18 @@ class CollectiveSnapshot:
         return self._store.line()[0].step
 
     def share(self, share: RankShare) -> None:
-        """Report that this rank's share of the snapshot under way is durable."""
-        assert self.agreement is not None
-        self.agreement.share(self._number, share.step, share.ref)
-        self.sharing = False
+        """Report that this rank's share of the snapshot under way is durable, with ``nodes`` also at the partner."""
+        number = self._number
+
+        def report() -> None:
+            assert self.agreement is not None
+            self.agreement.share(number, share.step, share.ref)
+            self.sharing = False
+
+        if self._nodes is None:
+            report()
+        else:
+            self._nodes.send(share, report)
 
     def nothing_else(self) -> None:
         """Prevent the publication of earlier snapshots, and make those published known to all ranks.
@@ -91,25 +105,45 @@ class CollectiveSnapshot:
         """
         assert self.agreement is not None
         self._ranks.first_does(self.agreement.end_bases)
+        if self._nodes is not None:
+            self._nodes.give_up_sending()
+            self.sharing = False
         if self._ranks.rank:
-            self._store.follow()
+            self.follow()
 
     def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
         """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
 
         Collective: every rank must call this.
         """
-        refs = self._ranks.all_do(lambda: share().ref)
+        refs = self._ranks.all_do(lambda: self._made(share).ref)
         self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:
-            self._store.follow()
+            self.follow()
         bases.published()
+
+    def _made(self, share: Callable[[], RankShare]) -> RankShare:
+        made = share()
+        if self._nodes is not None:
+            self._nodes.copy_share(made)
+        return made
+
+    def follow(self) -> None:
+        """Take over what the first rank has published. Called on the other ranks."""
+        if self._nodes is None:
+            self._store.follow()
+        else:
+            self._nodes.follow()
 
     def publish_shares(self, refs: list[dict[str, Any]]) -> None:
         """Publish the shares of all ranks as a commit. Called on the first rank."""
         assert self.agreement is not None
-        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
-        self._store.prune_journal()
+        by_stream = {stream_of(rank): ref for rank, ref in enumerate(refs)}
+        if self._nodes is None:
+            manifest = self._store.publish_shares(by_stream)
+            self._store.prune_journal()
+        else:
+            manifest = self._nodes.publish(by_stream)
         self._emit("base", step=manifest.step, durable_step=self.agreement.standing.durable_step)
 
 
@@ -120,6 +154,7 @@ class StorageShare:
         told: The cap of the whole run, in bytes; None for the default.
         holds: Returns how many bytes of state the rank stores.
         call: Calls all ranks to a snapshot of one step.
+        nodes: The run on several nodes, where they share no directory.
     """
 
     def __init__(
@@ -130,8 +165,9 @@ class StorageShare:
         told: int | None,
         holds: Callable[[], int],
         call: Callable[[], None],
+        nodes: NodeRun | None = None,
     ) -> None:
-        self._ranks, self._store, self._recorder = ranks, store, recorder
+        self._ranks, self._store, self._recorder, self._nodes = ranks, store, recorder, nodes
         self._told, self._holds, self._call = told, holds, call
         self._record_bytes = self._full_bytes = self._frozen_bytes = 0
         store.retires_for_room = False  # all ranks have to do so together
@@ -205,7 +241,9 @@ class StorageShare:
         Collective: every rank must call this.
         """
         gone = self._ranks.first_does(self._store.drop_oldest)
-        if self._ranks.rank:
+        if self._nodes is not None:
+            self._nodes.drop(gone)
+        elif self._ranks.rank:
             self._store.follow()
         return gone is not None
 

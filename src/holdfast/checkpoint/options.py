@@ -24,6 +24,7 @@ from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
 from .compression.codecs import Codec, Exact
 from .log.recorder import BOUND
+from .nodes.local_disks import LocalDisks
 from .snapshot.snapshot_chunks import frozen_in, owned_by
 from .snapshot.snapshot_scheduler import POLICIES
 
@@ -322,3 +323,29 @@ def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
         raise BadInput(
             f"clip_norm = {clip_norm}: this rank does not hold {away[0]}, so it has no norm of all. Clip in the script."
         )
+
+
+def refuse_with_nodes(ranks: Ranks, nodes: Any, replica: Any, disk: Any) -> None:
+    """Raise ``BadInput`` for options of a ``Checkpointer`` that ``nodes=`` cannot be used with.
+
+    Collective: every rank must call this.
+    """
+
+    def refuse() -> bool:
+        if nodes is not None and not isinstance(nodes, LocalDisks):
+            raise BadInput(
+                f"nodes = {nodes!r} is no holdfast.LocalDisks, such as LocalDisks(partner_offset=1)"
+            )
+        if nodes is not None and replica is not False:
+            raise BadInput(
+                "nodes= with replica= is not offered: replicas find each other in one directory that all share. Leave"
+                " out one of them."
+            )
+        if nodes is not None and disk is not None:
+            raise BadInput("nodes= takes a directory of the file system: leave out disk=")
+        return nodes is not None
+
+    given = ranks.all_do(refuse)
+    if len(set(given)) > 1:
+        without = ", ".join(str(rank) for rank, there in enumerate(given) if not there)
+        raise BadInput(f"nodes= was not given on all ranks (not on {without}). Give it on all, or on none.")

@@ -19,6 +19,8 @@ from ..accelerators import devices_of
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..store import run_store
+from ..store.log.journal import uncopied
+from ..store.node_store import NodeStore
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
@@ -27,6 +29,7 @@ from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .grace import Grace
 from .log.recorder import Recorder
+from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
@@ -42,8 +45,13 @@ SURE = 2.0
 class LogBackend(DurabilityBackend):
     """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
 
-    def __init__(self, training: TrainingState, options: Options, events: EventLog) -> None:
+    def __init__(
+        self, training: TrainingState, options: Options, events: EventLog, peers: NodePeers | None = None
+    ) -> None:
+        """Prepare the backend. ``peers`` is there where the nodes share no directory."""
         super().__init__(training, options, events)
+        self._peers = peers
+        self._nodes: NodeRun | None = None
         self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
         self._pace: SnapshotScheduler | None = None
@@ -107,36 +115,52 @@ class LogBackend(DurabilityBackend):
             recovery.replayed_records
         )
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
-        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}"
+        tiers = "" if self._nodes is None else self._nodes.source_text
+        return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{f' ({tiers})' * bool(tiers)}"
 
     # Start
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         training, self._store = self._training, store
         self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
-        training.ranks.first_does(store.enter)
-        run_store.see_alike(store, training.ranks)
+        seen = self._entered(store, asked)
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
             return None
         found = recover(
-            store, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
+            seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=training.update_again, watch=recovery,
         )  # fmt: skip
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        if self._nodes is not None:
+            found.same_cut = self._nodes.settle(found.point, seen) and found.same_cut
         if asked.target is None and isinstance(store.root, Path):
             training.ranks.all_do(
                 partial(retained_state.refuse_to_leave, store.root, store, found.point.step)
             )
         return found
 
+    def _entered(self, store: LocalStore, asked: ResumeRequest) -> LocalStore:
+        """Enter the run, and return what can be read of it: the same, or with all nodes' disks."""
+        ranks = self._training.ranks
+        if self._peers is None:
+            ranks.first_does(store.enter)
+            run_store.see_alike(store, ranks)
+            return store
+        assert isinstance(store, NodeStore)
+        self._nodes = NodeRun(self._peers, ranks, store, self._events.emit, self._options.deadline_seconds)
+        return self._nodes.view(asked.target)
+
     def begin(self, found: RecoveryResult | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
-        run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
+        if self._nodes is None:
+            run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
+        else:
+            self._nodes.begin(point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
@@ -160,8 +184,9 @@ class LogBackend(DurabilityBackend):
 
     def _make_recorder(self, pool: StagingPool) -> Recorder:
         training = self._training
+        copying = uncopied if self._nodes is None else self._nodes.copy.copying
         return Recorder(
-            self._store.journal(training.ranks.stream), pool, durable_step=training.steps_done,
+            self._store.journal(training.ranks.stream, copying), pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack,
         )  # fmt: skip
@@ -173,7 +198,11 @@ class LogBackend(DurabilityBackend):
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
             options.when_behind, training.after_update is not None,
         )  # fmt: skip
-        together = None if training.ranks.alone else CollectiveSnapshot(training.ranks, self._store, emit)
+        together = (
+            None
+            if training.ranks.alone
+            else CollectiveSnapshot(training.ranks, self._store, emit, self._nodes)
+        )
         pace = SnapshotScheduler(
             self._store, training.state, recorder, means, progress=training.progress, emit=emit,
             restarted=self._sealer.forget, prefix=training.ranks.prefix, together=together,
@@ -186,13 +215,21 @@ class LogBackend(DurabilityBackend):
         """Start the background agreement with the other ranks."""
         training, store, options = self._training, self._store, self._options
         together.room = StorageShare(
-            training.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
+            training.ranks,
+            store,
+            recorder,
+            options.storage_bytes,
+            self._stored_bytes,
+            together.call,
+            self._nodes,
         )
         self.agreement = together.agreement = RankCoordinator(
             training.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: training.steps_done,
-            publish=together.publish_shares, follow=store.follow, is_there=store.has_writer, alike=together.alike,
+            publish=together.publish_shares, follow=together.follow, is_there=store.has_writer, alike=together.alike,
             deadline_seconds=options.deadline_seconds,
         )  # fmt: skip
+        if self._nodes is not None:
+            self._nodes.fail = self.agreement.fail
 
     def _stored_bytes(self) -> int:
         """Return the bytes of the state that this rank stores."""
@@ -305,6 +342,12 @@ class LogBackend(DurabilityBackend):
             if self.grace is not None and self.grace.hurries and self._pace is not None:
                 self._hurry(self.grace, self._recorder)
             self._recorder.close()
+
+    def part(self, orderly: bool) -> None:
+        super().part(orderly)
+        healthy = self.agreement is not None and self.agreement.failure is None
+        if self._nodes is not None:
+            self._nodes.close(orderly and healthy)
 
     def release(self) -> None:
         if self._pool is not None:

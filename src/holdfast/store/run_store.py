@@ -32,7 +32,7 @@ from holdfast.store.format.file_names import Layout
 from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
 from holdfast.store.format.reference_files import Reference
 from holdfast.store.lock import LOCK, HeldLock
-from holdfast.store.log.journal import JournalWriter
+from holdfast.store.log.journal import Copying, JournalWriter, uncopied
 from holdfast.store.log.segments import segments, streams, trim
 from holdfast.store.path_checks import check_place
 from holdfast.store.reader import RunReader, run_key_of
@@ -87,6 +87,8 @@ class LocalStore(RankCommits):
         """The paths that ``enter`` made, inner ones first."""
         self.unread: list[DiskFailed] = []
         """Errors of the segments that ``enter`` could not read."""
+        self.is_part = False
+        """True for the directory of one node, of a run that may have commits on others."""
 
     @classmethod
     def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
@@ -110,7 +112,7 @@ class LocalStore(RankCommits):
             self._entered = self._absent()
             self.disk.makedirs("")
             self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
-            if not self.commits():
+            if not self.commits() and not self.is_part:
                 refuse_other_data(self)
             retained = {ref: self._load_or_none(ref) for ref in self.commits()}
             refuse_two_runs(self, retained)
@@ -259,8 +261,11 @@ class LocalStore(RankCommits):
         generation = self.free_generation(unit)
         return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
 
-    def journal(self, stream: str) -> JournalWriter:
-        """Return a log writer for the timeline that ``begin`` opened; the caller closes it."""
+    def journal(self, stream: str, copying: Copying = uncopied) -> JournalWriter:
+        """Return a log writer for the timeline that ``begin`` opened; the caller closes it.
+
+        ``copying`` keeps a second copy of all records.
+        """
         if self._fork is None:
             raise ValueError("begin() opens the timeline that records are written in; call it first")
 
@@ -275,7 +280,8 @@ class LocalStore(RankCommits):
             return wanted
 
         return JournalWriter(
-            self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve, direct=self.direct
+            self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve,
+            copying=copying, direct=self.direct,
         )  # fmt: skip
 
     def scratch(self, name: str, nbytes: int) -> Scratch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,21 @@ GROUPS_PER_SEGMENT = 64
 """Upper bound of a segment's size in groups, which matters where records are small."""
 LEAST_GROUPS = 8
 """Lower bound of a segment's size in groups, so that not every write begins a segment."""
+Copying = Callable[
+    [str, int, int, Sequence[memoryview], Callable[[], None] | None], AbstractContextManager[None]
+]
+"""Copies to another place what the block writes.
+
+The arguments are the path of a segment, its bytes, an offset, what is written there, and a function to call as the copy
+progresses. The copy is durable when the block ends.
+"""
+
+
+def uncopied(
+    path: str, nbytes: int, offset: int, views: Sequence[memoryview], beat: Callable[[], None] | None
+) -> AbstractContextManager[None]:
+    """Make no copy."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class JournalWriter:
 
     Used by one thread at a time.
     ``check_writer`` raises if the run may not be written (any more). ``reserve(needed, wanted)`` returns the size in
-    bytes of a new segment.
+    bytes of a new segment. ``copying`` keeps a second copy of all records, as durable as this one.
     """
 
     def __init__(
@@ -64,11 +80,14 @@ class JournalWriter:
         *,
         check_writer: Callable[[], None] = lambda: None,
         reserve: Callable[[int, int], int] = lambda least, wanted: wanted,
+        copying: Copying = uncopied,
         direct: bool = True,
     ) -> None:
         self._disk, self._queue, self._stream, self._timeline = disk, queue, stream, timeline
         self._check_writer, self._reserve, self._direct = check_writer, reserve, direct
+        self._copying = copying
         self._file: OpenFile | None = None
+        self._path = ""
         self._end = self._capacity = 0
         self._digest = timeline.key
         self.records_ahead = SEGMENT_BYTES // PAGE
@@ -95,11 +114,12 @@ class JournalWriter:
             self._make_room(records[0].step, sum(map(len, memory)), len(records))
             assert self._file is not None
             requests = list(_requests(self._file, memory, self._end, beat))
-            written.append(self._queue.submit(requests, **KINDS))
-            written[0].result()
-            failpoints.reach("after_records_write")
-            self._disk.sync(self._file, why="records")
-            failpoints.reach("after_records_sync")
+            with self._copying(self._path, self._capacity, self._end, memory, beat):
+                written.append(self._queue.submit(requests, **KINDS))
+                written[0].result()
+                failpoints.reach("after_records_write")
+                self._disk.sync(self._file, why="records")
+                failpoints.reach("after_records_sync")
         except BaseException:
             wait(written)  # after an interrupt, a thread may be writing to this descriptor
             self.close()  # the content of the file from here on is unknown
@@ -132,7 +152,7 @@ class JournalWriter:
         if self._file is not None and self._end + nbytes <= self._capacity:
             return
         self.close()
-        path = SegmentRef(self._timeline.id, step, self._stream).path
+        self._path = path = SegmentRef(self._timeline.id, step, self._stream).path
         ahead = max(LEAST_GROUPS * nbytes, self.records_ahead * round_up(nbytes // count))
         wanted = max(nbytes, min(SEGMENT_BYTES, GROUPS_PER_SEGMENT * nbytes, ahead))
         self._capacity, self._end = self._reserve(nbytes, wanted), 0

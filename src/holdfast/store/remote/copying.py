@@ -56,12 +56,15 @@ class RecordsCopy:
         self._last: dict[tuple[str, int], int] = {}
         self._ends: dict[SegmentRef, int] = {}
         self._bases: dict[int, tuple[int, int]] = {}
+        self._looked: set[SegmentRef] = set()
 
     def look(self) -> None:
-        """Read the headers of the records that the object store has."""
+        """Read the headers of the records that the object store has, but for those read before."""
         for stream in streams(self._target):
             for ref in segments(self._target, stream):
-                self._add(stream, read_segment(self._target, ref)[0])
+                if ref not in self._looked:  # an object never changes
+                    self._add(stream, read_segment(self._target, ref)[0])
+                    self._looked.add(ref)
 
     def push(self, done: PushResult) -> None:
         """Copy the records of all streams that the object store lacks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -50,15 +50,19 @@ Report = Callable[[int, int], None]
 class Pusher:
     """Copies the run in ``root`` to ``url`` at each ``push``. Used by one thread."""
 
-    def __init__(self, root: Path, url: Url, *, keep: Keep | None = None) -> None:
-        """Prepare the copy.
+    def __init__(
+        self, root: Path, url: Url, *, keep: Keep | None = None, streams: Collection[str] | None = None
+    ) -> None:
+        """Prepare the copy. Raises as ``ObjectDisk`` does.
 
-        Raises as ``ObjectDisk`` does. ``keep`` says which commits, with which log records, stay in the bucket; None
-        keeps all.
+        Args:
+            keep: Which commits, with which log records, stay in the bucket; None keeps all.
+            streams: The ranks whose shares the directory holds, where nodes have a directory each. A commit is then
+                copied when all nodes have copied theirs.
         """
         self._local, self._disk = RunReader(root), ObjectDisk(url)
         self._remote = RunReader(url, disk=self._disk)
-        self._keep = keep
+        self._keep, self._streams = keep, streams
         self._published: dict[CommitRef, Manifest] = {}
         self._timelines: dict[int, Timeline] = {}
         self._records = RecordsCopy(self._local.disk, self._disk)
@@ -111,6 +115,10 @@ class Pusher:
         self._report = (lambda nbytes: None) if report is None else partial(report, total)
         self._push_timelines()
         self._push_records()
+        if self._streams is not None:  # what other nodes have copied
+            self._records.look()
+            self._learn()
+            self.durable_step = self._reach()
         for manifest in missing:
             try:
                 self._push_commit(manifest)
@@ -180,10 +188,12 @@ class Pusher:
     def _push_commit(self, manifest: Manifest) -> None:
         with self._local.listed(manifest):
             sizes = self._disk.sizes("data")
-            for ref in manifest.files.values():
+            for ref in self._own_files(manifest):
                 self._push_file(ref, sizes)
                 self._push_records()
             copy = self._push_indexes(manifest)
+        if self._streams is not None and not self._is_there(copy):
+            return
         for stream in copy.streams:  # a snapshot may need log records to reach one step
             journal = self._records.journal(stream, self._timelines, copy.timeline)
             chain_of(copy, stream, journal, copy.step)
@@ -201,6 +211,25 @@ class Pusher:
         self._published[copy.ref] = copy
         self._done.commits.append(copy.ref)
         self.durable_step = self._reach()
+
+    def _own_files(self, manifest: Manifest) -> list[FileRef]:
+        """Return the payload files that the directory has."""
+        if self._streams is None:
+            return [*manifest.files.values()]
+        streams = [stream for stream in manifest.streams if stream in self._streams]
+        return [ref for stream in streams for ref in manifest.files_of(stream).values()]
+
+    def _is_there(self, copy: Manifest) -> bool:
+        """Return whether all nodes have copied their shares of ``copy``, with the log records that it needs."""
+        self._records.look()
+        sizes = self._disk.sizes("data")
+        with suppress(Damaged):
+            for stream in copy.streams:
+                chain_of(
+                    copy, stream, self._records.journal(stream, self._timelines, copy.timeline), copy.step
+                )
+            return all(sizes.get(ref.path) == ref.bytes for ref in copy.files.values())
+        return False
 
     def _push_records(self) -> None:
         before = self._done.records

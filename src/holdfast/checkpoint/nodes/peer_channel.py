@@ -1,0 +1,166 @@
+"""Requests between ranks, and the answers, over a CPU process group of torch.distributed.
+
+Each rank has one thread that answers requests of any rank, one after another, so that training waits for nobody. A
+request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it; an answer has the same form. One request
+of a process is under way at a time, so a process needs one block of memory for what it receives. The group has no time
+limit, because a rank may ask for nothing for hours; whoever waits for an answer has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...distributed import Ranks
+from ...errors import DiskFailed, HoldfastError, RankFailed
+from ...quantities import MiB
+
+BLOCK_BYTES = 4 * MiB
+"""The most bytes behind one header."""
+HEADER_BYTES = 2048
+FOREVER = timedelta(days=365)
+JOIN_SECONDS = 10.0
+"""The longest time that a closing rank waits for its guests to say goodbye."""
+_REQUEST, _SENT, _REPLY, _ANSWER = range(4)
+"""Tags of messages."""
+
+Request = dict[str, Any]
+Handler = Callable[[Request, memoryview], "tuple[Request, memoryview | None]"]
+"""Answers a request with the bytes sent behind it: a header, and at most ``BLOCK_BYTES``."""
+
+
+class PeerChannel:
+    """The requests and answers of one rank. ``ask`` may be called from several threads."""
+
+    def __init__(self, ranks: Ranks, deadline_seconds: float) -> None:
+        """Make the group. Collective: every rank must call this."""
+        self._rank, self._deadline = ranks.rank, timedelta(seconds=deadline_seconds)
+        self._group: Any = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._asking = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def serve(self, handle: Handler, guests: Collection[int]) -> None:
+        """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye."""
+        self._thread = threading.Thread(
+            target=self._serve, args=(handle, set(guests)), name="holdfast-peer", daemon=True
+        )
+        self._thread.start()
+
+    def ask(
+        self, rank: int, request: Request, sent: memoryview | None = None, into: memoryview | None = None
+    ) -> Request:
+        """Send ``request`` with the bytes ``sent`` to ``rank``, and return its answer.
+
+        Bytes of the answer go to the beginning of ``into``. Raises ``DiskFailed`` with the error of the other rank,
+        ``RankFailed`` if it does not answer.
+        """
+        with self.asked(rank, request, sent) as answer:
+            return answer(into)
+
+    @contextmanager
+    def asked(
+        self, rank: int, request: Request, sent: memoryview | None = None
+    ) -> Iterator[Callable[[memoryview | None], Request]]:
+        """Send a request, and yield a function that waits for its answer, so that work may be done meanwhile.
+
+        The function must be called, once, inside the block. Other threads cannot ask until the block ends.
+        """
+        with self._asking:
+            with self._failing(rank):
+                self._send(rank, _REQUEST, _encode({**request, "bytes": 0 if sent is None else len(sent)}))
+                if sent is not None and len(sent):
+                    self._send(rank, _SENT, torch.frombuffer(sent, dtype=torch.uint8))
+            yield lambda into: self._answer(rank, into)
+
+    def say_goodbye(self, rank: int) -> None:
+        """Tell ``rank`` that this one asks for nothing any more. Errors do not matter."""
+        with suppress(HoldfastError):
+            self.ask(rank, {"do": "goodbye"})
+
+    def close(self) -> None:
+        """Wait for the guests to say goodbye, and leave the group if all have.
+
+        Otherwise the thread and the group stay until the process ends.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join(JOIN_SECONDS)
+        if not thread.is_alive():
+            with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
+                dist.destroy_process_group(self._group)
+
+    def _answer(self, rank: int, into: memoryview | None) -> Request:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        with self._failing(rank):
+            self._receive(rank, _REPLY, header)
+            answer = _decode(header)
+            if answer["bytes"]:
+                assert into is not None
+                self._receive(rank, _ANSWER, torch.frombuffer(into, dtype=torch.uint8, count=answer["bytes"]))
+        if "error" in answer:
+            raise DiskFailed(f"rank {rank}: {answer['error']}")
+        return answer
+
+    def _send(self, rank: int, tag: int, data: torch.Tensor) -> None:
+        self._group.send([data], rank, tag).wait(self._deadline)
+
+    def _receive(self, rank: int, tag: int, data: torch.Tensor) -> None:
+        self._group.recv([data], rank, tag).wait(self._deadline)
+
+    @contextmanager
+    def _failing(self, rank: int) -> Iterator[None]:
+        """Turn the error of the process group into one about the other rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankFailed(
+                f"rank {self._rank} exchanges copies with rank {rank}, which has ended or does not answer ({error})."
+                " Every step that was durable still is: start all ranks again to resume."
+            ) from error
+
+    def _serve(self, handle: Handler, guests: set[int]) -> None:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        array: Any = block.numpy()
+        memory = memoryview(array)
+        with suppress(RuntimeError):  # the others have ended; whoever asks them next reports that
+            while guests:
+                work = self._group.recv_anysource([header], _REQUEST)
+                work.wait()
+                source, request = work._source_rank(), _decode(header)
+                if request["bytes"]:
+                    self._group.recv([block[: request["bytes"]]], source, _SENT).wait()
+                if request["do"] == "goodbye":
+                    guests.discard(source)
+                    answer, data = {}, None
+                else:
+                    answer, data = _handled(handle, request, memory[: request["bytes"]])
+                nbytes = 0 if data is None else len(data)
+                self._group.send([_encode({**answer, "bytes": nbytes})], source, _REPLY).wait()
+                if data is not None and nbytes:
+                    self._group.send([torch.frombuffer(data, dtype=torch.uint8)], source, _ANSWER).wait()
+
+
+def _handled(handle: Handler, request: Request, sent: memoryview) -> tuple[Request, memoryview | None]:
+    try:
+        return handle(request, sent)
+    except Exception as error:  # any error: whoever asked reports it
+        return {"error": f"{type(error).__name__}: {error}"[: HEADER_BYTES // 4]}, None
+
+
+def _encode(table: Request) -> torch.Tensor:
+    text = json.dumps(table).encode()
+    assert len(text) <= HEADER_BYTES, table
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def _decode(header: torch.Tensor) -> Request:
+    return json.loads(bytes(header.numpy()))

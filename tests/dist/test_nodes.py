@@ -1,0 +1,98 @@
+"""Ranks whose nodes have a directory each: a node is lost with its directory, and the others have its share."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from dist.world import ended
+from holdfast.events import read_events
+from holdfast.store.reader import RunReader
+
+FOUR = [0, 1, 2, 3]
+PAIRS = [0, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """A run of four ranks in one directory that all share."""
+    root = tmp_path_factory.mktemp("shared")
+    return ended(world.run(4, kind="fsdp", root=root / "run", steps=12))
+
+
+def cut(world, tmp_path, at=9, nodes=FOUR, **order):
+    """All ranks, killed after step ``at``. Each step was waited for."""
+    said = world.run(
+        len(nodes), kind="fsdp", root=tmp_path / "run", nodes=nodes, steps=12, base_every=4, kill=["all", at],
+        wait_each_step=True, **order,
+    )  # fmt: skip
+    assert [each["code"] for each in said] == [-9] * len(nodes), said
+    return said
+
+
+def goes_on(world, tmp_path, nodes=FOUR, steps=12, **order):
+    return ended(world.run(len(nodes), kind="fsdp", root=tmp_path / "run", nodes=nodes, steps=steps, **order))
+
+
+def test_a_lost_nodes_share_comes_from_its_partner(world, undisturbed, tmp_path):
+    cut(world, tmp_path)
+    shutil.rmtree(tmp_path / "run-2")
+    said = goes_on(world, tmp_path)
+    assert {each["resumed"] for each in said} == {8}
+    for before, after in zip(undisturbed, said, strict=True):
+        assert after["losses"] == before["losses"][8:]
+        assert after["digests"].items() <= before["digests"].items()
+    [found] = [e for e in read_events(tmp_path / "run-0" / "events.jsonl") if e["event"] == "shares"]
+    tiers = {
+        "rank-00000": "own disk",
+        "rank-00001": "own disk",
+        "rank-00002": "partner",
+        "rank-00003": "own disk",
+    }
+    assert found["tiers"] == tiers and found["step"] == 8
+
+
+def test_nothing_lost_needs_no_new_base(world, tmp_path):
+    goes_on(world, tmp_path, steps=6)
+    before = RunReader(tmp_path / "run-1").commits()
+    goes_on(world, tmp_path, steps=7)
+    assert RunReader(tmp_path / "run-1").commits() == before
+    assert RunReader(tmp_path / "run-1").timeline_ids() == [1, 2]
+
+
+def test_fewer_nodes_go_on_without_the_lost_one(world, undisturbed, tmp_path):
+    """Nodes of two ranks; the node that is left becomes two of one rank, each with a disk, of which one is new."""
+    cut(world, tmp_path, nodes=PAIRS)
+    shutil.rmtree(tmp_path / "run-0")
+    said = goes_on(world, tmp_path, nodes=[0, 1], disks=[1, 2])
+    assert {each["resumed"] for each in said} == {8}
+    assert said[0]["digests"]["8"] == undisturbed[0]["digests"]["8"]
+
+
+def test_a_pair_that_is_lost_is_refused_with_the_step_that_is_left(world, tmp_path):
+    cut(world, tmp_path)
+    for lost in (1, 2):  # 2 keeps the copies of 1
+        shutil.rmtree(tmp_path / f"run-{lost}")
+    before = sorted(path for path in tmp_path.rglob("*") if path.name != "lock")
+    said = world.run(4, kind="fsdp", root=tmp_path / "run", nodes=FOUR, steps=12)
+    for each in said:
+        assert "Damaged" in each["error"] and "rank-00001" in each["error"], each
+        assert "No other step is whole" in each["error"]
+    assert {*tmp_path.rglob("*.safetensors")} <= {*before}
+
+
+@pytest.mark.parametrize(
+    "order, text",
+    [
+        ({"nodes": [0, 0]}, "all 2 ranks are on one"),
+        ({"nodes": [0, 1], "partner_offset": 2}, "its own partner"),
+        ({"nodes": [0, 1], "disks": [0, 0]}, "'s node as well"),
+        ({"nodes": [0, 1], "replica": True}, "replica="),
+    ],
+    ids=["one node", "own partner", "one directory", "replica"],
+)
+def test_what_cannot_be_is_refused_and_nothing_written(world, tmp_path, order, text):
+    said = world.run(2, kind="fsdp", root=tmp_path / "run", steps=2, **order)
+    assert any(text in each.get("error", "") for each in said), said
+    assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.json")]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..distributed import Ranks, stream_of
 from ..errors import DoesNotFit
@@ -25,6 +25,7 @@ from .log.recorder import Recorder
 from .rank_consistency import RankConsistency
 from .snapshot.snapshot_writer import SnapshotWriter
 
+T = TypeVar("T")
 LEAST_STORAGE = GiB
 """The default cap for a small state, where headers are most of a record."""
 RECORDS_AHEAD = 5
@@ -52,6 +53,15 @@ class CollectiveSnapshot:
         """Have all ranks make a snapshot at once, as soon as they can."""
         assert self.agreement is not None
         self.agreement.call()
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first rank, which speaks for all."""
+        return self._ranks.rank == 0
+
+    def decide(self, what: Callable[[], T]) -> T:
+        """Return what the first rank finds by ``what``. Collective: every rank must call this."""
+        return self._ranks.first_does(what)
 
     def is_due(self, due: bool, bases: SnapshotWriter) -> bool:
         """Return whether this rank is to begin a snapshot.

@@ -104,6 +104,8 @@ class OptimizerHooks:
         """
         self.begins: Callable[[], None] = lambda: None
         """Called before the first update of an iteration."""
+        self.records: Callable[[], bool] = lambda: True
+        """Returns whether the step is to have a record. If not, gradients are not copied."""
         self.compiled = False
         """True if torch.compile made a step."""
         self.seconds = 0.0
@@ -279,8 +281,9 @@ class OptimizerHooks:
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores, so they skip the record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
-        room = slot if known and self._is_last(index) else None
-        if slot is not room:
+        fits = known and (not self.records() or self._is_last(index))
+        room = slot if fits else None
+        if not fits:
             self.changed = True
         update = Update(
             index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,

@@ -13,11 +13,11 @@ Each arm is at its best for each mean. Baselines save at Young's interval: with 
 adds, measured beforehand where it does not wait for the one before, and M between failures, least is wasted where
 sqrt(2 C M) / t steps lie between two saves. A Checkpointer records every step, and its bases are as far apart as
 ``snapshot_interval.optimum`` says for M and what the tuner has measured. ``auto`` is measured beforehand, too: it keeps
-steps as ``step_cadence.choose`` says for M and what ``every="auto"`` has measured in a job of its own. With the smallest
-mean, baselines also save at every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive the
-process, which is what is killed here, and not the machine. Two are left out unless asked for: ``topk`` trains with other gradients, and so does
-another job; ``replica`` begins with another process that imports torch, some seconds that do not shrink with time, so
-ask with a ``--compression`` of 3 or less.
+steps as ``step_cadence.choose`` says for M and what ``every="auto"`` has measured in a job of its own. With the
+smallest mean, baselines also save at every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive
+the process, which is what is killed here, and not the machine. Two are left out unless asked for: ``topk`` trains with
+other gradients, and so does another job; ``replica`` begins with another process that imports torch, some seconds that
+do not shrink with time, so ask with a ``--compression`` of 3 or less.
 
 What is wasted is said beside the job that is never killed, run before and after: *restarting* from a kill until
 training goes on, replay included; *redoing* steps that did not come back; *saving* is the rest. The end is compared
@@ -51,7 +51,8 @@ from holdfast.schedule.interval.waste import MeasuredCosts
 
 TITLES = {
     "exact": "Checkpointer", "auto": "Checkpointer, auto", "replica": "replica=True", "topk": "TopK(0.01)",
-    "save": "torch.save", "dcp": "async_save", "checkfreq": "CheckFreq-style", "gemini": "Gemini-style", "naive": "Check-N-Run-style",
+    "save": "torch.save", "dcp": "async_save", "checkfreq": "CheckFreq-style", "gemini": "Gemini-style",
+    "naive": "Check-N-Run-style",
 }  # fmt: skip
 AUTO = "auto"
 RECORDED = {"exact", "replica", "topk"}
@@ -168,9 +169,7 @@ class Contest:
     def run(self, line: Line, steps: int, gaps: Any = NEVER, limit: float = math.inf) -> Outcome:
         place = self.folder / "run"
         try:
-            return run(
-                Job(line.arm, place, steps, self.options.model, line.every, line.options), gaps, limit
-            )
+            return run(Job(line.arm, place, steps, self.options.model, line.every, line.options), gaps, limit)
         finally:
             clear(place)
 

@@ -360,7 +360,9 @@ class Checkpointer:
         self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
         other = alone and (self._training.has_new_buffers or self._training.state.has_other_buffers())
-        lost = self._optimizer_hooks.lost if self._backend.records_steps else ""  # snapshots alone hold any change
+        lost = (
+            self._optimizer_hooks.lost if self._backend.records_steps else ""
+        )  # snapshots alone hold any change
         if self._optimizer_hooks.changed or other or (alone and lost):
             self._adapt(updates)
         elif lost:

@@ -1,5 +1,5 @@
-"""A loop whose steps are kept by bases alone, or as ``every="auto"`` changes between them and records, is killed at every
-failpoint of a commit, and comes back from whatever a power cut could leave: from a step that is not before the last
+"""A loop whose steps are kept by bases alone, or as ``every="auto"`` changes between them and records, is killed at
+each failpoint of a commit, and comes back from what a power cut could leave: from a step that is not before the last
 acknowledged one, to the very bits of a loop that was never killed."""
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_killed_at_a_failpoint_without_records(server, undisturbed, tmp_path, ev
 def process(disk, steps, every):
     """One process: resume, train to ``steps``; every step that it is told of is marked on the disk."""
     loop = make(OPTIMIZER, FEATURE)
-    with Checkpointer(ROOT, model=loop.model, optimizer=loop.optimizers, every=every, disk=disk) as checkpointer:
+    with Checkpointer(
+        ROOT, model=loop.model, optimizer=loop.optimizers, every=every, disk=disk
+    ) as checkpointer:
         for i in range(checkpointer.resume(), steps):
             loop.iteration(i, checkpointer.step)
             disk.ack(checkpointer.durable_step)

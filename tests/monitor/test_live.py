@@ -45,7 +45,14 @@ def test_a_checkpointer_is_shown_with_what_keeping_steps_costs():
         assert part in said, (part, said)
 
 
-CHOSEN = {"event": "every", "time": logged.BEGAN, "step": 9, "was": 1, "every": 40, "why": "a base every 40 steps."}
+CHOSEN = {
+    "event": "every",
+    "time": logged.BEGAN,
+    "step": 9,
+    "was": 1,
+    "every": 40,
+    "why": "a base every 40 steps.",
+}
 
 
 @pytest.mark.parametrize("every, said", [(1, "a record of every step"), (40, "a base every 40 steps")])

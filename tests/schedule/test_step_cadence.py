@@ -108,7 +108,7 @@ def test_steps_that_are_done_again_are_within_the_time_that_recovery_may_take():
 def test_a_choice_is_said_with_what_it_costs_and_what_a_failure_loses():
     rates = StepRates(0.5, 0.6, 0.1)
     said = CadenceChoice(40, 0.21, 0.012, 20.3, rates).describe()
-    assert said.startswith("a base every 40 steps (20 s), and no records between.")
+    assert said.startswith("a base every 40 steps (20.0 s), and no records between.")
     assert "cost 1.2% of the time; a record of every step would cost 21.0%" in said
     assert said.endswith("A failure loses about 20 steps.")
     assert CadenceChoice(1, 0.01, 0.02, 0.5, rates).describe().startswith("a record of every step.")
@@ -123,7 +123,9 @@ def train(cadence, plain=0.1, recorded=0.15, copy=0.4, stall=0.05, odd=()):
     for step in range(1000):
         due = not cadence.records and cadence.is_due(step, -1, exactly=False)
         kinds.append("recorded" if cadence.records else "copied" if due else "plain")
-        seconds = (recorded if cadence.records else plain) + (copy if due else 0.0) + (9.0 if step in odd else 0.0)
+        seconds = (
+            (recorded if cadence.records else plain) + (copy if due else 0.0) + (9.0 if step in odd else 0.0)
+        )
         if cadence.stepped(seconds, stall if due else 0.0, due):
             return kinds
     raise AssertionError("nothing was to be chosen")

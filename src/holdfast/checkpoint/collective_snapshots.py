@@ -80,6 +80,28 @@ class CollectiveSnapshot:
         bases.give_up()
         return True
 
+    def begin_alike(self, bases: SnapshotWriter) -> bool:
+        """Return whether all ranks begin a snapshot of the current step now.
+
+        They do not while the first rank has not published the one before, or a share of it still waits to be written.
+        Collective: every rank must call this.
+        """
+        assert self.agreement is not None
+        if not self.all_are(not self.sharing and (self._ranks.rank > 0 or not bases.under_way)):
+            return False
+        number = self._ranks.first_does(self.agreement.begin_base)
+        if (
+            self._ranks.rank
+        ):  # before files are written: the one before may be published, which was not heard yet
+            self._store.follow()
+        self._number = number
+        bases.give_up()
+        return True
+
+    def all_are(self, ready: bool) -> bool:
+        """Return whether all ranks are ``ready``. Collective: every rank must call this."""
+        return all(self._ranks.everyone(ready))
+
     def see_published(self, bases: SnapshotWriter) -> int | None:
         """Return the step of the snapshot under way if the first rank has published it; otherwise None."""
         assert self.agreement is not None

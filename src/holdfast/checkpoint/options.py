@@ -200,7 +200,7 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         )
 
 
-def _refuse_bad_every(every: Any, base_every: int | None, codec: Codec) -> None:
+def _refuse_bad_every(every: int | str, base_every: int | None, codec: Codec) -> None:
     is_number = isinstance(every, Integral) and not isinstance(every, bool) and every >= 1
     if not is_number and every != "auto":
         raise BadInput(

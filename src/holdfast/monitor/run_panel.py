@@ -166,7 +166,9 @@ class LivePanel:
         kept = "survives power loss" if behind <= 0 else f"{counted(behind, 'step')} behind"
         yield "durable", f"step {found['durable_step']:,}", kept
         if found["every"] is not None:
-            kept = "a record of every step" if found["every"] == 1 else f"a base every {found['every']:,} steps"
+            kept = (
+                "a record of every step" if found["every"] == 1 else f"a base every {found['every']:,} steps"
+            )
             yield "", kept, "chosen"
         for key, name in (("replica_step", "in the replica"), ("remote_durable_step", "in the bucket")):
             if found[key] is not None:

@@ -117,6 +117,8 @@ class OptimizerHooks:
         self._generators: list[Any] = [None for _ in state.optimizers]
         """The state of the random generators before the open update of each optimizer."""
         self._changes = MutationCheck(state)
+        self._unseen = False
+        """True if there were steps without records since the last scan for changes."""
         self._settled = False
         """True if no watched state was changed by intention since the last scan for changes."""
 
@@ -220,6 +222,12 @@ class OptimizerHooks:
 
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
         """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
+        if not self.records():  # the next snapshot holds it, whatever changed it
+            self._unseen = True
+            return
+        if self._unseen:
+            self._unseen = False
+            self._changes.accept()
         self._settled = not self.changed and not any(self._open)
         if self._settled and self._changes.changed_unexpectedly(updated, index):
             self.lost = self.lost or (

@@ -179,13 +179,40 @@ class SnapshotScheduler:
         self._stall_of_base += self._stall
 
     def _advance_alone(self, step: int) -> None:
-        """Begin a snapshot that is due while there are no records. Several ranks make it together, and wait for it."""
+        """Begin a snapshot that is due while there are no records."""
         if not self.cadence.is_due(step, self._begun_at, exactly=self._together is not None):
             return
         if self._together is not None:
-            self.save_snapshot(step)
+            self._copy_alike(self._together, step)
         elif not self.bases.under_way:
             self._begin(step, whole=True)
+
+    def _copy_alike(self, together: CollectiveSnapshot, step: int) -> None:
+        """Copy all shares of a snapshot at the end of ``step``, since no records would bring others to one step.
+
+        If any rank cannot copy its share, all wait until the snapshot is written. Collective: every rank must call
+        this.
+        """
+        bases = self.bases
+        if not together.begin_alike(bases):
+            return
+        together.alike.begin(self._state, step)
+        self._begin(step, whole=True)
+        if bases.left_bytes <= self._means.staging_bytes - bases.memory_bytes:
+            bases.stage(step, bases.left_bytes)
+        if together.all_are(bases.all_staged):
+            self._num_stages += 1
+            self._put_staged(step)
+        else:
+            self.save_snapshot(step)
+
+    def _put_staged(self, step: int) -> None:
+        """Have the snapshot, of which all is copied, published once it is written."""
+        if self._whole:
+            self._copied_at = step
+        if self._together is not None:
+            self._together.sharing, self._losses_when_shared = True, self._losses
+        self._recorder.put(RecorderTask(partial(self._publish, self._progress(), self._losses)))
 
     @property
     def _at_once(self) -> bool:
@@ -346,7 +373,7 @@ class SnapshotScheduler:
 
     @property
     def _has_room(self) -> bool:
-        """Return whether a whole snapshot can be copied. Several ranks copy none: they wait until it is written."""
+        """Return whether a whole snapshot can be copied. Several ranks wait for one that any of them cannot copy."""
         return self._together is not None or self.bases.expected_bytes()[0] <= self._means.staging_bytes
 
     def continue_cadence(self, told: dict[str, Any] | None) -> None:
@@ -386,7 +413,7 @@ class SnapshotScheduler:
         full, _ = self.bases.expected_bytes()
         self.cadence = StepCadence()
         why = (
-            f"every=\"auto\" records every step, since a copy of the state ({format_bytes(full)}) is more than half of"
+            f'every="auto" records every step, since a copy of the state ({format_bytes(full)}) is more than half of'
             f" memory=. Give at least {2 * full} bytes to have the choice."
         )
         self._emit("every", step=step, was=1, every=1, why=why)
@@ -459,11 +486,7 @@ class SnapshotScheduler:
         elif bases.next_bytes <= room:
             bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
         if bases.under_way and bases.all_staged:
-            if self._whole:
-                self._copied_at = step
-            if self._together is not None:
-                self._together.sharing, self._losses_when_shared = True, self._losses
-            self._recorder.put(RecorderTask(partial(self._publish, self._progress(), self._losses)))
+            self._put_staged(step)
 
     def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
         """Make the snapshot a commit. With ``again`` it replaces a commit of the same step.
@@ -483,6 +506,8 @@ class SnapshotScheduler:
         """Note published snapshots. One ends the gap if no step was lost since its last chunk was copied."""
         if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
             self.base_step = step
+            if self._whole:
+                self._recorder.restart(step)  # no records lead to it
             self._published.append(self._losses_when_shared)
             self._recorder.put(RecorderTask(self._store.measure, at_once=True))
         if not self._published:

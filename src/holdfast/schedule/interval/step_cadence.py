@@ -97,9 +97,7 @@ class CadenceChoice:
         )
 
 
-def choose(
-    measured: MeasuredCosts, limits: Limits, rates: StepRates, now: int = 1
-) -> CadenceChoice:
+def choose(measured: MeasuredCosts, limits: Limits, rates: StepRates, now: int = 1) -> CadenceChoice:
     """Return what wastes least time, with a preference for records of every step, and for ``now``.
 
     Args:
@@ -131,9 +129,7 @@ def _with_records(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> 
     return waste(costs, cadence).total / HOUR, lost
 
 
-def _with_snapshots_alone(
-    measured: MeasuredCosts, limits: Limits, rates: StepRates
-) -> tuple[int, float]:
+def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[int, float]:
     """Return the best number of steps between snapshots without records, and the share of the time that it wastes."""
     costs = _alone(measured, rates)
     writing = measured.full_bytes / (limits.bandwidth_share * measured.write_bytes_per_second)

@@ -37,9 +37,10 @@ def undisturbed(server, tmp_path_factory):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("every, failpoint, arrival", one_in(3, [3, "auto"], FAILPOINTS, [2, 3, 5]))
+@pytest.mark.parametrize("every, failpoint, arrival", one_in(4, [3, "auto"], FAILPOINTS, [2, 3, 4, 5]))
 def test_killed_at_a_failpoint_without_records(server, undisturbed, tmp_path, every, failpoint, arrival):
     options = {"survive": True, "root": tmp_path, "steps": LONG, "every": every, "switching": every == "auto"}
+    options["patient"] = True
     outcome = server.run(failpoint=f"{failpoint}:{arrival}", **options)
     assert outcome.killed, outcome
     last = server.run(**options)
@@ -69,7 +70,7 @@ def test_every_image_of_a_run_without_records_recovers(states, queue, monkeypatc
     disk, acknowledged = SimDisk(), set()
     process(disk, 5, every)
     process(disk, STEPS, every)
-    for image in islice(disk.images(random.Random(0), samples=3), 0, None, 2):
+    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 3):
         check(image, states, queue)
         acknowledged.add(image.acked)
     assert len(acknowledged) >= 4

@@ -17,18 +17,20 @@ from trainings import Training
 from holdfast import Checkpointer, TopK
 from holdfast.checkpoint.recording import LogBackend
 from holdfast.schedule.interval.snapshot_interval import Limits
+from holdfast.schedule.interval.step_cadence import StepRates
 from holdfast.schedule.interval.waste import MeasuredCosts
 
 
 class Holdfast(Arm):
-    """A record of every step, and bases. ``options`` are those of ``Checkpointer``."""
+    """A record of every step, and bases; with ``every`` more than 1 bases alone. ``options`` are those of
+    ``Checkpointer``."""
 
-    def __init__(self, folder: Path, training: Training, every: int = 1, **options: Any) -> None:
-        super().__init__(folder, training, every)
-        assert every == 1, "a record is of one step"
+    def __init__(self, folder: Path, training: Training, every: int | str = 1, **options: Any) -> None:
+        super().__init__(folder, training, 1)
         self._checkpointer = Checkpointer(
-            folder, model=training.model, optimizer=training.optimizer, loader=_Step(training), **options
-        )
+            folder, model=training.model, optimizer=training.optimizer, loader=_Step(training), every=every,
+            **options,
+        )  # fmt: skip
 
     @property
     def durable_step(self) -> int:  # type: ignore[override]
@@ -44,11 +46,24 @@ class Holdfast(Arm):
         return self._checkpointer.steps_done - self._checkpointer.durable_step
 
     @property
-    def tuned(self) -> tuple[MeasuredCosts, Limits]:
-        """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
+    def tuned(self) -> tuple[MeasuredCosts, Limits, StepRates | None]:
+        """What its tuner has measured so far, the limits that it keeps to, and what ``every="auto"`` has measured. Not
+        with a replica."""
+        pace = self._backend.pace
+        assert pace.tuner is not None
+        return pace.tuner.measured, pace.tuner.limits, pace.cadence.rates
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        """Whether it keeps steps as it will go on to: ``every="auto"`` measures first."""
         backend = self._checkpointer._backend
-        assert isinstance(backend, LogBackend) and backend.pace.tuner is not None
-        return backend.pace.tuner.measured, backend.pace.tuner.limits
+        return not isinstance(backend, LogBackend) or not backend.pace.cadence.is_measuring
+
+    @property
+    def _backend(self) -> LogBackend:
+        backend = self._checkpointer._backend
+        assert isinstance(backend, LogBackend)
+        return backend
 
     def resume(self, **options: int) -> int:
         return self._checkpointer.resume(**options)
@@ -96,10 +111,16 @@ class _Step:
         self._training.steps_done = state["step"]
 
 
+def _auto(folder: Path, training: Training, every: int | str = 1, **options: Any) -> Holdfast:
+    """``every="auto"``, or what it has chosen before."""
+    return Holdfast(folder, training, "auto" if every == 1 else every, **options)
+
+
 ARMS: dict[str, Callable[..., Arm]] = {
     "none": Arm,
     "exact": Holdfast,
     "bases": Holdfast,
+    "auto": _auto,
     "replica": partial(Holdfast, replica=True),
     "sparse": Sparse,
     "topk": partial(Holdfast, codec=TopK(0.01)),

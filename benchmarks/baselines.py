@@ -43,6 +43,8 @@ class Arm:
     """One way to keep the state of ``training`` in ``folder``, every ``every`` steps. By itself: no way at all."""
 
     exact = True
+    is_settled = True
+    """Whether it keeps steps as it will go on to."""
 
     def __init__(self, folder: Path, training: Training, every: int = 1) -> None:
         self.folder, self.training, self.every = Path(folder), training, every

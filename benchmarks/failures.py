@@ -12,11 +12,12 @@ has a third of them, and the job of each is as long as that allows, unless ``--s
 Each arm is at its best for each mean. Baselines save at Young's interval: with t seconds per step, C that a save
 adds, measured beforehand where it does not wait for the one before, and M between failures, least is wasted where
 sqrt(2 C M) / t steps lie between two saves. A Checkpointer records every step, and its bases are as far apart as
-``snapshot_interval.optimum`` says for M and what the tuner has measured. With the smallest mean, baselines also save at
-every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive the process, which is what is killed
-here, and not the machine. Two are left out unless asked for: ``topk`` trains with other gradients, and so does
-another job; ``replica`` begins with another process that imports torch, some seconds that do not shrink with time, so
-ask with a ``--compression`` of 3 or less.
+``snapshot_interval.optimum`` says for M and what the tuner has measured. ``auto`` is measured beforehand, too: it keeps
+steps as ``step_cadence.choose`` says for M and what ``every="auto"`` has measured in a job of its own. With the
+smallest mean, baselines also save at every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive
+the process, which is what is killed here, and not the machine. Two are left out unless asked for: ``topk`` trains with
+other gradients, and so does another job; ``replica`` begins with another process that imports torch, some seconds that
+do not shrink with time, so ask with a ``--compression`` of 3 or less.
 
 What is wasted is said beside the job that is never killed, run before and after: *restarting* from a kill until
 training goes on, replay included; *redoing* steps that did not come back; *saving* is the rest. The end is compared
@@ -44,18 +45,23 @@ from trainings import TRAININGS
 
 from holdfast.errors import DoesNotFit
 from holdfast.schedule.interval.snapshot_interval import Limits, optimum
+from holdfast.schedule.interval.step_cadence import StepRates, choose
 from holdfast.schedule.interval.tuner import FIRST_STEPS
 from holdfast.schedule.interval.waste import MeasuredCosts
 
 TITLES = {
-    "exact": "Checkpointer", "replica": "replica=True", "topk": "TopK(0.01)", "save": "torch.save", "dcp": "async_save",
-    "checkfreq": "CheckFreq-style", "gemini": "Gemini-style", "naive": "Check-N-Run-style",
+    "exact": "Checkpointer", "auto": "Checkpointer, auto", "replica": "replica=True", "topk": "TopK(0.01)",
+    "save": "torch.save", "dcp": "async_save", "checkfreq": "CheckFreq-style", "gemini": "Gemini-style",
+    "naive": "Check-N-Run-style",
 }  # fmt: skip
+AUTO = "auto"
 RECORDED = {"exact", "replica", "topk"}
 """Arms that keep every step, so that there is no interval to choose."""
 TUNED = {"exact", "topk"}
 """Arms whose bases are as far apart as the model says."""
 
+MEASURING = 140
+"""Steps in which ``every="auto"`` has measured, with some to spare."""
 PROBE, APART = 24, 3
 """Steps that are measured beforehand, and from one save to the next in them, so that none waits for the one before."""
 PATIENCE, LEAST_PATIENCE = 8, 60.0
@@ -72,9 +78,14 @@ class Line:
 
     @property
     def label(self) -> str:
-        if self.name in RECORDED:
+        if self.name in RECORDED or self.arm in RECORDED:
             return self.name + ("" if self.base_every is None else f", a base every {self.base_every}")
         return f"{self.name}, every {self.every}"
+
+    @property
+    def arm(self) -> str:
+        """Of ``arms.ARMS``. Where records of every step were chosen, nothing is to be chosen again."""
+        return "exact" if self.name == AUTO and self.every == 1 else self.name
 
     @property
     def options(self) -> dict[str, Any]:
@@ -110,7 +121,7 @@ class Contest:
     """Seconds that a save adds, by arm and interval."""
     restarts: dict[str, float] = field(default_factory=dict)
     """Seconds until a job that is begun again trains, as far as it was measured."""
-    tuned: dict[str, tuple[MeasuredCosts, Limits]] = field(default_factory=dict)
+    tuned: dict[str, tuple[MeasuredCosts, Limits, StepRates | None]] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """What a save of each arm costs, and what tuners measure; the bare step right before each."""
@@ -118,12 +129,30 @@ class Contest:
         steps = []
         for name in self.options.arms:
             steps.append(self.run(Line("none"), PROBE).step_seconds)
+            if name == AUTO:
+                self._ask_auto()
+                continue
             for every in [1] if name in RECORDED else [1, APART]:
                 found = self.run(Line(name, every), PROBE).step_seconds
                 self.saves[name, every] = max(1e-6, every * (found - steps[-1]))
             if name in TUNED:
                 self._ask_tuner(name)
         self.step_seconds = statistics.median(steps)
+
+    def _ask_auto(self) -> None:
+        """What ``every="auto"`` measures in a job, and in one that goes on where that ended."""
+        told, place = self.folder / "told", self.folder / "run"
+        try:
+            for steps in (MEASURING, MEASURING + 2):
+                job = Job(AUTO, place, steps, self.options.model, told=told)
+                self.restarts[AUTO] = run(job).ready_seconds
+            self.tuned[AUTO] = pickle.loads(told.read_bytes())
+        finally:
+            clear(place)
+        rates = self.tuned[AUTO][2]
+        assert rates is not None
+        self.saves[AUTO, 1] = max(1e-6, rates.recorded_seconds - rates.plain_seconds)
+        self.saves[AUTO, APART] = max(1e-6, rates.copy_seconds)
 
     def _ask_tuner(self, name: str) -> None:
         """Runs the job, and once more where that ended: bases are made, and records replayed."""
@@ -140,9 +169,7 @@ class Contest:
     def run(self, line: Line, steps: int, gaps: Any = NEVER, limit: float = math.inf) -> Outcome:
         place = self.folder / "run"
         try:
-            return run(
-                Job(line.name, place, steps, self.options.model, line.every, line.options), gaps, limit
-            )
+            return run(Job(line.arm, place, steps, self.options.model, line.every, line.options), gaps, limit)
         finally:
             clear(place)
 
@@ -152,11 +179,15 @@ class Contest:
 
     def _lines(self, name: str, mean: float) -> list[Line]:
         if name in self.tuned:
-            measured, limits = self.tuned[name]
+            measured, limits, rates = self.tuned[name]
             measured = replace(
                 measured, step_seconds=self.step_seconds, record_stall_seconds=self.saves[name, 1],
                 restart_seconds=self.restarts[name],
             )  # fmt: skip
+            if rates is not None:
+                between = replace(measured, mean_seconds_between_failures=mean)
+                if (every := choose(between, limits, rates).every) > 1:
+                    return [Line(name, every)]
             return [Line(name, base_every=best_bases(measured, limits, mean))]
         if name in RECORDED:
             return [Line(name)]
@@ -286,7 +317,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, nargs="+", default=[1, 3, 10], help="mean between failures")
     parser.add_argument("--compression", type=float, default=12.0, help="of time")
     parser.add_argument("--repeats", type=int, default=1, help="with other moments of the failures")
-    default = ["exact", "save", "dcp", "checkfreq", "gemini", "naive"]
+    default = ["exact", "auto", "save", "dcp", "checkfreq", "gemini", "naive"]
     parser.add_argument("--arms", nargs="+", choices=TITLES, default=default)
     options = parser.parse_args()
     if options.small:
@@ -316,7 +347,7 @@ def main() -> None:
         (RESULTS / "failures.md").write_text(text)
     asked = {name: getattr(options, name) for name in ("model", "limit", "compression", "repeats")}
     saves = {f"{name}, every {every}": seconds for (name, every), seconds in contest.saves.items()}
-    measured = {name: asdict(found) for name, (found, _) in contest.tuned.items()}
+    measured = {name: asdict(found) for name, (found, *_) in contest.tuned.items()}
     about = {"step_seconds": contest.step_seconds, "save_seconds": saves, "measured": measured}
     finish("failures", asked | about | {"minutes": result}, options.keep)
 

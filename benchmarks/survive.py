@@ -18,8 +18,8 @@ an arm, /dev/shm included.
 ``resnet18`` and ``vgg11`` train on 8 small images, so that there are many gradients beside little work;
 ``resnet18-b64`` has the same gradients beside 64. ``exact`` is a ``Checkpointer`` as it is; few steps hold none of
 its bases, of which it makes one in 100 steps, so ``bases`` makes them all the time in ``gpt2`` (one in 24 steps), and
-every 20 steps in the others. ``topk`` is compared with ``sparse``, the same training without a record. Prints a table
-for each model and one line of JSON.
+every 20 steps in the others. ``auto`` is ``every="auto"``, counted once it has chosen. ``topk`` is compared with
+``sparse``, the same training without a record. Prints a table for each model and one line of JSON.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def measure(name: str, training: Training, folder: str, plan: Plan) -> Block:
             arm.step()
             if time.perf_counter() - begin > plan.seconds:
                 break
+        while not arm.is_settled:
+            training.step()
+            arm.step()
         block = _counted(arm, training, plan)
         arm.close()
         block.peak_bytes = peak()

@@ -16,6 +16,7 @@ from holdfast.checkpoint.compression.codecs import Exact
 from holdfast.checkpoint.compression.lossy import Int8, TopK
 from holdfast.checkpointer import Checkpointer
 from holdfast.store.commit.retention import Keep
+from support.switching import switch_often
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
@@ -84,10 +85,13 @@ def train(
     exactness: Literal["state", "continuation"] = "state",
     keep_last: int = 2,
     groups_per_segment: int = 3,
+    switching: bool = False,
+    patient: bool = False,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and
-    the digest at the end."""
+    the digest at the end. With ``switching``, ``every="auto"`` changes its choice again and again. Who is ``patient``
+    waits in every second step for what is on its way."""
     from holdfast import checkpointer as module
     from holdfast.checkpoint.snapshot import snapshot_chunks
     from holdfast.store.log import journal
@@ -97,6 +101,8 @@ def train(
         1,
         groups_per_segment,
     )
+    if switching:
+        switch_often()
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
         root,
@@ -112,6 +118,8 @@ def train(
         newest = -1
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)
+            if patient and i % 2:
+                checkpointer._backend.drain()
             if checkpointer.durable_step > newest:
                 newest = checkpointer.durable_step
                 acknowledge(newest)

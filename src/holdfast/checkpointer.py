@@ -38,9 +38,11 @@ from .checkpoint.options import (
     Options,
     refuse_bad_resume,
     refuse_clipping,
+    refuse_every,
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
+    refuse_other_every,
     refuse_other_remotes,
     refuse_waiting,
     refuse_with_a_replica,
@@ -71,9 +73,9 @@ from .store.run_store import LocalStore
 class Checkpointer:
     """Durable checkpoints of a training loop: call ``resume`` first, then ``step`` last in every iteration.
 
-    A context manager. A kill loses the steps that are on their way to the disk, at most 8, and with ``when_behind``
-    other than "block" those since the last snapshot where records were left out. After a SIGTERM ``step``
-    makes the step durable and ends the process, unless the script handles the signal itself.
+    A context manager. A kill loses the steps that are on their way to the disk, at most 8. With ``every`` other than 1,
+    or ``when_behind`` other than "block", it loses those since the last snapshot where records were left out. After a
+    SIGTERM ``step`` makes the step durable and ends the process, unless the script handles the signal itself.
 
     Args:
         run: Directory of the run.
@@ -87,6 +89,9 @@ class Checkpointer:
         codec: What log records hold of gradients, ``Exact()`` by default. ``TopK`` and ``Int8`` change what training
             consumes.
         memory: Bound of the copies that wait to be written, in bytes.
+        every: 1 writes a log record of every step. A larger number makes a snapshot each so many steps and no records,
+            so that a step costs less, and a kill loses the steps since the last snapshot. ``"auto"`` measures what
+            either costs in this run, and chooses.
         base_every: Steps from the beginning of one snapshot to that of the next. By default the interval is chosen, and
             adapted, so that failures cost least within ``recovery_seconds`` and ``bandwidth_share``.
         recovery_seconds: Bound of the time that a recovery takes.
@@ -124,6 +129,7 @@ class Checkpointer:
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
         codec: Codec | None = None,
         memory: int | str = 4 * GiB,
+        every: int | Literal["auto"] = 1,
         base_every: int | None = None,
         recovery_seconds: float = 300.0,
         bandwidth_share: float = 0.5,
@@ -153,9 +159,10 @@ class Checkpointer:
         with ranks.closing_on_error():
             with ranks.agreeing():  # an error on one rank is an error on all
                 self._options = Options(
-                    codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory,
-                    storage=storage, recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share,
-                    deadline_seconds=deadline_seconds, direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
+                    codec=codec, keep=keep, every=every, base_every=base_every, when_behind=when_behind,
+                    memory=memory, storage=storage, recovery_seconds=recovery_seconds,
+                    bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
+                    bytes_per_step=BASE_BYTES_PER_STEP,
                 )  # fmt: skip
                 self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
@@ -166,6 +173,7 @@ class Checkpointer:
                 if not ranks.alone:
                     refuse_weights(keep, f"{ranks.world_size} ranks")
                 check_grace(grace_seconds, has_replica=replica is not False)
+                refuse_every(every, wait_each_step, replica)
                 if replica is not False:
                     them = self._training.optimizers
                     refuse_with_a_replica(
@@ -179,6 +187,7 @@ class Checkpointer:
             refuse_other_seconds(ranks, grace_seconds)
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
+            refuse_other_every(ranks, every)
             try:
                 self._training.hook_up()
                 self._training.look()
@@ -425,10 +434,13 @@ class Checkpointer:
         self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
         other = alone and (self._training.has_new_buffers or self._training.state.has_other_buffers())
-        if self._optimizer_hooks.changed or other or (alone and self._optimizer_hooks.lost):
+        lost = (
+            self._optimizer_hooks.lost if self._backend.records_steps else ""
+        )  # snapshots alone hold any change
+        if self._optimizer_hooks.changed or other or (alone and lost):
             self._adapt(updates)
-        elif self._optimizer_hooks.lost:
-            self._backend.record_irreproducible(updates, self._optimizer_hooks.lost)
+        elif lost:
+            self._backend.record_irreproducible(updates, lost)
         else:
             self._backend.record(updates)
         self._optimizer_hooks.end_step()

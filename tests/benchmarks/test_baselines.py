@@ -23,7 +23,7 @@ from holdfast.checkpoint.log.recorder import BOUND
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says in a thread
 
 LAST = 18
-OTHERS = {"none", "sparse", "bases", "replica", "topk"}
+OTHERS = {"none", "sparse", "bases", "auto", "replica", "topk"}
 """That keep nothing, or are a ``Checkpointer`` whose options have tests of their own."""
 NAMES = [name for name in ARMS if name not in OTHERS]
 

@@ -217,7 +217,7 @@ def test_a_base_of_several_ranks_of_which_all_was_copied_before_a_loss_does_not_
     pace = SimpleNamespace(
         _together=SimpleNamespace(see_published=lambda bases: 7), _recorder=SimpleNamespace(put=lambda task: None),
         _store=SimpleNamespace(measure=None), _published=deque(), _losses=2, _losses_when_shared=lost_when_shared,
-        bases=None, tuner=None, gap=True,
+        bases=None, tuner=None, gap=True, _whole=False,
     )  # fmt: skip
     SnapshotScheduler._see_published(pace)
     assert pace.base_step == 7 and pace.gap == gap

@@ -186,3 +186,11 @@ def test_what_cannot_be_planned_is_one_line_and_exit_2(holdfast, arguments, text
     assert result.out == ""
     assert len(result.err.splitlines()) == 1
     assert text in result.err
+
+
+def test_it_says_what_a_run_would_choose_that_may_leave_records_out(cadence, holdfast):
+    cheap, dear = cadence(), cadence("--record-stall", "100ms")
+    assert cheap["auto"]["every"] == 1 and dear["auto"]["every"] > 1
+    assert dear["auto"]["recorded_waste"] - dear["auto"]["alone_waste"] > 0.1
+    text = " ".join(holdfast("plan", "--cadence", *GIVEN, "--record-stall", "100ms").out.split())
+    assert f"every=auto a base every {dear['auto']['every']} steps" in text

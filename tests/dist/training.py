@@ -46,6 +46,7 @@ from holdfast.optim import AdamW8bit, Apollo, Joined
 from holdfast.state.layout.ownership import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
+from support.switching import switch_often
 from survive_run import digest
 
 
@@ -374,6 +375,7 @@ def train(
     nodes: list[int] | None = None,
     disks: list[int] | None = None,
     partner_offset: int = 1,
+    switching: bool = False,
     **options: Any,
 ) -> None:
     """Train to ``steps``, on a ``device`` that is played where one is asked for; ``kill`` and its like name a rank, or
@@ -387,6 +389,8 @@ def train(
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     bucket_copy.SECONDS = copies_every
+    if switching:
+        switch_often()
     if killed_copying is not None:
         dying_at_object(killed_copying)
     collective_snapshots.LEAST_STORAGE = least_storage or collective_snapshots.LEAST_STORAGE

@@ -46,6 +46,23 @@ def test_a_checkpointer_is_shown_with_what_keeping_steps_costs():
         assert part in said, (part, said)
 
 
+CHOSEN = {
+    "event": "every",
+    "time": logged.BEGAN,
+    "step": 9,
+    "was": 1,
+    "every": 40,
+    "why": "a base every 40 steps.",
+}
+
+
+@pytest.mark.parametrize("every, said", [(1, "a record of every step"), (40, "a base every 40 steps")])
+def test_what_every_auto_has_chosen_is_shown(every, said):
+    log = [*logged.checkpointer_log(), CHOSEN | {"every": every}]
+    assert said in drawn(log) and said not in drawn(log[:-1])
+    assert LivePanel(History(log), "runs/a").document(NOW)["every"] == every
+
+
 @pytest.mark.parametrize("log", [[], [logged.engine()], logged.engine_log(), logged.checkpointer_log()])
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_picture_keeps_to_the_width(log, width):

@@ -314,3 +314,18 @@ def test_faster_than_light_is_explained():
     said = read(html(look([logged.engine(), LIGHT, *(logged.step(n, seconds=3.0) for n in (1, 2))]))).sections
     assert "125% of the speed of light" in said["Predicted and measured"]
     assert "rates were measured too low" in said["Predicted and measured"]
+
+
+def test_what_every_auto_has_chosen_stands_with_what_is_durable():
+    chosen = {
+        "event": "every",
+        "time": 1.0,
+        "step": 9,
+        "was": 1,
+        "every": 40,
+        "why": "a base every 40 steps <b>.",
+    }
+    log = [*logged.checkpointer_log(), chosen]
+    assert "Chosen at step 9: a base every 40 steps &lt;b&gt;." in html(look(log))
+    assert "Chosen at step" not in html(look(log[:-1]))
+    assert document(look(log))["cadence"]["every"] == 40

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..distributed import Ranks, stream_of
 from ..errors import DoesNotFit
@@ -26,6 +26,7 @@ from .nodes.node_run import NodeRun
 from .rank_consistency import RankConsistency
 from .snapshot.snapshot_writer import SnapshotWriter
 
+T = TypeVar("T")
 LEAST_STORAGE = GiB
 """The default cap for a small state, where headers are most of a record."""
 RECORDS_AHEAD = 5
@@ -59,6 +60,15 @@ class CollectiveSnapshot:
         assert self.agreement is not None
         self.agreement.call()
 
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first rank, which speaks for all."""
+        return self._ranks.rank == 0
+
+    def decide(self, what: Callable[[], T]) -> T:
+        """Return what the first rank finds by ``what``. Collective: every rank must call this."""
+        return self._ranks.first_does(what)
+
     def is_due(self, due: bool, bases: SnapshotWriter) -> bool:
         """Return whether this rank is to begin a snapshot.
 
@@ -75,6 +85,28 @@ class CollectiveSnapshot:
         self._number = wanted
         bases.give_up()
         return True
+
+    def begin_alike(self, bases: SnapshotWriter) -> bool:
+        """Return whether all ranks begin a snapshot of the current step now.
+
+        They do not while the first rank has not published the one before, or a share of it still waits to be written.
+        Collective: every rank must call this.
+        """
+        assert self.agreement is not None
+        if not self.all_are(not self.sharing and (self._ranks.rank > 0 or not bases.under_way)):
+            return False
+        number = self._ranks.first_does(self.agreement.begin_base)
+        if (
+            self._ranks.rank
+        ):  # before files are written: the one before may be published, which was not heard yet
+            self._store.follow()
+        self._number = number
+        bases.give_up()
+        return True
+
+    def all_are(self, ready: bool) -> bool:
+        """Return whether all ranks are ``ready``. Collective: every rank must call this."""
+        return all(self._ranks.everyone(ready))
 
     def see_published(self, bases: SnapshotWriter) -> int | None:
         """Return the step of the snapshot under way if the first rank has published it; otherwise None."""

@@ -377,7 +377,7 @@ class RankCoordinator:
         there = wanted > ended and not missing
         if wanted > ended and any(share and share[0] == wanted and share[2] is None for share in shares):
             decide("given_up", str(wanted))
-        elif there and min(steps) >= max(share[1] for share in shares):
+        elif there and (len(of := {share[1] for share in shares}) == 1 or min(steps) >= max(of)):
             with self._leading:
                 if wanted == self._newest_base:
                     self._publish([share[2] for share in shares])

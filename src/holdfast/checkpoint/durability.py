@@ -78,6 +78,11 @@ class DurabilityBackend(ABC):
         """The step of the newest snapshot, as far as this rank knows."""
 
     @property
+    def records_steps(self) -> bool:
+        """Return whether the next step is to be kept by itself; otherwise only a later snapshot keeps its result."""
+        return True
+
+    @property
     @abstractmethod
     def complete(self) -> bool:
         """Return whether every step done is durable, or on its way to be."""

@@ -36,6 +36,8 @@ class Options:
     codec: Codec
     keep: Keep
     base_every: int | None
+    every: int | str = 1
+    """Steps from one kept step to the next, or "auto"."""
     when_behind: str
     memory: int | str
     """Bytes for copies that wait to be written."""
@@ -50,6 +52,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
+        _refuse_bad_every(self.every, self.base_every, self.codec)
         _ = self.limits
 
     @property
@@ -62,8 +65,18 @@ class Options:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the memory that copies of a snapshot may take."""
-        return max(self.memory_bytes // 4, self.bytes_per_step)
+        """Bytes of the memory that copies of a snapshot may take.
+
+        All of it where there are no records, half where a whole snapshot may have to be copied beside records.
+        """
+        if self.told_every is None:
+            return max(self.memory_bytes // 2, self.bytes_per_step)
+        return self.memory_bytes if self.told_every > 1 else max(self.memory_bytes // 4, self.bytes_per_step)
+
+    @property
+    def told_every(self) -> int | None:
+        """``every`` as a number; None where it is to be chosen."""
+        return None if isinstance(self.every, str) else self.every
 
     @property
     def limits(self) -> Limits:
@@ -83,11 +96,15 @@ class Options:
         """Return the number of staging buffers: one for each step in flight, at least two where memory is short.
 
         Raises ``BadInput`` where two do not fit, with the memory that is enough. A quarter of the memory, or
-        ``bytes_per_step`` if that is more, is reserved for snapshots.
+        ``bytes_per_step`` if that is more, is reserved for snapshots; half with ``every="auto"``. Without records there
+        is none.
         """
+        if self.told_every not in (None, 1):
+            return 0
         room = self.memory_bytes - self.staging_bytes
         if room < 2 * slot_bytes:
-            least = max(2 * slot_bytes + self.bytes_per_step, 8 * slot_bytes // 3 + 4)
+            share = 8 * slot_bytes // 3 if self.told_every else 4 * slot_bytes
+            least = max(2 * slot_bytes + self.bytes_per_step, share + 4)
             raise BadInput(
                 f"memory = {format_bytes(self.memory_bytes)} is too little: the record of a step takes"
                 f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
@@ -202,6 +219,26 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         )
 
 
+def _refuse_bad_every(every: int | str, base_every: int | None, codec: Codec) -> None:
+    is_number = isinstance(every, Integral) and not isinstance(every, bool) and every >= 1
+    if not is_number and every != "auto":
+        raise BadInput(
+            f"every = {every!r} is neither whole steps, at least 1, nor 'auto'. 1 records every step, 10 makes a base"
+            " of each tenth step and no records, 'auto' chooses by what either costs."
+        )
+    if every == 1:
+        return
+    if base_every is not None:
+        raise BadInput(
+            f"every = {every!r} says how often a base is made, and so does base_every = {base_every}: leave one out"
+        )
+    if codec.changes_training:
+        raise BadInput(
+            f"codec={codec} changes training so that the record of every step is small, and every = {every!r} may leave"
+            " records out: leave one of the two out"
+        )
+
+
 def refuse_taken(also: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name, thing in also.items():
         if name in given or thing is None:
@@ -270,6 +307,31 @@ def refuse_with_a_replica(
             f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
             " Leave it out, or leave out replica="
         )
+
+
+def refuse_every(every: int | str, wait_each_step: bool, replica: Any) -> None:
+    """Raise ``BadInput`` for options that promise every step beside ``every``, which leaves steps out."""
+    if every == 1:
+        return
+    if wait_each_step:
+        raise BadInput(
+            f"every = {every!r} leaves steps out, and wait_each_step= keeps each: leave one of the two out"
+        )
+    if replica is not False:
+        raise BadInput(
+            f"every = {every!r} leaves records out, and a replica has none to leave out: leave out every=, or replica="
+        )
+
+
+def refuse_other_every(ranks: Ranks, every: int | str) -> None:
+    """Raise ``BadInput`` unless ``every`` is the same on all ranks, since they make snapshots of the same steps.
+
+    Collective: every rank must call this.
+    """
+    told = ranks.everyone(every)
+    if len(set(told)) > 1:
+        which = ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(told))
+        raise BadInput(f"every= is not the same on all ranks ({which}). Give all the same.")
 
 
 def refuse_waiting(wait_each_step: bool) -> None:

@@ -1,7 +1,8 @@
 """The durability backend by log records: every step is a record on the disk, and snapshots are made beside training.
 
 A step counts as durable when its record is on the disk of every rank, or a snapshot holds it. If the disk is behind,
-training waits or skips records, as the options say; after skipped records a snapshot closes the gap. Called by
+training waits or skips records, as the options say; after skipped records a snapshot closes the gap. With ``every``
+other than 1 there may be no records, and a step counts as durable once a snapshot of it is published. Called by
 ``Checkpointer`` as ``DurabilityBackend`` describes.
 """
 
@@ -18,6 +19,7 @@ from holdfast import failpoints
 from ..accelerators import devices_of
 from ..events import EventLog
 from ..quantities import counted, format_seconds
+from ..schedule.interval.step_cadence import StepCadence
 from ..store import run_store
 from ..store.log.journal import uncopied
 from ..store.node_store import NodeStore
@@ -90,6 +92,10 @@ class LogBackend(DurabilityBackend):
     @property
     def base_step(self) -> int:
         return self.pace.base_step
+
+    @property
+    def records_steps(self) -> bool:
+        return self._pace is None or self._pace.records
 
     @property
     def complete(self) -> bool:
@@ -175,6 +181,7 @@ class LogBackend(DurabilityBackend):
         pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
         if self._recovery.over:
             pace.recovered(self._recovery)
+        pace.continue_cadence(None if newest is None else newest.progress_of(newest.streams[0]).get("every"))
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:
@@ -206,6 +213,7 @@ class LogBackend(DurabilityBackend):
         pace = SnapshotScheduler(
             self._store, training.state, recorder, means, progress=training.progress, emit=emit,
             restarted=self._sealer.forget, prefix=training.ranks.prefix, together=together,
+            cadence=StepCadence(options.told_every),
         )  # fmt: skip
         if together is not None:
             self._agree(together, recorder)
@@ -240,14 +248,22 @@ class LogBackend(DurabilityBackend):
     def optimizer_hooks(
         self, take_slot: Callable[[], StagingBuffer | None], clip_norm: float | None
     ) -> OptimizerHooks:
-        return OptimizerHooks(self._training.state, self._training.codec, take_slot, clip_norm)
+        hooks = OptimizerHooks(self._training.state, self._training.codec, take_slot, clip_norm)
+        hooks.records = lambda: self.records_steps
+        return hooks
 
     # Every step
 
     def take_slot(self) -> StagingBuffer | None:
+        if not self.records_steps:
+            return None
         return self.recorder.take_slot(wait=self._options.when_behind == "block")
 
     def record(self, updates: Sequence[Update]) -> None:
+        if not self.records_steps:
+            self.give_back(updates)
+            self.pace.leave_out(self._training.steps_done)
+            return
         slots = [update.slot for update in updates]
         if not updates and self.pace.recording:
             slots.append(self.take_slot())  # skipped by the loss scaler, and recorded like any other step

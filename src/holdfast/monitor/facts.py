@@ -91,6 +91,11 @@ def durability(history: History) -> dict[str, Any]:
     }
 
 
+def cadence(history: History) -> dict[str, Any] | None:
+    """Return the last choice of ``every="auto"``; None if the run has made none."""
+    return next((event for event in reversed(history.other_events) if event["event"] == "every"), None)
+
+
 def lanes(history: History) -> dict[str, Any] | None:
     """Return lane times of the newest recorded step: busy times, the bottleneck, and what compute waited for."""
     timeline = history.timeline

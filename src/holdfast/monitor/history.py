@@ -18,7 +18,7 @@ from ..schedule.planner.machine_rates import SHARED_BY
 from .lanes import Timeline
 
 TOLD = (
-    "began_from", "recovered", "shares", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept",
+    "began_from", "recovered", "shares", "resumed", "gap", "storage", "cadence", "every", "base", "kept", "not_kept",
     "not_taken", "not_persisted", "drift", "replica_failed", "pushed", "push_failed", "stopped",
     "failed", "finished", "run",
 )  # fmt: skip

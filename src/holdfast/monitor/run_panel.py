@@ -101,6 +101,7 @@ class LivePanel:
             "memory": facts.memory(history),
             "host_bytes": newest.get("host_bytes"),
             "device_bytes": newest.get("device_bytes"),
+            "every": (facts.cadence(history) or {}).get("every"),
             "durable_step": facts.durability(history).get("durable_step"),
             "remote_durable_step": newest.get("remote_durable_step"),
             "replica_step": newest.get("replica_step"),
@@ -169,6 +170,11 @@ class LivePanel:
         behind = found["step"] - found["durable_step"]
         kept = "survives power loss" if behind <= 0 else f"{counted(behind, 'step')} behind"
         yield "durable", f"step {found['durable_step']:,}", kept
+        if found["every"] is not None:
+            kept = (
+                "a record of every step" if found["every"] == 1 else f"a base every {found['every']:,} steps"
+            )
+            yield "", kept, "chosen"
         for key, name in (("replica_step", "in the replica"), ("remote_durable_step", "in the bucket")):
             if found[key] is not None:
                 yield "", f"step {found[key]:,}", name

@@ -55,6 +55,7 @@ def document(look: Look) -> dict[str, Any]:
         "predictions": facts.predictions(history, look.step_seconds),
         "speed_of_light": facts.speed_of_light(history),
         "durability": facts.durability(history),
+        "cadence": facts.cadence(history),
         "commits": list(look.commits),
         "life": facts.life(history, look.drive),
         "lines_not_understood": history.num_unreadable,
@@ -216,6 +217,8 @@ def _durability(look: Look) -> str:
                 f" {found['longest_lag_steps']:,} at most."
             )
         )
+        if (chosen := facts.cadence(look.history)) is not None:
+            parts.append(paragraph(f"Chosen at step {chosen['step']:,}: {chosen.get('why', '')}"))
         points = [(step.step, float(step.lag)) for step in line]
         parts.append(chart([Curve("steps that are not durable", points)], COUNT))
     else:

@@ -104,6 +104,8 @@ class OptimizerHooks:
         """
         self.begins: Callable[[], None] = lambda: None
         """Called before the first update of an iteration."""
+        self.records: Callable[[], bool] = lambda: True
+        """Returns whether the step is to have a record. If not, gradients are not copied."""
         self.compiled = False
         """True if torch.compile made a step."""
         self.seconds = 0.0
@@ -115,6 +117,8 @@ class OptimizerHooks:
         self._generators: list[Any] = [None for _ in state.optimizers]
         """The state of the random generators before the open update of each optimizer."""
         self._changes = MutationCheck(state)
+        self._unseen = False
+        """True if there were steps without records since the last scan for changes."""
         self._settled = False
         """True if no watched state was changed by intention since the last scan for changes."""
 
@@ -218,6 +222,12 @@ class OptimizerHooks:
 
     def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
         """Set ``lost`` if anything unknown changed the state of optimizer ``index``, or of all optimizers."""
+        if not self.records():  # the next snapshot holds it, whatever changed it
+            self._unseen = True
+            return
+        if self._unseen:
+            self._unseen = False
+            self._changes.accept()
         self._settled = not self.changed and not any(self._open)
         if self._settled and self._changes.changed_unexpectedly(updated, index):
             self.lost = self.lost or (
@@ -279,8 +289,9 @@ class OptimizerHooks:
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores, so they skip the record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
-        room = slot if known and self._is_last(index) else None
-        if slot is not room:
+        fits = known and (not self.records() or self._is_last(index))
+        room = slot if fits else None
+        if not fits:
             self.changed = True
         update = Update(
             index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,

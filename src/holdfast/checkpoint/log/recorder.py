@@ -211,6 +211,15 @@ class Recorder:
             assert not self._waiting
             self._pool = pool
 
+    def leave_out(self, step: int) -> None:
+        """Note that ``step`` gets no record, so that the end of the process can name it as not durable.
+
+        Raises the error of an earlier write, and ``WriterHung`` after the deadline.
+        """
+        self._check()
+        with self._changed:
+            self.last_put = max(step, self.last_put)
+
     def restart(self, step: int) -> None:
         """Continue the log after ``step``, which is durable without a record. Called while no earlier step waits."""
         with self._changed:

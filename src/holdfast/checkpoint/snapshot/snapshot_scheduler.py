@@ -3,7 +3,10 @@
 A snapshot is due a number of steps after the last one was begun; the user or the ``Tuner`` gives the number. Its chunks
 are copied at the ends of the following steps, as step time and memory allow. Where steps could not be recorded there is
 a *gap*, which ends with a snapshot. Training waits for that snapshot (``"block"``, ``"commit"``), or it is made beside
-training with records again from its beginning (``"skip"``, unless that has failed once). Sizes are bytes. Called by the
+training with records again from its beginning (``"skip"``, unless that has failed once).
+
+The ``StepCadence`` may leave records out altogether. Then each snapshot is copied whole at the end of one step, and the
+steps between are not kept. Where records begin again, they follow such a snapshot. Sizes are bytes. Called by the
 training thread; a snapshot is published by the recorder's.
 """
 
@@ -17,8 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...events import tell
 from ...quantities import PAGE, format_bytes
 from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
+from ...schedule.interval.step_cadence import CadenceChoice, StepCadence, choose
 from ...schedule.interval.tuner import FIRST_STEPS, Tuner, prior
 from ...state.live_state import LiveState
 from ...store.run_store import LocalStore
@@ -63,6 +68,7 @@ class SnapshotScheduler:
         restarted: Called when records begin anew.
         prefix: The prefix of this rank's chunks.
         together: The snapshots of several ranks, of which this rank makes its share; None for one process.
+        cadence: Says whether steps get records.
     """
 
     def __init__(
@@ -77,11 +83,14 @@ class SnapshotScheduler:
         restarted: Callable[[], None],
         prefix: str = "",
         together: CollectiveSnapshot | None = None,
+        cadence: StepCadence | None = None,
     ) -> None:
+        self.cadence = cadence or StepCadence()
         self._store, self._state, self._recorder, self._means = store, state, recorder, means
-        self._progress = progress if together is None else lambda: together.alike.marked(progress())
+        self._progress_now = progress if together is None else lambda: together.alike.marked(progress())
         self._emit, self._restarted = emit, restarted
         self.bases = SnapshotWriter(store, state, recorder, prefix, self._set_cap, means.updates_after)
+        self.bases.keeps_buffers = self.cadence.is_auto or not self.cadence.records
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
@@ -90,6 +99,13 @@ class SnapshotScheduler:
         """True if all ranks make another snapshot after the next step, since the last one did not free enough space."""
         self.gap = False
         """True if steps are not recorded, or if their records follow a snapshot that is not published yet."""
+        self._is_meant = False
+        """True if the gap is there because the cadence leaves records out, on all ranks alike."""
+        self._whole = False
+        """True if all of the snapshot under way, or the last one, is to be copied at the end of one step."""
+        self._left_out_at = self._copied_at = -1
+        """The last step without a record, and the last at whose end a whole snapshot was copied."""
+        self._has_chosen = False
         self._losses = self._losses_at_begin = 0
         self._tried_beside = False
         """True if ending the gap beside training was tried and is not done; training waits for the next snapshot."""
@@ -103,6 +119,11 @@ class SnapshotScheduler:
         self._dropped = 0
 
     @property
+    def records(self) -> bool:
+        """Return whether steps are to have log records at present."""
+        return self.cadence.records
+
+    @property
     def recording(self) -> bool:
         """Return whether a log record of the current step could be replayed.
 
@@ -110,7 +131,7 @@ class SnapshotScheduler:
         written.
         """
         self._see_published()
-        return not self.gap or self._held
+        return self.records and (not self.gap or self._held)
 
     @property
     def complete(self) -> bool:
@@ -141,6 +162,8 @@ class SnapshotScheduler:
             self._together.alike.advance(self._state, step)
         if self._again:
             self.save_snapshot(step)
+        elif not self.records:
+            self._advance_alone(step)
         elif self.gap and (self._together is not None or not bases.under_way):
             self._end_gap(step)
         elif self._at_once:
@@ -154,6 +177,42 @@ class SnapshotScheduler:
             self._stage(step)
         self._stall = time.perf_counter() - started
         self._stall_of_base += self._stall
+
+    def _advance_alone(self, step: int) -> None:
+        """Begin a snapshot that is due while there are no records."""
+        if not self.cadence.is_due(step, self._begun_at, exactly=self._together is not None):
+            return
+        if self._together is not None:
+            self._copy_alike(self._together, step)
+        elif not self.bases.under_way:
+            self._begin(step, whole=True)
+
+    def _copy_alike(self, together: CollectiveSnapshot, step: int) -> None:
+        """Copy all shares of a snapshot at the end of ``step``, since no records would bring others to one step.
+
+        If any rank cannot copy its share, all wait until the snapshot is written. Collective: every rank must call
+        this.
+        """
+        bases = self.bases
+        if not together.begin_alike(bases):
+            return
+        together.alike.begin(self._state, step)
+        self._begin(step, whole=True)
+        if bases.left_bytes <= self._means.staging_bytes - bases.memory_bytes:
+            bases.stage(step, bases.left_bytes)
+        if together.all_are(bases.all_staged):
+            self._num_stages += 1
+            self._put_staged(step)
+        else:
+            self.save_snapshot(step)
+
+    def _put_staged(self, step: int) -> None:
+        """Have the snapshot, of which all is copied, published once it is written."""
+        if self._whole:
+            self._copied_at = step
+        if self._together is not None:
+            self._together.sharing, self._losses_when_shared = True, self._losses
+        self._recorder.put(RecorderTask(partial(self._publish, self._progress(), self._losses)))
 
     @property
     def _at_once(self) -> bool:
@@ -190,6 +249,7 @@ class SnapshotScheduler:
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)
+        self._copied_at = step
         if self._together is None:
             self._recorder.do(partial(self._publish, self._progress(), self._losses, there))
             self._see_published()
@@ -208,9 +268,11 @@ class SnapshotScheduler:
         if not self.bases.all_staged:
             self.bases.give_up()  # the records that would bring its chunks to one step have ended
         self._losses += 1
+        self._left_out_at = step
         if self.gap:
             return
         self.gap = True
+        self._is_meant = False
         agreement = None if self._together is None else self._together.agreement
         durable = self._recorder.durable_step if agreement is None else agreement.standing.durable_step
         self._emit("gap", step=step, durable_step=durable, why=why)
@@ -219,6 +281,15 @@ class SnapshotScheduler:
             " of the next base",
             stacklevel=5,
         )
+
+    def leave_out(self, step: int) -> None:
+        """Note that ``step`` has no record because the cadence wants none. The next snapshot keeps a later step."""
+        if not (self.bases.all_staged or self._whole):
+            self.bases.give_up()
+        self._losses += 1
+        self._left_out_at = step
+        self.gap, self._is_meant, self._tried_beside = True, True, False
+        self._recorder.leave_out(step)
 
     def go_without_room(self, step: int) -> None:
         """Handle a record that exceeds the storage cap.
@@ -282,13 +353,71 @@ class SnapshotScheduler:
         if tuner is None:
             return
         self._tell_dropped()
-        tuner.stepped(seconds - stall, max(stall - self._stall, 0.0))
+        if self.records:
+            tuner.stepped(seconds - stall, max(stall - self._stall, 0.0))
+        else:
+            tuner.ran(seconds)
         change = tuner.retuned()
         if change is not None:
             self._emit(
                 "cadence", step=step, base_every=change.steps, was=change.was, binding=change.binding,
                 relaxed=change.relaxed, measured=asdict(change.measured),
             )  # fmt: skip
+        # several ranks count every step, so that all choose at the same one
+        as_meant = self._together is not None or (self._left_out_at != step) == self.records
+        recorded = self.records
+        if as_meant and self.cadence.stepped(seconds, stall, self._copied_at == step):
+            self._choose(tuner, step)
+        elif recorded and not self.records and not self._has_room:
+            self._stay_with_records(step)
+
+    @property
+    def _has_room(self) -> bool:
+        """Return whether a whole snapshot can be copied. Several ranks wait for one that any of them cannot copy."""
+        return self._together is not None or self.bases.expected_bytes()[0] <= self._means.staging_bytes
+
+    def continue_cadence(self, told: dict[str, Any] | None) -> None:
+        """Continue with what an earlier process has measured, as a snapshot's progress holds it.
+
+        Called before the first step. Collective: every rank must call this.
+        """
+        if self.cadence.is_auto and told is not None:
+            self.cadence.restore(told)
+            if not self._has_room:
+                self._stay_with_records(self.base_step)
+            elif self.cadence.rates is not None and self.tuner is not None:
+                self._choose(self.tuner, self.base_step)
+
+    def _choose(self, tuner: Tuner, step: int) -> None:
+        """Choose anew whether steps get records. The first rank does so for all.
+
+        Collective: every rank must call this.
+        """
+        cadence, together = self.cadence, self._together
+
+        def chosen() -> CadenceChoice:
+            rates = cadence.rates
+            assert rates is not None
+            return choose(tuner.measured, tuner.limits, rates, cadence.every)
+
+        was, choice = cadence.every, chosen() if together is None else together.decide(chosen)
+        cadence.adopt(choice)
+        self._emit("every", step=step, was=was, **choice.about, why=choice.describe())
+        is_first = together is None or together.is_first
+        if is_first and (choice.every != was or not self._has_chosen):
+            tell(f"{self._store.root}: {choice.describe()}")
+        self._has_chosen = True
+
+    def _stay_with_records(self, step: int) -> None:
+        """Record every step from here on, because memory does not hold a copy of the state."""
+        full, _ = self.bases.expected_bytes()
+        self.cadence = StepCadence()
+        why = (
+            f'every="auto" records every step, since a copy of the state ({format_bytes(full)}) is more than half of'
+            f" memory=. Give at least {2 * full} bytes to have the choice."
+        )
+        self._emit("every", step=step, was=1, every=1, why=why)
+        warnings.warn(why, stacklevel=6)
 
     def close(self) -> None:
         """Give up a snapshot that is not fully copied. Called once nothing more is written."""
@@ -297,24 +426,33 @@ class SnapshotScheduler:
 
     def _end_gap(self, step: int) -> None:
         if self._together is not None:
-            self._together.call()
+            if self._is_meant:
+                self.save_snapshot(step)
+            else:
+                self._together.call()
             return
         if self._recorder.pending:
             return
-        if self._means.when_behind == "skip" and not self._means.of_one_step and not self._tried_beside:
+        beside = self._is_meant or (self._means.when_behind == "skip" and not self._means.of_one_step)
+        if beside and not self._tried_beside:
             self._tried_beside = True  # reset when it is published
             self._recorder.hold()
             self._restarted()
-            self._begin(step)
+            self._begin(step, whole=self._is_meant)
         else:
             self.save_snapshot(step)
 
-    def _begin(self, step: int) -> None:
-        self._begun_at, self._losses_at_begin = step, self._losses
+    def _begin(self, step: int, whole: bool = False) -> None:
+        self._begun_at, self._losses_at_begin, self._whole = step, self._losses, whole
         self.bases.begin()
         if self.tuner is not None:
             self._recorder.expect(self.tuner.steps)
         self._set_cap()
+
+    def _progress(self) -> dict[str, Any]:
+        """Return the progress of the current step, with what the cadence has measured."""
+        told = {"every": self.cadence.to_json()} if self.cadence.is_auto else {}
+        return {**self._progress_now(), **told}
 
     def _set_cap(self) -> None:
         """Set the storage cap: the configured one, or a multiple of the state plus what is kept for good."""
@@ -336,7 +474,7 @@ class SnapshotScheduler:
             return
         room = means.staging_bytes - bases.memory_bytes
         self._num_stages += 1
-        together = bases.left_bytes if means.of_one_step else bases.late_bytes
+        together = bases.left_bytes if means.of_one_step or self._whole else bases.late_bytes
         if together > means.staging_bytes:
             self.save_snapshot(step)  # no memory to copy all that must be of one step: training waits
             return
@@ -348,9 +486,7 @@ class SnapshotScheduler:
         elif bases.next_bytes <= room:
             bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
         if bases.under_way and bases.all_staged:
-            if self._together is not None:
-                self._together.sharing, self._losses_when_shared = True, self._losses
-            self._recorder.put(RecorderTask(partial(self._publish, self._progress(), self._losses)))
+            self._put_staged(step)
 
     def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
         """Make the snapshot a commit. With ``again`` it replaces a commit of the same step.
@@ -370,6 +506,8 @@ class SnapshotScheduler:
         """Note published snapshots. One ends the gap if no step was lost since its last chunk was copied."""
         if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
             self.base_step = step
+            if self._whole:
+                self._recorder.restart(step)  # no records lead to it
             self._published.append(self._losses_when_shared)
             self._recorder.put(RecorderTask(self._store.measure, at_once=True))
         if not self._published:
@@ -379,7 +517,8 @@ class SnapshotScheduler:
         if self.tuner is not None and self._num_stages:  # scheduled, not requested
             self._tell_written(self.tuner)
             full, frozen = max(self.bases.full_bytes, PAGE), self.bases.frozen_bytes
-            self.tuner.based(full, self._num_stages, self._stall_of_base, frozen)
+            if not self._whole:  # what a copy in one piece costs is of no use for others
+                self.tuner.based(full, self._num_stages, self._stall_of_base, frozen)
         self._stall_of_base, self._num_stages = 0.0, 0
 
     def _is_room(self, nbytes: int) -> bool:

@@ -80,7 +80,7 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
 
 def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of ``progress`` that only snapshots hold, since they never change."""
-    kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases")
+    kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases", "every")
     return {name: progress[name] for name in kept if name in progress}
 
 

@@ -132,6 +132,10 @@ class SnapshotWriter:
         self._last_write = 0.0
         self._landing: PinnedChunks | None = None
         """None unless the state is on a device."""
+        self.keeps_buffers = False
+        """True if the memory of copies is kept for the next snapshot, since fresh memory makes copying slower."""
+        self._spare: dict[int, list[Buffer]] = {}
+        """Memory of copies that are written, by size."""
 
     def watch(self, state: LiveState, is_copy: bool = False) -> None:
         """Make the following snapshots of ``state``, and divide it again. Called while none is under way.
@@ -183,6 +187,7 @@ class SnapshotWriter:
         if atoms != self._atoms or frozen != self._frozen or not self._units:
             before = self._units
             self._units, index = divided(owned, self._state, self._prefix, frozen)
+            self._free_spare()
             self._atoms, self._frozen, base = atoms, frozen, self._store.newest_base
             named = self._chunks.find(self._units, {} if base is None else base.files)
             self._sized()
@@ -288,6 +293,7 @@ class SnapshotWriter:
 
     def release(self) -> None:
         """Free the memory that is kept between snapshots. Called while nothing is under way."""
+        self._free_spare()
         if self._landing is not None:
             self._landing.free()
             self._landing = None
@@ -385,7 +391,18 @@ class SnapshotWriter:
 
     def _buffer(self, nbytes: int) -> Buffer:
         self._count(nbytes)
+        with self._counting:
+            spare = self._spare.get(nbytes)
+            if spare:
+                return spare.pop()
         return Buffer(nbytes, "base")
+
+    def _free_spare(self) -> None:
+        """Free the memory that is kept for the next snapshot."""
+        with self._counting:
+            spare, self._spare = self._spare, {}
+        for buffer in (each for several in spare.values() for each in several):
+            buffer.free()
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
@@ -446,7 +463,10 @@ class SnapshotWriter:
 
     def _written(self, buffer: Buffer, nbytes: int, began: float) -> None:
         now = time.perf_counter()
-        if buffer.unpin is None:
+        if buffer.unpin is None and self.keeps_buffers:
+            with self._counting:
+                self._spare.setdefault(nbytes, []).append(buffer)
+        elif buffer.unpin is None:
             buffer.free()
         elif self._landing is not None:
             self._landing.give(buffer)

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...quantities import counted, format_bytes, format_seconds, parse_bytes, parse_seconds
 from ...schedule.interval.snapshot_interval import MOST_STEPS, Limits, Optimum, bounds, optimum, storage_cap
+from ...schedule.interval.step_cadence import CadenceChoice, StepRates, choose
 from ...schedule.interval.tuner import BASE_BYTES_PER_STEP, COPY_BYTES_PER_SECOND
 from ...schedule.interval.waste import (
     HOUR,
@@ -20,6 +21,7 @@ from ...schedule.interval.waste import (
     MeasuredCosts,
     closed_form,
     host_bytes,
+    pace,
     recovery_seconds,
     storage_bytes,
     waste,
@@ -143,6 +145,14 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
     return points
 
 
+def _chosen(best: Optimum) -> CadenceChoice:
+    """Return what ``every="auto"`` would choose with these numbers, where a copy takes what copies take in memory."""
+    m = best.measured
+    _, record_stall, contention = pace(m, best.cadence)
+    copy = m.full_bytes * (1 / COPY_BYTES_PER_SECOND + m.write_slowdown / m.write_bytes_per_second)
+    return choose(m, best.limits, StepRates(m.step_seconds, m.step_seconds + record_stall + contention, copy))
+
+
 def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
     """Return the largest use of each limit under the cadence, and the limit."""
     m, limits, cadence = best.measured, best.limits, best.cadence
@@ -161,6 +171,7 @@ def _document(best: Optimum, assumed: Mapping[str, Any]) -> dict[str, Any]:
         "steps_between_bases": best.cadence.steps,
         "records_per_write": best.cadence.records,
         "base_every": best.cadence.steps,
+        "auto": _chosen(best).about,
         "wasted_seconds_per_hour": asdict(best.waste) | {"total": best.waste.total},
         "binding": list(best.binding),
         "closed_form": {"steps": steps if steps < inf else None, "records": records},
@@ -190,9 +201,8 @@ def _print(best: Optimum, assumed: Mapping[str, Any]) -> None:
     print()
     _print_curve(best)
     print()
-    print_facts(
-        out, {"why": _why(best)} | _uses_text(best) | {"assumed": _assumed_text(assumed) or "nothing"}
-    )
+    facts = {"why": _why(best), "every=auto": _chosen(best).describe()} | _uses_text(best)
+    print_facts(out, facts | {"assumed": _assumed_text(assumed) or "nothing"})
 
 
 def _print_curve(best: Optimum) -> None:

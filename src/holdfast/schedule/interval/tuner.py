@@ -70,6 +70,10 @@ class Tuner:
         self._estimates.ran(seconds + record_stall)
         self._asked = self._asked or self._num_steps == WARM_STEPS
 
+    def ran(self, seconds: float) -> None:
+        """Note that a step took ``seconds`` which was kept otherwise than by a record."""
+        self._estimates.ran(seconds)
+
     def based(self, nbytes: int, steps: int, stall: float, frozen_bytes: int = 0) -> None:
         """Note that a snapshot of ``nbytes`` and ``frozen_bytes``, which were not written again, is published.
 
@@ -112,21 +116,12 @@ class Tuner:
         if self._num_steps < WARM_STEPS:
             return None
         measured = self.measured
-        best, relaxed = self._best(measured)
-        steps = _rarest(measured, self.limits) if best is None else best.cadence.steps
+        best, relaxed = best_within(measured, self.limits)
+        steps = rarest(measured, self.limits) if best is None else best.cadence.steps
         if _near(steps, self.steps) and (best is None or self._allowed(best)):
             return None
         was, self.steps = self.steps, steps
         return IntervalChange(steps, was, () if best is None else best.binding, relaxed, measured)
-
-    def _best(self, measured: MeasuredCosts) -> tuple[Optimum | None, tuple[str, ...]]:
-        """Return the optimum under as many of the limits as can be kept. Storage is always kept."""
-        for relaxed, limits in _relaxations(self.limits):
-            try:
-                return optimum(measured, limits), relaxed
-            except DoesNotFit:
-                continue
-        return None, ("bandwidth share",)
 
     def _allowed(self, best: Optimum) -> bool:
         """Return whether the present steps keep the limits."""
@@ -215,7 +210,17 @@ class Estimates:
         return replace(self._prior, mean_seconds_between_failures=mean, **values)
 
 
-def _rarest(measured: MeasuredCosts, limits: Limits) -> int:
+def best_within(measured: MeasuredCosts, limits: Limits) -> tuple[Optimum | None, tuple[str, ...]]:
+    """Return the optimum under as many of ``limits`` as can be kept, and those left out. Storage is always kept."""
+    for relaxed, some in _relaxations(limits):
+        try:
+            return optimum(measured, some), relaxed
+        except DoesNotFit:
+            continue
+    return None, ("bandwidth share",)
+
+
+def rarest(measured: MeasuredCosts, limits: Limits) -> int:
     """Return the most steps that recovery and storage allow, for a disk too slow even for log records."""
     most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
     return int(max(1, min(MOST_STEPS, *most)))

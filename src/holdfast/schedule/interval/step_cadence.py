@@ -1,0 +1,286 @@
+"""The choice between a log record of every step and snapshots alone, by the time that each of them wastes.
+
+With a record of every step a failure loses almost nothing, but each step pays for a copy and a write, which short steps
+notice. Snapshots alone cost one copy of the state in so many steps, and a failure loses the steps since the last one.
+``choose`` compares the two. ``StepCadence`` measures what ``choose`` needs, in rounds of three blocks of steps:
+
+1. *recorded*: steps with a record each;
+2. *plain*: steps that are not kept;
+3. *copied*: a snapshot is copied at the end of the first step, and written beside the others.
+
+Both are pure and read no clock. ``StepCadence`` counts steps, so that ranks which adopt the same choices do the same at
+the same step. Called by the snapshot scheduler. Seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import ceil, sqrt
+from statistics import median
+from typing import Any, NamedTuple
+
+from ...quantities import counted, format_seconds
+from .snapshot_interval import MOST_STEPS, Limits
+from .tuner import best_within, rarest
+from .waste import HOUR, Cadence, MeasuredCosts, waste
+
+WORTH, WORTH_AGAIN = 0.05, 0.03
+"""The share of the time that a record of every step may cost more than snapshots alone.
+
+Below ``WORTH`` records stay, because each step is then recoverable. Once they were left, they come back below
+``WORTH_AGAIN``. The difference keeps the choice from changing with every measurement.
+"""
+ENOUGH = 1.25
+"""Factor by which the best number of steps must have moved for another one to be taken."""
+WARM_STEPS = 10
+"""The first steps of a process, which are slow and not counted."""
+BLOCK_STEPS, UNCOUNTED_STEPS, COPIED_STEPS = 12, 4, 8
+"""The steps of a recorded or plain block, those at its beginning in which the block before is still written, and the
+steps of a copied block.
+"""
+NUM_ROUNDS = 3
+"""The rounds of the first measurement. Medians are taken over that many rounds."""
+LEAST_STEPS, LEAST_SECONDS = 1000, 1800.0
+"""A choice is kept for as many steps and seconds, at least. Then one more round is measured."""
+FAR_LONGER = 5.0
+RECORDED, PLAIN, COPIED = "recorded", "plain", "copied"
+
+
+class StepRates(NamedTuple):
+    """The measured seconds of a run's steps and snapshots."""
+
+    plain_seconds: float
+    """Seconds of a step of which nothing is kept."""
+    recorded_seconds: float
+    """Seconds of a step with a log record, writing included."""
+    copy_seconds: float
+    """Seconds that one snapshot, copied at the end of one step, adds to training: the copy, and the writing beside it.
+    """
+
+
+@dataclass(frozen=True)
+class CadenceChoice:
+    """A choice of how steps are kept, and what it was made from."""
+
+    every: int
+    """1 for a log record of each step; else the steps from one snapshot to the next, with no records between."""
+    recorded_waste: float
+    """The share of the time that a record of each step would waste, failures included."""
+    alone_waste: float
+    """The share of the time that snapshots alone would waste, failures included."""
+    lost_steps: float
+    """The mean number of steps that a failure loses."""
+    rates: StepRates
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The choice as JSON."""
+        return {
+            "every": self.every, "recorded_waste": self.recorded_waste, "alone_waste": self.alone_waste,
+            "lost_steps": self.lost_steps, **self.rates._asdict(),
+        }  # fmt: skip
+
+    def describe(self) -> str:
+        """Describe the choice, what it costs and what a failure loses, for a person."""
+        if self.every == 1:
+            how, waste, other = "a record of every step", self.recorded_waste, self.alone_waste
+            instead = "bases alone"
+        else:
+            apart = format_seconds(self.every * self.rates.plain_seconds)
+            how = f"a base every {counted(self.every, 'step')} ({apart}), and no records between"
+            waste, other, instead = self.alone_waste, self.recorded_waste, "a record of every step"
+        return (
+            f"{how}. Keeping steps, and failures, cost {waste:.1%} of the time; {instead} would cost {other:.1%}."
+            f" A failure loses about {counted(max(round(self.lost_steps), 1), 'step')}."
+        )
+
+
+def choose(measured: MeasuredCosts, limits: Limits, rates: StepRates, now: int = 1) -> CadenceChoice:
+    """Return what wastes least time, with a preference for records of every step, and for ``now``.
+
+    Args:
+        measured: What else the run has measured, among it the mean time between failures.
+        limits: The limits of snapshots. Steps from one snapshot to the next take ``recovery_seconds`` at most.
+        rates: The seconds of steps and snapshots.
+        now: The present choice, as in ``CadenceChoice.every``.
+    """
+    recorded, num_pending = _with_records(measured, limits, rates)
+    every, alone = _with_snapshots_alone(measured, limits, rates)
+    if recorded - alone <= (WORTH if now == 1 else WORTH_AGAIN):
+        return CadenceChoice(1, recorded, alone, num_pending, rates)
+    if now > 1 and max(now, every) <= ENOUGH * min(now, every):
+        every = now
+        alone = waste(_alone(measured, rates), Cadence(now, now)).total / HOUR
+    lost = every / 2 + measured.full_bytes / measured.write_bytes_per_second / rates.plain_seconds
+    return CadenceChoice(every, recorded, alone, lost, rates)
+
+
+def _with_records(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[float, float]:
+    """Return the share of the time that records of every step waste, and the mean number of steps lost."""
+    costs = replace(
+        measured, step_seconds=rates.plain_seconds, write_slowdown=0.0, write_stall_seconds=0.0,
+        record_stall_seconds=max(rates.recorded_seconds - rates.plain_seconds, 0.0),
+    )  # fmt: skip
+    best, _ = best_within(costs, limits)
+    cadence = Cadence(rarest(costs, limits), 1) if best is None else best.cadence
+    lost = cadence.records / 2 + costs.write_seconds(cadence.records) / rates.recorded_seconds
+    return waste(costs, cadence).total / HOUR, lost
+
+
+def _with_snapshots_alone(measured: MeasuredCosts, limits: Limits, rates: StepRates) -> tuple[int, float]:
+    """Return the best number of steps between snapshots without records, and the share of the time that it wastes."""
+    costs = _alone(measured, rates)
+    writing = measured.full_bytes / (limits.bandwidth_share * measured.write_bytes_per_second)
+    least = max(2, ceil(max(writing, 2 * costs.sync_seconds) / rates.plain_seconds))
+    most = int(min(MOST_STEPS, (limits.recovery_seconds - costs.load_seconds) / rates.plain_seconds))
+    young = sqrt(2 * rates.copy_seconds * measured.mean_seconds_between_failures) / rates.plain_seconds
+
+    def total(steps: int) -> float:
+        return waste(costs, Cadence(steps, steps)).total / HOUR
+
+    near = {max(least, min(most, round(young * 1.1**power))) for power in range(-12, 13)}
+    best = min(sorted(near), key=total)
+    return best, total(best)
+
+
+def _alone(measured: MeasuredCosts, rates: StepRates) -> MeasuredCosts:
+    """Return the costs of snapshots alone: as of one group of records that is durable when its snapshot is."""
+    return replace(
+        measured, step_seconds=rates.plain_seconds, record_bytes=0, record_stall_seconds=0.0, write_stall_seconds=0.0,
+        write_slowdown=0.0, replay_seconds=0.0, replay_write_seconds=0.0, base_stall_seconds=rates.copy_seconds,
+        base_steps=1, sync_seconds=measured.full_bytes / measured.write_bytes_per_second,
+    )  # fmt: skip
+
+
+class StepCadence:
+    """The present way to keep steps: records, or snapshots alone.
+
+    Args:
+        told: 1 for a record of every step, more for snapshots alone, each so many steps; None to have it chosen.
+    """
+
+    def __init__(self, told: int | None = 1) -> None:
+        self.every = told or 1
+        """The choice, as in ``CadenceChoice.every``. While a round is measured it does not hold."""
+        self.records = self.every == 1
+        """True if the next step gets a log record."""
+        self.is_auto = told is None
+        self._rounds: deque[StepRates] = deque(maxlen=NUM_ROUNDS)
+        self._blocks: deque[_Block] = deque()
+        self._means: dict[str, float] = {}
+        self._left = 0
+        """The steps for which the choice is still kept."""
+        if self.is_auto:
+            self._measure(NUM_ROUNDS, WARM_STEPS)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Return whether a round is under way, or the first choice is still to be made."""
+        return bool(self._blocks)
+
+    @property
+    def rates(self) -> StepRates | None:
+        """The medians of the last rounds; None before there are enough for a choice."""
+        if len(self._rounds) < NUM_ROUNDS:
+            return None
+        plain = median(found.plain_seconds for found in self._rounds)
+        extra = median(found.recorded_seconds - found.plain_seconds for found in self._rounds)
+        return StepRates(plain, max(plain + extra, plain), median(f.copy_seconds for f in self._rounds))
+
+    def is_due(self, step: int, begun_at: int, exactly: bool) -> bool:
+        """Return whether a snapshot is due at the end of ``step``, while there are no records.
+
+        Args:
+            begun_at: The step of the last snapshot.
+            exactly: Only at multiples of ``every``, as several ranks have to. Otherwise a snapshot that could not be
+                made there is made up for.
+        """
+        if self._blocks:
+            return self._blocks[0].kind == COPIED and not self._blocks[0].times
+        return step % self.every == 0 if exactly else step // self.every > begun_at // self.every
+
+    def stepped(self, seconds: float, stall: float, copied: bool = False) -> bool:
+        """Note a step, and return whether a choice is to be made and adopted.
+
+        Args:
+            seconds: The time since the step before.
+            stall: The part of it that training waited for keeping the step.
+            copied: True if a snapshot was copied at the end of the step.
+        """
+        if not self.is_auto:
+            return False
+        if not self._blocks:
+            self._left -= 1
+            if self._left <= 0:
+                self._measure(1)
+            return False
+        block = self._blocks[0]
+        if block.kind == COPIED and not block.times and not copied:
+            return False
+        block.times.append((max(seconds - stall, 0.0), stall))
+        if len(block.times) < block.most_steps:
+            return False
+        self._end(self._blocks.popleft())
+        self.records = self._blocks[0].kind == RECORDED if self._blocks else self.every == 1
+        return not self._blocks
+
+    def adopt(self, choice: CadenceChoice) -> None:
+        """Keep steps as chosen from here on."""
+        self._blocks.clear()
+        self.every, self.records = choice.every, choice.every == 1
+        self._left = max(LEAST_STEPS, ceil(LEAST_SECONDS / choice.rates.plain_seconds))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choice and the measured rounds, for ``restore`` in a later process."""
+        return {"every": self.every, "rounds": [list(found) for found in self._rounds]}
+
+    def restore(self, told: dict[str, Any]) -> None:
+        """Continue with what ``to_json`` returned in an earlier process. Rounds that are missing are measured."""
+        self.every = told["every"]
+        self._rounds.extend(StepRates(*found) for found in told["rounds"])
+        self._blocks.clear()
+        if len(self._rounds) < NUM_ROUNDS:
+            self._measure(NUM_ROUNDS - len(self._rounds), WARM_STEPS)
+
+    def _measure(self, num_rounds: int, warm_steps: int = 0) -> None:
+        """Begin to measure ``num_rounds`` rounds, after ``warm_steps`` that are not counted."""
+        warm = [_Block(RECORDED, warm_steps, warm_steps)] if warm_steps else []
+        self._blocks = deque([*warm, *_rounds(num_rounds)])
+        self.records = True
+
+    def _end(self, block: _Block) -> None:
+        """Note the result of ``block``. A copied block ends a round."""
+        times = block.counted
+        self._means[block.kind] = sum(map(sum, times)) / max(len(times), 1)
+        if block.kind == COPIED:
+            plain, stalls = max(self._means[PLAIN], 1e-9), sum(stall for _, stall in times)
+            extra = sum(map(sum, times)) - len(times) * plain
+            self._rounds.append(StepRates(plain, self._means[RECORDED], max(extra, stalls)))
+
+
+@dataclass
+class _Block:
+    """Steps that are kept in one way."""
+
+    kind: str
+    most_steps: int
+    uncounted: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """The seconds of each step: of training, and of waiting for what keeps the step."""
+
+    @property
+    def counted(self) -> list[tuple[float, float]]:
+        """The steps that count. A step far longer than the others had something else in it, such as an evaluation."""
+        times = self.times[self.uncounted :]
+        usual = median([training for training, _ in times] or [0.0])
+        return [each for each in times if each[0] <= FAR_LONGER * usual]
+
+
+def _rounds(count: int) -> Iterable[_Block]:
+    """Yield the blocks of ``count`` rounds."""
+    for _ in range(count):
+        yield _Block(RECORDED, BLOCK_STEPS, UNCOUNTED_STEPS)
+        yield _Block(PLAIN, BLOCK_STEPS, UNCOUNTED_STEPS)
+        yield _Block(COPIED, COPIED_STEPS)

@@ -145,15 +145,20 @@ def _words_of(place: _Place) -> np.ndarray:
 
 def _touched(memory: np.ndarray, place: _Place) -> np.ndarray | None:
     """Return for each row whether it has a byte that is not zero; None if hardly any row is zeros."""
-    width = next(width for width in (8, 4, 2, 1) if place.row_bytes % width == 0)
-    stop = place.offset + place.rows * place.row_bytes
-    rows = memory[place.offset : stop].view(f"u{width}").reshape(place.rows, -1)
+    rows = _rows_in(memory, place)
     most = place.rows - place.rows // LEAST_SAVED
-    for columns in (rows[:, : HEAD_BYTES // width], rows):
+    for columns in (rows[:, : HEAD_BYTES // rows.itemsize], rows):
         mask = np.bitwise_or.reduce(columns, axis=1) != 0
         if np.count_nonzero(mask) >= max(most, 1):
             return None
     return mask
+
+
+def _rows_in(memory: np.ndarray, place: _Place) -> np.ndarray:
+    """Return the rows of a parameter as integers of as many bytes as its rows are divided by."""
+    width = next(width for width in (8, 4, 2, 1) if place.row_bytes % width == 0)
+    stop = place.offset + place.rows * place.row_bytes
+    return memory[place.offset : stop].view(f"u{width}").reshape(place.rows, -1)
 
 
 def _room(count: int, place: _Place) -> int:
@@ -176,11 +181,11 @@ def _move(memory: np.ndarray, place: _Place, touched: np.ndarray | None, to: int
         for row in np.flatnonzero(touched).tolist():
             to = _shift(memory, place.offset + row * place.row_bytes, place.row_bytes, to)
         return to
-    rows = memory[place.offset : place.offset + place.rows * place.row_bytes].reshape(place.rows, -1)
+    rows = _rows_in(memory, place)
     for first in range(0, place.rows, at_once):
         kept = rows[first : first + at_once][touched[first : first + at_once]]  # a copy
-        memory[to : to + kept.size] = kept.reshape(-1)
-        to += kept.size
+        memory[to : to + kept.nbytes] = kept.reshape(-1).view(np.uint8)
+        to += kept.nbytes
     return to
 
 

@@ -87,6 +87,20 @@ def test_killed_at_a_failpoint(server, undisturbed, long, tmp_path, failpoint, a
     go_on_to_the_end(server, whole, tmp_path, outcome.durable, steps=steps, base_every=3)
 
 
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", ["before_records_write", "after_records_write", "after_records_sync"])
+def test_killed_where_records_leave_out_rows_of_zeros(server, tmp_path, failpoint):
+    options = {"survive": True, "feature": "rows", "steps": STEPS, "base_every": 1000}
+    whole = server.run(root=tmp_path / "whole", **options)
+    assert whole.finished, whole.error
+    outcome = server.run(root=tmp_path / "run", failpoint=f"{failpoint}:3", **options)
+    assert outcome.killed, outcome
+    with LocalStore.read(tmp_path / "run") as reader:
+        records = read_journal(reader, "rank-00000").records.values()
+    assert {update["codec"]["kind"] for record in records for update in record.about["updates"]} == {"rows"}
+    go_on_to_the_end(server, whole, tmp_path / "run", outcome.durable, **options)
+
+
 SPARSE = {"survive": True, "codec": "topk", "steps": STEPS, "base_every": 3, "unit_bytes": 1500}
 
 

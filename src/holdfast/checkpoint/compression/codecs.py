@@ -1,10 +1,11 @@
 """The formats in which gradients are recorded, and how replay reads each of them back.
 
-A record must hold exactly what the optimizer consumed, so replay is exact with every codec. ``Exact`` copies gradients
-and can compress them without loss, by zstd over bytes of one significance. Other codecs change what training consumes
-(``lossy``); what they write is expanded here, as one sparse vector, 8-bit integers with a scale for each block, or two
-narrow matrices. Training and replay expand by the same functions, which makes the bits equal. Each record names its
-codec, so a run can be resumed with another one. Called by the optimizer hooks and by ``replay``. Sizes are bytes.
+A record must hold exactly what the optimizer consumed, so replay is exact with every codec. ``Exact`` copies gradients,
+without rows of zeros (``touched_rows``), and can compress them without loss, by zstd over bytes of one significance.
+Other codecs change what training consumes (``lossy``); what they write is expanded here, as one sparse vector, 8-bit
+integers with a scale for each block, or two narrow matrices. Training and replay expand by the same functions, which
+makes the bits equal. Each record names its codec, so a run can be resumed with another one. Called by the optimizer
+hooks and by ``replay``. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import BadInput, RunMismatch
+from ...errors import BadInput, HoldfastError, RunMismatch
 from ...quantities import MiB, round_up
 from ...state.capture import CapturedParameter
 from ...state.layout.ownership import local_of
@@ -26,9 +27,15 @@ from ...state.plain_tensors import TO_NAME
 from ...store.format.file_names import METADATA, Layout
 from ..capture.staging_buffers import StagingBuffer, tensors_of
 from .sparse import Arrays, SparseScratch, Take, num_blocks, spread, spread_into
+from .touched_rows import KIND as ROWS
+from .touched_rows import digest_of, leave_out_rows, order_of, put_back_rows
 
 Trained = Sequence[tuple[str, torch.Tensor]]
 """The parameters that have a gradient now, with their names."""
+
+
+class ShardingMismatch(HoldfastError):
+    """A record belongs to another parallelism than the state that it is applied to."""
 
 
 class Codec:
@@ -78,8 +85,12 @@ class Codec:
 class Exact(Codec):
     """A codec that records gradients bit for bit.
 
+    Rows of zeros are left out of a record where that makes it smaller: those of tokens that were not in the batch, of
+    experts without tokens, of parameters without a gradient.
+
     ``compress`` makes records smaller without loss, on the thread that writes them: it groups bytes of one significance
-    and applies zstd. That saves about a fifth in fp32 and a third in bf16. It needs the package ``zstandard``.
+    and applies zstd. That saves about a fifth in fp32 and a third in bf16, and nearly all of rows of zeros. It needs
+    the package ``zstandard``.
     """
 
     compress: bool = False
@@ -91,13 +102,7 @@ class Exact(Codec):
             )
 
     def layouts(self, state: LiveState) -> list[Layout]:
-        return [
-            Layout.build(
-                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], state.boxes[p.name].shape) for p in trained],
-                METADATA,
-            )
-            for trained in trained_of(state)
-        ]
+        return [_dense_layout(state, trained) for trained in trained_of(state)]
 
     def consume(self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool) -> Any:
         return {name: local_of(p.grad) for name, p in trained if p.grad is not None}
@@ -106,20 +111,20 @@ class Exact(Codec):
         part = slot.parts[index]
         if consumed:
             slot.put([slot.tensors[index][name] for name in consumed], list(consumed.values()))
-        if self.compress:  # compression overwrote the header in place
-            part[: len(slot.layouts[index].header)] = slot.layouts[index].header
+        part[: len(slot.layouts[index].header)] = slot.layouts[index].header  # ``pack`` overwrites it
         return part
 
     def about(self) -> dict[str, Any]:
         return {"kind": "squeezed"} if self.compress else {"kind": "exact"}
 
     def pack(self, about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-        if not self.compress:
-            return parts
         packed = list(parts)
         for update in about["updates"]:
             number = update["part"]
-            packed[number], update["codec"]["frames"] = squeeze(parts[number], _width(parts[number]))
+            if self.compress:
+                packed[number], update["codec"]["frames"] = squeeze(parts[number], _width(parts[number]))
+            elif (smaller := leave_out_rows(parts[number], update["without"])) is not None:
+                packed[number], update["codec"] = smaller
         return tuple(packed)
 
 
@@ -136,6 +141,13 @@ def trained_of(state: LiveState, everywhere: bool = False) -> list[list[Captured
     return found
 
 
+def _dense_layout(state: LiveState, trained: Sequence[CapturedParameter]) -> Layout:
+    """Return the layout of a part that holds the gradients of ``trained`` whole."""
+    kinds = [(p.name, TO_NAME[p.parameter.dtype], state.boxes[p.name].shape) for p in trained]
+    kinds.sort(key=lambda kind: order_of(kind[0], kind[2]))
+    return Layout.build([(f"{name}/grad", dtype, shape) for name, dtype, shape in kinds], METADATA)
+
+
 def _width(part: memoryview) -> int:
     """Return the element size, in bytes, of the tensors that make up most of the part."""
     nbytes: dict[int, int] = {}
@@ -145,7 +157,7 @@ def _width(part: memoryview) -> int:
     return max(nbytes, key=lambda width: nbytes[width], default=1) or 1
 
 
-Spreads = dict[tuple[Any, ...], SparseScratch]
+Spreads = dict[tuple[Any, ...], Any]
 """Buffers that are reused for the gradients of the next record of one optimizer and one rank."""
 
 
@@ -160,6 +172,9 @@ def decode(
         part: The part of the record that holds its gradients.
         parameters: The parameters of the optimizer that the record's rank stores.
         spreads: Buffers reused from one record to the next.
+
+    Raises ``RunMismatch`` for an unknown codec or other parameters, ``ShardingMismatch`` for other shapes, and
+    ``Damaged`` for content that contradicts itself.
     """
     held, without = update.get("codec", {"kind": "exact"}), set(update["without"])
     if held["kind"] == "squeezed":
@@ -167,8 +182,12 @@ def decode(
     if held["kind"] in ("exact", "squeezed"):
         grads = tensors_of(part, "/grad")
         return {name: grad for name, grad in grads.items() if name not in without}
-    arrays = ArrayReader(tensors_of(part))
     likes = {name: local_of(parameters[name].detach()) for name in sorted(parameters.keys() - without)}
+    if held["kind"] == ROWS:
+        if held.get("parameters") != digest_of(likes):
+            raise ShardingMismatch("a record holds gradients of other names, dtypes or shapes")
+        return put_back_rows(part, likes, spreads)
+    arrays = ArrayReader(tensors_of(part))
     kinds = {(like.dtype, like.device) for like in likes.values()}
     if held["kind"] == "sparse" and len(kinds) == 1:
         found = _spread(arrays, held["block"], likes, *kinds.pop(), spreads)

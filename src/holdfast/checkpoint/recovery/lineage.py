@@ -32,12 +32,12 @@ from ...store.format.manifest import Manifest, Point
 from ...store.log.chain import Chain, Journal, chain_of, payloads, read_journal
 from ...store.log.segments import StoredRecord
 from ...store.run_store import LocalStore
-from ..compression.codecs import Spreads
+from ..compression.codecs import ShardingMismatch, Spreads
 from ..log.recorder import BOUND
 from ..numerics import computing_as, needs_threads, recorded_settings
 from ..snapshot.snapshot_chunks import SnapshotShard
 from .recovery_progress import RecoveryProgress
-from .replay import FlatViews, ReplayRecord, ShardingMismatch, apply, fingerprint, fingerprint_as
+from .replay import FlatViews, ReplayRecord, apply, fingerprint, fingerprint_as
 
 
 @dataclass
@@ -308,6 +308,8 @@ class Lineage:
                         apply(state, taken, again)
                 except ShardingMismatch as error:  # of a later timeline, whose own snapshot is not whole
                     raise ReplayMismatch(step) from error
+                except Damaged as error:  # whole by its checksums, and no record of these parameters
+                    raise ReplayMismatch(step, str(error)) from error
                 for each in taking.values():
                     if units := each.later.get(step):
                         each.share.load(state, units, each.owners)  # counts as replay time
@@ -379,10 +381,9 @@ class _Taking:
 class ReplayMismatch(HoldfastError):
     """Replay of the log record of ``step`` did not give the state that training had."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(
-            f"replaying step {step} did not give what training had. The run continues after step {step - 1}."
-        )
+    def __init__(self, step: int, why: str = "") -> None:
+        what = why or f"replaying step {step} did not give what training had."
+        super().__init__(f"{what} The run continues after step {step - 1}.")
         self.step = step
 
 

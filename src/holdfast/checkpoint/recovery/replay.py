@@ -18,7 +18,6 @@ import xxhash
 from holdfast import failpoints
 
 from ...accelerators import is_accelerator
-from ...errors import HoldfastError
 from ...state.capture import CapturedParameter
 from ...state.encoding import decode
 from ...state.layout.ownership import is_distributed, local_of
@@ -30,6 +29,7 @@ from ..capture.optimizer_hooks import CONSUMED, scale
 from ..capture.rng_draws import draw_again
 from ..capture.staging_buffers import tensors_of
 from ..compression import codecs
+from ..compression.codecs import ShardingMismatch
 
 SAMPLED_BYTES = 64
 """Bytes of each parameter that go into a fingerprint."""
@@ -115,10 +115,6 @@ def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-class ShardingMismatch(HoldfastError):
-    """A record belongs to another parallelism than the state that it is applied to."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ def needs(placement: BlockPlacement, shape: StepShape = SHAPE) -> int:
 
 def least_of(placement: BlockPlacement) -> BlockPlacement:
     """With all that is slower and takes less memory."""
-    return replace(placement, saving=MemorySaving(1, resident_state=False))
+    return replace(placement, saving=MemorySaving(1, resident_state=False, loads_ahead=False))
 
 
 def on_ssd(**fractions: float) -> BlockPlacement:

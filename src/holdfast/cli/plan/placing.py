@@ -312,7 +312,7 @@ _STREAMED = {
     False: "streamed, each by itself: the device could not hold them together with a block",
     True: "one matrix, which is streamed: the device could not hold it together with a block",
 }
-"""By whether the model ties them."""
+"""Text for separate tables, and for tied ones (True)."""
 
 
 def _adapters_facts(best: Solution) -> dict[str, str]:

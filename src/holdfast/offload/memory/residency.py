@@ -83,7 +83,7 @@ class Residency:
         self.samples: dict[tuple[str, int, int], torch.Tensor] = {}
         """Samples of these copies, as they were when the pass began."""
         self._sampled_places: dict[int, ParameterSamples] = {}
-        """By block, for the device that computes."""
+        """Places of the samples, by block."""
         self.redone: dict[tuple[int, int], Buffer] = {}
         """State images by (block, tile) that are updated once more, from the step before."""
         self.outgoing: dict[tuple[int, int], Buffer] = {}

@@ -155,7 +155,7 @@ class _Probe:
         gc.collect()  # the counter's hooks keep graphs in cycles
         ends = [(root, leaf.grad) for root, leaf in self.ends if leaf.grad is not None]
         if ends:
-            torch.autograd.backward(*zip(*ends))
+            torch.autograd.backward([root for root, _ in ends], [grad for _, grad in ends])
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a block before the last.

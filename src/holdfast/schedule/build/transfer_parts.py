@@ -11,7 +11,7 @@ because autograd reads them again. The last block's pass brings the tied block's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .. import operations
 from ..operations import GUESS, TIED, Hold, Key, Op
@@ -193,7 +193,7 @@ def _held(s: StepBuilder, block: int, micro_batch: int) -> Hold:
     return Hold(("kept_inputs", block, micro_batch), size, slots=s.kept_slots)
 
 
-Pass = TypeVar("Pass", tuple[str, int], tuple[str, int, int])
+Pass = TypeVar("Pass", bound=tuple[Any, ...])
 """A pass over a block: phase, block, and the micro-batch where each has a pass of its own."""
 
 

@@ -34,7 +34,7 @@ from ..model.microbatches import (
     without_autocast,
 )
 from ..runtime import Runtime, Step
-from ..setup.process_settings import callers_default, give_back_freed
+from ..setup.process_settings import callers_default
 from . import input_ops, parameter_ops
 
 FORWARD = "forward"
@@ -62,11 +62,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
 
 def evaluate(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch without gradients; after the last block also the epilogue."""
-    with _in_place_of_states(run, op):
-        _evaluate(run, op, step)
-
-
-def _evaluate(run: Runtime, op: Op, step: Step) -> None:
+    _free_states(run, op)
     block, m = op.key.block, op.key.micro_batch
     batch = step.micro_batches[m]
     boundary = None if block == run.epilogue else _reach(run, step, m, block)
@@ -110,11 +106,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
 
     The block is computed again, with a graph, unless the graph of its forward pass was kept.
     """
-    with _in_place_of_states(run, op):
-        _backward(run, op, step)
-
-
-def _backward(run: Runtime, op: Op, step: Step) -> None:
+    _free_states(run, op)
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     place = None if run.device.unified else run.device.torch_device
@@ -162,19 +154,10 @@ def _backward(run: Runtime, op: Op, step: Step) -> None:
         step.buffers = run.agreed_buffers()
 
 
-@contextmanager
-def _in_place_of_states(run: Runtime, op: Op) -> Iterator[None]:
-    """Return memory to the system before and after ``op``, if it computes in the place of optimizer states.
-
-    Before, that of idle states. Before and after, what the allocator keeps of freed tensors.
-    """
-    if not any(hold.kind == "state" for hold in op.takes):
-        yield
-        return
-    run.residency.pool.free_idle("optimizer state")
-    give_back_freed()
-    yield
-    give_back_freed()
+def _free_states(run: Runtime, op: Op) -> None:
+    """Return the memory of idle optimizer states to the system, if ``op`` computes in their place."""
+    if any(hold.kind == "state" for hold in op.takes):
+        run.residency.pool.free_idle("optimizer state")
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:

@@ -16,7 +16,6 @@ from ..memory.block_states import BlockState, as_tensor
 from ..memory.residency import Gradients
 from ..memory.unit_files import StateTile
 from ..runtime import Runtime, Step, StoredBlock, of
-from ..setup.process_settings import give_back_freed
 from . import parameter_ops
 
 
@@ -47,8 +46,6 @@ def update(run: Runtime, op: Op, step: Step) -> None:
 
     A guess keeps the gradients.
     """
-    if not run.placement.saving.loads_ahead:
-        give_back_freed()  # memory is short
     block, guess = op.key.block, op.key.phase == GUESS
     unit = run.blocks[block]
     tile = unit.tiles[op.key.tile]

@@ -81,6 +81,13 @@ def _tiles(count: int, *sizes: int) -> tuple[TileWork, ...]:
     return tuple(TileWork(**dict(zip(names, part))) for part in parts)
 
 
+def loud(work: Work) -> Work:
+    """``work`` whose first and last unit take more memory to compute than the others."""
+    first, *others = work.blocks
+    *others, last = [replace(first, extra_workspace_bytes=3001), *others]
+    return replace(work, blocks=(*others, replace(last, extra_workspace_bytes=5001)))
+
+
 def split(work: Work) -> Work:
     """``work`` with masters in parts, of which one is the compute copy."""
 
@@ -187,6 +194,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, BlockPlacement, 
     if count > 2 and draw(st.booleans()):
         work = replace(work, tied_block=0)
     work = tiled(work) if draw(st.booleans()) else work
+    work = loud(work) if draw(st.booleans()) else work
     return split(work) if draw(st.booleans()) else work, placement, shape
 
 

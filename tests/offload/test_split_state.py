@@ -346,10 +346,24 @@ def test_a_block_that_changes_its_weights_in_place_is_refused_and_no_master_chan
     assert differing(read_atoms(tmp_path), before) == []
 
 
+@pytest.mark.parametrize("change", [clamp, clamp_data])
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_a_change_in_place_that_would_be_lost_is_refused(tmp_path, mode):
+def test_a_change_in_place_that_would_be_lost_is_refused(tmp_path, mode, change):
     with offload(tmp_path, dtype="fp32") as engine, mode():
         down = engine._run.model.blocks[0].mlp.down
-        down.register_forward_pre_hook(lambda module, args: clamp(module.weight))
+        down.register_forward_pre_hook(lambda module, args: change(module.weight))
         with pytest.raises(ModelNotSupported, match=r"changed blocks\.0\.mlp\.down\.weight in place"):
             engine.evaluate(batches(1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"params_on_host": 1.0}, {"recomputed_fraction": 0.0}], ids=str)
+def test_a_change_through_data_is_refused_before_any_update(tmp_path, options):
+    """With whole masters no checksum of an update would find it."""
+    with offload(tmp_path, dtype="fp32", **options) as engine:
+        before = engine.state_dict()
+        down = engine._run.model.blocks[0].mlp.down
+        down.register_forward_pre_hook(lambda module, args: clamp_data(module.weight))
+        with pytest.raises(ModelNotSupported, match=r"changed blocks\.0\.mlp\.down\.weight in place"):
+            engine.step(batches(0, 2))
+    found = {key.removesuffix("/param"): value for key, value in read_atoms(tmp_path).items()}
+    assert differing(found, before) == []

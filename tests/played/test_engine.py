@@ -457,6 +457,26 @@ def test_what_reads_a_block_from_outside_is_refused(tmp_path):
     assert seen == [(HERE, torch.float32)] * 2
 
 
+@pytest.mark.parametrize("recomputed_fraction", [1.0, 0.0])
+def test_a_change_through_data_is_refused_before_any_update(tmp_path, recomputed_fraction):
+    """It would be lost on the way: the device has a copy of the host's copy."""
+    model = decoder(blocks=3)
+    refused = r"changed blocks\.0\.mlp\.up\.weight in place"
+
+    def halve(module, _args):
+        module.weight.data.mul_(0.5)
+
+    with engine_of(tmp_path, model, recomputed_fraction=recomputed_fraction) as engine:
+        before = engine.state_dict()
+        model.blocks[0].mlp.up.register_forward_pre_hook(halve)
+        with pytest.raises(ModelNotSupported, match=refused):
+            engine.evaluate(batches(0, 1))
+        with pytest.raises(ModelNotSupported, match=refused):
+            engine.step(batches(0, 1))
+    found = {key.removesuffix("/param"): value for key, value in stored(tmp_path).items()}
+    assert differing(found, before) == []
+
+
 def test_host_and_device_do_not_mix():
     """The device that is played says so itself, else the tests above could not fail."""
     with pytest.raises(RuntimeError, match="same device"):

@@ -18,7 +18,7 @@ from holdfast.schedule.planner.machine_rates import Machine
 from holdfast.schedule.simulate import simulate
 from holdfast.schedule.vertical import forward_only, vertical
 from holdfast.schedule.work import LEAST_MEMORY, BlockPlacement, StepShape
-from plan_steps import LISTS, Order, equal_blocks, machines, split, steps, tiled, uneven, whole
+from plan_steps import LISTS, Order, equal_blocks, loud, machines, split, steps, tiled, uneven, whole
 
 
 def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
@@ -245,15 +245,50 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
     assert found.host_bytes == sum(found.at("host").values())
 
 
-def test_state_in_tiles_takes_the_memory_of_three_tiles_however_large_the_blocks_are():
+@pytest.mark.parametrize("loads_ahead, slots", [(True, 3), (False, 2)])
+def test_state_in_tiles_takes_the_memory_of_a_few_tiles_however_large_the_blocks_are(loads_ahead, slots):
     work = tiled(uneven(8))
+    saving = replace(LEAST_MEMORY, loads_ahead=loads_ahead)
     placement = BlockPlacement.fractions(8, activations=0.0)
-    found = predict(work, replace(placement, saving=LEAST_MEMORY), StepShape(micro_batches=3)).at("host")
+    found = predict(work, replace(placement, saving=saving), StepShape(micro_batches=3)).at("host")
     tiles = [tile for block in work.blocks for tile in block.tiles]
-    assert found["state"] == sum(sorted(tile.state_bytes for tile in [*tiles, *work.resident_tiles])[-3:])
+    assert found["state"] == sum(sorted(tile.state_bytes for tile in [*tiles, *work.resident_tiles])[-slots:])
+    assert found["params"] == sum(block.param_bytes for block in work.blocks[1 - slots :])
     assert found["grads"] == max(block.grad_bytes for block in work.blocks)
     assert found["updated_params"] == sum(sorted(tile.trained_param_bytes for tile in tiles)[-2:])
     assert "resident_state" not in found
+
+
+@pytest.mark.parametrize("schedule", [vertical, horizontal])
+@pytest.mark.parametrize("clipping", ["none", "defer"])
+def test_no_state_is_beside_a_large_computation_where_nothing_is_read_ahead(schedule, clipping):
+    """What the head takes is counted in the place of states, which are written before and read after."""
+    work, shape = loud(tiled(uneven(4))), StepShape(micro_batches=3, clipping=clipping)
+    placement = BlockPlacement.fractions(4, activations=0.0)
+    placement = replace(placement, saving=LEAST_MEMORY)
+    made = schedule(work, placement, shape)
+    evaluation = forward_only(work, placement, shape)
+    lists = [made, evaluation, made]
+    before, taken = Order(*_returning(lists)).before, []
+    for step, ops in enumerate(lists):
+        for op in ops:
+            for hold in op.takes:
+                giver = (
+                    next(other.key for other in ops if hold.name in other.gives)
+                    if hold.kind == "state"
+                    else None
+                )
+                if giver is not None:
+                    taken.append(((step, op.key), (step, giver), hold.name[1] == "workspace"))
+    assert sum(large for *_, large in taken) == 2 * (2 * (3 + 3) + 3)
+    for start, end, large in taken:
+        for other_start, other_end, other_large in taken:
+            if large and not other_large:
+                assert before(end, other_start) or before(other_end, start), (start, other_start)
+    louder = replace(work.blocks[-1], extra_workspace_bytes=500_001)
+    work = replace(work, blocks=(*work.blocks[:-1], louder), workspace_bytes=509_001)
+    found = predict(work, placement, shape, schedule, 3).at("host")
+    assert (found["workspace"], found["state"]) == (9000, 500_002)
 
 
 @pytest.mark.parametrize("unified", [True, False])

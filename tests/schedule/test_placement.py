@@ -25,7 +25,7 @@ def needs(placement: BlockPlacement, shape: StepShape = SHAPE) -> int:
 
 def least_of(placement: BlockPlacement) -> BlockPlacement:
     """With all that is slower and takes less memory."""
-    return replace(placement, saving=MemorySaving(1, resident_state=False))
+    return replace(placement, saving=MemorySaving(1, resident_state=False, loads_ahead=False))
 
 
 def on_ssd(**fractions: float) -> BlockPlacement:
@@ -45,16 +45,16 @@ def test_the_least_budget_keeps_nothing_and_one_byte_less_does_not_fit():
 
 
 def test_what_is_asked_for_is_given_or_refused_with_a_budget_that_works():
-    asked = least_of(on_ssd(optimizer=0.5))
-    assert choose(WORK, SHAPE, needs(asked), optimizer=0.5) == asked
+    asked = least_of(on_ssd(optimizer=0.75))
+    assert choose(WORK, SHAPE, needs(asked), optimizer=0.75) == asked
     with pytest.raises(DoesNotFit) as refused:
-        choose(WORK, SHAPE, needs(asked) - 1, optimizer=0.5)
+        choose(WORK, SHAPE, needs(asked) - 1, optimizer=0.75)
     text = str(refused.value)
-    assert "optimizer_on_host=0.5" in text
+    assert "optimizer_on_host=0.75" in text
     works, least = (parse_bytes(figure) for figure in re.findall(r'"(\d+MiB)"', text))
-    assert choose(WORK, SHAPE, works, optimizer=0.5).optimizer == asked.optimizer
+    assert choose(WORK, SHAPE, works, optimizer=0.75).optimizer == asked.optimizer
     with pytest.raises(DoesNotFit):
-        choose(WORK, SHAPE, least, optimizer=0.5)
+        choose(WORK, SHAPE, least, optimizer=0.75)
     assert choose(WORK, SHAPE, least)
     assert "(holdfast train: --set offload.host_budget=1MiB --set offload.optimizer_on_host=auto)" in text
 

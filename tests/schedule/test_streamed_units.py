@@ -19,8 +19,8 @@ NOTHING = {"params": 0.0, "optimizer": 0.0, "activations": 0.0, "gradients": 0.0
 SOME = {"params": 0.5, "optimizer": 0.5, "activations": 1.0, "gradients": 1.0, "recycled": 0.0}
 
 
-def setting(model="llama-3-70b", saving=FASTEST, micro_batches=1, **method) -> Setting:
-    model = replace(load_model(model), sequence=2048, micro_batch=1)
+def setting(model="llama-3-70b", saving=FASTEST, micro_batches=1, tied=False, **method) -> Setting:
+    model = replace(load_model(model), sequence=2048, micro_batch=1, tied=tied)
     method = Method(recycles=False, streams_all=True, **method)
     case = Case(machine=load_machine("rtx-4090"), model=model, method=method)
     return replace(case.setting(micro_batches), saving=saving)
@@ -30,7 +30,17 @@ def setting(model="llama-3-70b", saving=FASTEST, micro_batches=1, **method) -> S
 @pytest.mark.parametrize("clipping", ["none", "defer", "speculate"])
 @pytest.mark.parametrize("model", ["llama-3-70b", "llama-3-8b"])
 def test_bytes_and_memory_are_those_of_the_operation_list(model, clipping, kept):
-    s = setting(model, clipping=clipping, micro_batches=3)
+    same_as_listed(setting(model, clipping=clipping, micro_batches=3), kept)
+
+
+@pytest.mark.parametrize("clipping", ["none", "defer", "speculate"])
+@pytest.mark.parametrize("model", ["llama-3-70b", "llama-3-8b"])
+def test_those_of_a_tied_embedding_are_too(model, clipping):
+    """Of units that stay in part, the embedding is one, of which the formulas take a fraction."""
+    same_as_listed(setting(model, clipping=clipping, micro_batches=3, tied=True), NOTHING)
+
+
+def same_as_listed(s, kept):
     placement = placement_of(kept, s.units)
     operations = vertical(work_of(s), placement, shape_of(s))
     moved = lane_bytes(as_guessed(operations))
@@ -58,11 +68,14 @@ def case(model, machine="rtx-4090", **of_machine) -> Case:
 def test_they_are_streamed_only_where_a_device_could_not_hold_them():
     large = replace(load_model("llama-3-70b"), sequence=2048)
     assert streamed_where_needed(case(large)).method.streams_all
+    assert streamed_where_needed(
+        case(replace(large, tied=True), device_memory_bytes=21_300 * 10**6)
+    ).method.streams_all
     for held in (
         case(large, "a100-80g"),
         case(replace(load_model("llama-3-8b"), sequence=2048)),
-        case(replace(large, tied=True)),
         replace(case(large), method=Method(order="snake")),  # would sum gradients in another order
+        replace(case(large), method=Method(clipping="per_block")),
         case(large, device_memory_bytes=4 * GB),  # which would not hold them streamed either
         case(AdaptedModel(profile=large, rank=16, base=BASES["bf16"])),
     ):

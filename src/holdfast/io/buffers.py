@@ -229,12 +229,18 @@ class BufferPool:
                 self._unpin_it(buffer)
         self.free_idle()
 
-    def free_idle(self) -> None:
-        """Return the memory of idle buffers to the system, because other sizes will be needed next."""
+    def free_idle(self, kind: str | None = None) -> None:
+        """Return the memory of idle buffers to the system, because other sizes or other uses come next.
+
+        Of one ``kind`` if it is given, else of all.
+        """
         with self._lock:
-            for buffer in (buffer for buffers in self._idle.values() for buffer in buffers):
-                if buffer in self._pinned:
-                    self._unpin_it(buffer)
-                buffer.free()
-            self._idle.clear()
-            self.idle_bytes = 0
+            for idle in self._idle.values():
+                for buffer in [each for each in idle if kind in (None, each.kind)]:
+                    idle.remove(buffer)
+                    self.idle_bytes -= buffer.memory_bytes
+                    if buffer in self._pinned:
+                        self._unpin_it(buffer)
+                    buffer.free()
+            if kind is None:
+                self._idle.clear()

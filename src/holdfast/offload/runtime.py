@@ -27,6 +27,7 @@ from .data_parallel import DataParallelGroup
 from .loss_scaling import LossScale, mean_of
 from .memory.block_states import BlockState
 from .memory.device import Device
+from .memory.parameter_samples import ParameterSamples
 from .memory.parameter_shards import CopyPart
 from .memory.residency import Gradients, Residency
 from .mezo_engine import ZerothOrderState
@@ -243,6 +244,8 @@ class Step:
     """Distance by which a zeroth-order step moves the weights, once that is known."""
     held_copies: frozenset[int] = frozenset()
     """Blocks whose compute copy stays in host memory from the backward pass to the update."""
+    sampled: list[tuple[ParameterSamples, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Samples of compute copies on a separate device, before and after a pass, which are not yet compared."""
     kept: tuple[bool, ...] = ()
     """Flags per block of a training step: True if its graph is kept, so that it is not computed again."""
     must_repeat: bool = False

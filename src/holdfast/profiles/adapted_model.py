@@ -104,6 +104,11 @@ class AdaptedModel:
         return 0
 
     @property
+    def tied(self) -> bool:
+        """False: no embedding that is streamed is also the head."""
+        return False
+
+    @property
     def table_parameters(self) -> int:
         """The parameters of an embedding that is planned to be streamed: there are none."""
         return 0

@@ -212,8 +212,8 @@ class ModelProfile:
 
     @property
     def table_parameters(self) -> int:
-        """The parameters of the embedding, and of the head; 0 if they are one matrix, which is planned as resident."""
-        return 0 if self.tied else self.vocabulary * self.width
+        """The parameters of the embedding, and of the head, which may be one matrix (``tied``)."""
+        return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:

@@ -26,9 +26,7 @@ def horizontal(work: Work, placement: BlockPlacement, shape: StepShape) -> list[
     for m in range(shape.micro_batches):
         passes += [("forward", block, m) for block in range(s.last)]
         passes += [("backward", block, m) for block in range(s.last, -1, -1)]
-    there = transfer_parts.load(s, *passes[0])
-    for (phase, block, m), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, transfer_parts.load(s, *following) if following else ()  # one pass ahead
+    for (phase, block, m), uploaded in transfer_parts.loaded(s, passes):
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
     end = update_parts.end_of_backward(s)
     update_parts.update_resident(s, end)
@@ -66,6 +64,7 @@ def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> 
     """Add the backward of one micro-batch of ``block``, which adds to the sum of those before it."""
     is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()
+    works = s.workspace(block, m)
     given = (*transfer_parts.release(s, "backward", block, m), *transfer_parts.used_activations(s, block, m))
     if is_last:
         given = (*given, *transfer_parts.leave(s, m))
@@ -85,9 +84,10 @@ def _backward(s: StepBuilder, block: int, m: int, uploaded: tuple[Key, ...]) -> 
         needs_previous=(
             *(update_parts.resident_updated(s) if is_last and block == 0 and m == 0 else ()),
             *(update_parts.committed(s) if block == 0 and final else ()),
+            *(() if m else update_parts.states_written(s, block)),
         ),
-        takes=() if m else gradient_parts.begin(s, block),
-        gives=given,
+        takes=(*(() if m else gradient_parts.begin(s, block)), *works),
+        gives=(*given, *(hold.name for hold in works)),
     )
     into = () if m else gradient_parts.host_buffer(s, block)
     gradient_parts.download_tied(s, block, m, key, has_buffer=m > 0)

@@ -137,6 +137,7 @@ def buffers(ops: Iterable[Op]) -> Parts:
 def resident(work: Work, placement: BlockPlacement) -> Parts:
     """Return the bytes that stay for good, by (place, what)."""
     device = "host" if work.unified else "device"
+    workspace = work.workspace_bytes if placement.loads_ahead(work) else work.usual_workspace_bytes
 
     def chosen(stays: tuple[bool, ...], size: str) -> int:
         return sum(getattr(block, size) for block, here in zip(work.blocks, stays) if here)
@@ -148,5 +149,5 @@ def resident(work: Work, placement: BlockPlacement) -> Parts:
         ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
         (device, "resident_working_copy"): work.resident_param_bytes,
         (device, "resident_sums"): work.resident_grad_bytes,
-        (device, "workspace"): work.workspace_bytes,
+        (device, "workspace"): workspace,
     }

@@ -51,9 +51,10 @@ def work_of(setting: Setting) -> Work:
         forward_flop=s.model.forward_flop,
         backward_flop=s.model.backward_flop,
     )
-    table = (_unit_work(s, s.tables),) * bool(s.tables)
+    embedding = (_unit_work(s, s.tables),) * bool(s.tables)
+    epilogue = (_unit_work(s, s.tables - s.tied_elements),) * bool(s.tables)
     return Work(
-        blocks=(*table, *(block,) * s.blocks, *table),
+        blocks=(*embedding, *(block,) * s.blocks, *epilogue),
         input_bytes=round_up(s.input_bytes),
         resident_state_bytes=count * part.state_bytes,
         resident_cut=(part,) * count,
@@ -63,6 +64,7 @@ def work_of(setting: Setting) -> Work:
         resident_elements=s.resident_elements,
         unified=s.machine.device_shares_host,
         head_flop=s.model.head_flop,
+        tied_block=0 if s.tied_elements else None,
         workspace_bytes=s.workspace_bytes,
     )
 

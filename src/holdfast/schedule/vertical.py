@@ -29,9 +29,7 @@ def vertical(work: Work, placement: BlockPlacement, shape: StepShape) -> list[Op
     )
     passes = [("forward", block) for block in range(s.last)]
     passes += [("backward", block) for block in range(s.last, -1, -1)]
-    there = transfer_parts.load(s, *passes[0])
-    for (phase, block), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, transfer_parts.load(s, *following) if following else ()  # one pass ahead
+    for (phase, block), uploaded in transfer_parts.loaded(s, passes):
         if phase == "forward":
             _forward(s, block, phase, uploaded)
             continue
@@ -57,10 +55,10 @@ def forward_only(work: Work, placement: BlockPlacement, shape: StepShape) -> lis
     s = StepBuilder(
         work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False
     )
-    there = transfer_parts.load(s, "evaluate", 0)
-    for block in range(s.count):
-        uploaded, there = there, transfer_parts.load(s, "evaluate", block + 1) if block < s.last else ()
-        _forward(s, block, "evaluate", uploaded)
+    for (phase, block), uploaded in transfer_parts.loaded(
+        s, [("evaluate", block) for block in range(s.count)]
+    ):
+        _forward(s, block, phase, uploaded)
     return s.finish()
 
 
@@ -87,17 +85,23 @@ def _forward(s: StepBuilder, block: int, phase: str, uploaded: tuple[Key, ...]) 
     flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
     for m in order:
         there = block == 0 or input_stays(s.shape, block, m)
+        works = s.workspace(block, m) if is_last else ()  # of this list, only an evaluation runs the head
         key = s.compute(
             Key(phase, block, m),
             needs=uploaded if there else (*uploaded, transfer_parts.fetch(s, phase, block, m)),
             work=flop,
-            needs_previous=() if block else update_parts.resident_updated(s),
+            needs_previous=(
+                *(() if block else update_parts.resident_updated(s)),
+                *(update_parts.states_written(s, block) if works and m == order[0] else ()),
+            ),
             takes=(
                 *transfer_parts.made(s, makes, m),
                 *transfer_parts.activations(s, block, m),
                 *(() if block else transfer_parts.enter(s, m)),
+                *works,
             ),
             gives=(
+                *(hold.name for hold in works),
                 *(() if there else transfer_parts.used(s, phase, block, m)),
                 *(transfer_parts.release(s, phase, block) if m == order[-1] else ()),
                 *(transfer_parts.leave(s, m) if is_last else ()),
@@ -121,6 +125,7 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
     flop = s.backward_work(block) + (s.work.head_flop if is_last else 0.0)
     for m in order:
         needs, given = _fetched(s, block, m)
+        works = s.workspace(block, m)
         tied = gradient_parts.upload_tied(s, block, s.shape.micro_batches - 1) if m == order[0] else ()
         key = s.compute(
             Key("backward", block, m),
@@ -129,13 +134,16 @@ def _backward(s: StepBuilder, block: int, uploaded: tuple[Key, ...]) -> None:
             needs_previous=(
                 *(update_parts.resident_updated(s) if is_last and block == 0 else ()),
                 *(update_parts.committed(s) if block == 0 and m == order[-1] else ()),
+                *(update_parts.states_written(s, block) if m == order[0] else ()),
             ),
             takes=(
                 *(gradient_parts.begin(s, block) if m == order[0] else ()),
                 *(transfer_parts.made_grad(s, block, m) if block else ()),
+                *works,
             ),
             gives=(
                 *given,
+                *(hold.name for hold in works),
                 *transfer_parts.used_activations(s, block, m),
                 *(transfer_parts.release(s, "backward", block) if m == order[-1] else ()),
                 *(transfer_parts.leave(s, m) if is_last else ()),

@@ -77,6 +77,11 @@ class Work:
     """
 
     @property
+    def usual_workspace_bytes(self) -> int:
+        """``workspace_bytes`` of the units that take no more of it than a repeated block."""
+        return self.workspace_bytes - max((block.extra_workspace_bytes for block in self.blocks), default=0)
+
+    @property
     def resident_tiles(self) -> tuple[TileWork, ...]:
         """The tiles of the resident state, one at least."""
         if self.resident_cut:
@@ -134,6 +139,11 @@ class BlockWork:
     """Bytes that a forward pass of one micro-batch leaves for a backward pass without recomputation.
 
     They do not include the block's input and parameters. In device memory. Measured.
+    """
+    extra_workspace_bytes: int = 0
+    """Bytes by which the workspace of this unit, an embedding or an epilogue, exceeds that of a repeated block.
+
+    They are a part of ``Work.workspace_bytes``.
     """
     frozen_file_bytes: int = 0
     """Bytes of the compute copy that are read from the file of the frozen parameters; the rest is in the scratch."""
@@ -221,20 +231,31 @@ class MemorySaving:
 
     Otherwise an update reads it again.
     """
+    loads_ahead: bool = True
+    """True if a compute copy is read while the one before it is in use, and states while a backward pass computes.
+
+    Otherwise one copy and two states are in memory at once, and no state beside a computation that takes much more
+    memory than a block (``StepBuilder.workspace``). Only where the device computes in host memory.
+    """
 
     def describe(self) -> list[str]:
         """Return what is done to save memory, as texts for a person."""
         one = [] if self.keeps_copies else ["compute copies that updates read again"]
         one += ["one buffer for gradients"] if self.grad_slots == 1 else []
-        return one + ([] if self.resident_state else ["optimizer state outside the blocks on the SSD"])
+        one += [] if self.resident_state else ["optimizer state outside the blocks on the SSD"]
+        return one + ([] if self.loads_ahead else ["nothing read ahead"])
 
 
-FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False)
-MEMORY_SAVINGS = tuple(
-    MemorySaving(grad_slots, resident_state, keeps_copies)
-    for resident_state in (True, False)
-    for grad_slots in (2, 1)
-    for keeps_copies in (True, False)
+FASTEST, LEAST_MEMORY = MemorySaving(), MemorySaving(1, False, False, False)
+MEMORY_SAVINGS = (
+    *(
+        MemorySaving(grad_slots, resident_state, keeps_copies)
+        for resident_state in (True, False)
+        for grad_slots in (2, 1)
+        for keeps_copies in (True, False)
+    ),
+    MemorySaving(1, False, True, False),
+    LEAST_MEMORY,
 )
 """The fastest first, and last the one that takes least memory."""
 
@@ -249,6 +270,10 @@ class BlockPlacement:
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
     saving: MemorySaving = FASTEST
+
+    def loads_ahead(self, work: Work) -> bool:
+        """Return whether compute copies and states are read before they are needed (``MemorySaving.loads_ahead``)."""
+        return self.saving.loads_ahead or not work.unified
 
     def reads_state(self, work: Work, block: int) -> bool:
         """Return whether passes over ``block`` read the compute copy from the files of its state.

@@ -253,6 +253,7 @@ def document_of(solution: Solution) -> dict[str, Any]:
         "grad_slots": setting.saving.grad_slots,
         "resident_state_on_host": setting.saving.resident_state,
         "keeps_copies": setting.saving.keeps_copies,
+        "loads_ahead": setting.saving.loads_ahead,
         "step_seconds": solution.step_seconds,
         "tokens_per_second": solution.tokens_per_second,
         "forward_seconds_per_block": solution.forward_seconds,
@@ -289,7 +290,7 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         out,
         {
             **_adapters_facts(best),
-            **({"embedding, head": _STREAMED} if setting.method.streams_all else {}),
+            **({"embedding, head": _STREAMED[model.tied]} if setting.method.streams_all else {}),
             "what binds": _binds_text(best),
             "memory": _memory_text(best),
             "what would help": "; ".join(map(_change_text, changes)),
@@ -307,7 +308,11 @@ def _print(found: Found, changes: list[WhatIf], engine: Engine) -> None:
         _print_call(engine[0])
 
 
-_STREAMED = "streamed, each by itself: the device could not hold them together with a block"
+_STREAMED = {
+    False: "streamed, each by itself: the device could not hold them together with a block",
+    True: "one matrix, which is streamed: the device could not hold it together with a block",
+}
+"""Text for separate tables, and for tied ones (True)."""
 
 
 def _adapters_facts(best: Solution) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 
 from ...io.buffers import Buffer, BufferPool
 from .block_states import BlockState, as_tensor
+from .parameter_samples import ParameterSamples
 from .parameter_shards import ParameterEntry
 from .transfer_pool import Form, TransferPool, forms_of, packed_bytes, unpacked
 
@@ -79,6 +80,10 @@ class Residency:
         """Compute copies on the device for one pass."""
         self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
         """Parameters that share the memory of these copies, in the order of the unit's members."""
+        self.samples: dict[tuple[str, int, int], torch.Tensor] = {}
+        """Samples of these copies, as they were when the pass began."""
+        self._sampled_places: dict[int, ParameterSamples] = {}
+        """Places of the samples, by block."""
         self.redone: dict[tuple[int, int], Buffer] = {}
         """State images by (block, tile) that are updated once more, from the step before."""
         self.outgoing: dict[tuple[int, int], Buffer] = {}
@@ -156,6 +161,14 @@ class Residency:
             held.touched.add(member.name)
         parameter.grad = None
 
+    def samples_of(self, block: int) -> ParameterSamples:
+        """Return the sampled places of the compute copy of ``block``."""
+        found = self._sampled_places.get(block)
+        if found is None:
+            found = ParameterSamples(self.blocks[block], self._resident_sums.device)
+            self._sampled_places[block] = found
+        return found
+
     # Block inputs on the SSD
 
     def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[Form]]:
@@ -171,6 +184,7 @@ class Residency:
         for place in [place for place in self.on_device if place[0] in phases]:
             del self.on_device[place]
             self.leaves.pop(place, None)
+            self.samples.pop(place, None)
         for place in [place for place in self.loaded if place[0] in phases]:
             self.pool.give(self.loaded.pop(place))
 
@@ -179,6 +193,7 @@ class Residency:
         for held in (self.copies, self.images, self.loaded, self.redone, self.outgoing, self.inputs):
             held.clear()
         self.leaves.clear()
+        self.samples.clear()
         self.on_device.clear()
         self.grads.clear()
         self.resident_grads, self._resident_sums = None, torch.empty(0)

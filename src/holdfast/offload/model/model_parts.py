@@ -132,6 +132,7 @@ class ModelParts:
             update_workers: Number of updates that run at once.
             guesses: True if updates of blocks leave their gradients unchanged and work on copies.
         """
+        extra = self._extra_workspaces(measured) if measured else [0] * len(self.units)
         threads = update_threads(unified, update_workers)
         helper_bytes = max(HELPER_BYTES, threads * SLICE_HELPER_BYTES) if threads > 1 else 0
         return Work(
@@ -153,6 +154,7 @@ class ModelParts:
                     activation_bytes=measured.activation_bytes[number]
                     if measured and number < len(self.blocks.modules)
                     else 0,
+                    extra_workspace_bytes=extra[number],
                 )
                 for number, unit in enumerate(self.units)
             ),
@@ -168,11 +170,21 @@ class ModelParts:
             resident_reduce_bytes=self.resident.reduced_bytes,
             ranks=self.world_size,
             tied_block=self.blocks.tied,
-            workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            workspace_bytes=measured.block_bytes + max(extra) if measured else 0,
             update_bytes=self._update_bytes(update_workers, guesses) + update_workers * helper_bytes,
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
+
+    def _extra_workspaces(self, measured: MeasuredBlocks) -> list[int]:
+        """Return the bytes that computing each unit takes beyond what a repeated block takes.
+
+        The last unit has the loss. The gradient of an embedding is as large as its trained compute copy.
+        """
+        embeddings = self.units[: self.blocks.embeddings] if self.optimizer.takes_gradients else []
+        found = [unit.trained_copy_bytes for unit in embeddings] + [0] * (len(self.units) - len(embeddings))
+        found[-1] = max(found[-1], measured.last_bytes)
+        return [max(nbytes - measured.block_bytes, 0) for nbytes in found]
 
     def _is_repeated(self, unit: int) -> bool:
         """Return whether the unit with this number is a repeated block, neither embedding nor epilogue."""

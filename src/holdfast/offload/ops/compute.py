@@ -62,6 +62,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
 
 def evaluate(run: Runtime, op: Op, step: Step) -> None:
     """Run a block for one micro-batch without gradients; after the last block also the epilogue."""
+    _free_states(run, op)
     block, m = op.key.block, op.key.micro_batch
     batch = step.micro_batches[m]
     boundary = None if block == run.epilogue else _reach(run, step, m, block)
@@ -75,6 +76,8 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
             _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
             batch.result = _finish(run, step, m)
+    if block == len(run.blocks) - 1:
+        parameter_ops.refuse_sampled(step)
 
 
 def displaced(run: Runtime, op: Op, step: Step) -> None:
@@ -103,6 +106,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
 
     The block is computed again, with a graph, unless the graph of its forward pass was kept.
     """
+    _free_states(run, op)
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     place = None if run.device.unified else run.device.torch_device
@@ -150,6 +154,12 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         step.buffers = run.agreed_buffers()
 
 
+def _free_states(run: Runtime, op: Op) -> None:
+    """Return the memory of idle optimizer states to the system, if ``op`` computes in their place."""
+    if any(hold.kind == "state" for hold in op.takes):
+        run.residency.pool.free_idle("optimizer state")
+
+
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
     """Skip the step if a loss is not finite on any rank; no update has started yet.
 
@@ -158,6 +168,7 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
     for batch in step.micro_batches:
         if isinstance(batch.loss, torch.Tensor):
             batch.loss = float(run.device.fetch(batch.loss))
+    parameter_ops.refuse_sampled(step)
     here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
     told = run.fellows.control.everyone(here)
     step.losses = [each for losses in told for each in losses]
@@ -349,9 +360,12 @@ def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[
             install(member.owned, run.absent.stand_in(member))
         torch.clear_autocast_cache()  # the cache would hold every parameter of every block
     is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
-    if is_final and not (kept and op.key.kind == FORWARD):
+    if is_final:
         for place in places:
-            parameter_ops.release(run, step, *place)
+            if kept and op.key.kind == FORWARD:
+                parameter_ops.refuse_changes(run, step, *place)
+            else:
+                parameter_ops.release(run, step, *place)
 
 
 @torch.inference_mode(False)  # as at ``parameter_ops.upload``
@@ -363,6 +377,7 @@ def _leaves(run: Runtime, place: tuple, unit: BlockState, held: Held | None) -> 
         leaves = run.residency.leaves[place] = [
             run.residency.leaf(unit, member, unit.copy_view(copy, member), held) for member in unit.members
         ]
+        run.residency.samples[place] = run.residency.samples_of(place[1]).read(copy)
     return leaves
 
 

@@ -94,14 +94,51 @@ def release(run: Runtime, step: Step, phase: str, block: int, micro_batch: int) 
     parameter in place.
     """
     place = (phase, block, micro_batch)
+    changed = _changed_names(run, step, place)
     leaves = run.residency.leaves.pop(place, ())
-    changed = [m.name for m, leaf in zip(cycle(run.blocks[block].members), leaves) if leaf._version]
+    run.residency.samples.pop(place, None)
     run.absent.refuse_leaves(run.blocks[block], leaves)
     run.residency.on_device.pop(place)
     if place in run.residency.loaded and not (phase == BACKWARD and block in step.held_copies):
         run.residency.pool.give(run.residency.loaded.pop(place))
     if changed:
         raise _changed(shown(changed))
+
+
+def refuse_changes(run: Runtime, step: Step, phase: str, block: int, micro_batch: int) -> None:
+    """Raise ``ModelNotSupported`` if a pass, whose parameters stay for the backward pass, has changed one."""
+    changed = _changed_names(run, step, (phase, block, micro_batch))
+    if changed:
+        raise _changed(shown(changed))
+
+
+def _changed_names(run: Runtime, step: Step, place: tuple[str, int, int]) -> list[str]:
+    """Return the names of the parameters that a pass has changed in place.
+
+    Changes through ``.data`` are found in samples. On a separate device these are compared later (``refuse_sampled``).
+    """
+    residency, block = run.residency, place[1]
+    leaves = residency.leaves.get(place, ())
+    changed = [m.name for m, leaf in zip(cycle(run.blocks[block].members), leaves) if leaf._version]
+    before = residency.samples.get(place)
+    if changed or before is None:
+        return changed
+    samples = residency.samples_of(block)
+    after = samples.read(residency.on_device[place])
+    if run.device.unified:
+        return samples.changed(before, after)
+    step.sampled.append((samples, before, after))
+    return []
+
+
+def refuse_sampled(step: Step) -> None:
+    """Raise ``ModelNotSupported`` if a pass so far has changed a parameter on a separate device through ``.data``."""
+    compared, step.sampled = step.sampled, []
+    if not compared or not bool(
+        torch.stack([(before != after).any() for _, before, after in compared]).any()
+    ):
+        return
+    raise _changed(shown([name for samples, *values in compared for name in samples.changed(*values)]))
 
 
 def _changed(what: str) -> ModelNotSupported:

@@ -56,13 +56,16 @@ class MeasuredBlocks:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that are still alive."""
+    """Counts the bytes of storages that operations made and that are still alive.
+
+    A view of a tensor that was there before counts nothing if the tensor is ``known``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.known: set[int] = set()
-        """Identities of the storages that are counted."""
+        """Identities of the storages that are counted, and of those that are not to be."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
@@ -111,6 +114,8 @@ class _Probe:
         self.measured = False
         self.moving: list[int] = []
         """Positions of a block's flattened inputs that need gradients."""
+        self.ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Outputs of the last block that need gradients, and what the epilogue gets in their place."""
         self.activation_bytes = [0] * len(blocks.modules)
         self.block_flop = self.blocks_flop = 0.0
 
@@ -135,7 +140,22 @@ class _Probe:
         if self.blocks.epilogue:
             return args
         with torch.set_grad_enabled(self.backward):
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        return self._cut(output, (args, kwargs)) if self.backward else output
+
+    def _cut(self, output: Any, inputs: Any) -> Any:
+        """Return the last block's output for a backward pass that comes before the block's, as in a step."""
+        cut = moving(output, inputs)
+        pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(cut), strict=True)
+        self.ends = [(root, leaf) for root, leaf in pairs if moves(root) and leaf is not root]
+        return cut
+
+    def run_last_backward(self) -> None:
+        """Run the backward pass of the last block, after that of the epilogue."""
+        gc.collect()  # the counter's hooks keep graphs in cycles
+        ends = [(root, leaf.grad) for root, leaf in self.ends if leaf.grad is not None]
+        if ends:
+            torch.autograd.backward([root for root, _ in ends], [grad for _, grad in ends])
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the output of a block before the last.
@@ -235,13 +255,16 @@ def _trace(
     is_chunked = loss_fn is None and has_ordinary_loss(model)
     head = ChunkedHead(model, quiet=True).applied() if is_chunked else nullcontext()
     with fake, restored(model), fakes, probe.patch.applied(), head:
+        bytes_.known |= {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
             after = flop.get_total_flops()
             if backward:
-                loss.backward()
+                loss.backward(retain_graph=True)  # as a step does
+                del loss
+                probe.run_last_backward()
     end = flop.get_total_flops()
     last_flop = 0.0 if blocks.epilogue else probe.block_flop
     head_flop = end - probe.blocks_flop - 3 * last_flop

@@ -38,6 +38,7 @@ from ..runtime import InputScratch, Runtime, StoredBlock
 from .drive_setup import Drives
 from .engine_resume import ReshardedCommit, other_layout
 from .existing_state import held_for, part_of
+from .process_settings import return_freed_at_once
 from .starting_state import StartingState
 from .step_planning import RunPlan
 
@@ -70,6 +71,8 @@ def build(
     seed: int,
 ) -> Runtime:
     """Build the runtime with all its files and resident memory, not yet filled with values."""
+    if not plan.placement.saving.loads_ahead:
+        return_freed_at_once()
     limit = None if plan.memory is None else plan.memory.pinned_bytes
     pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING, limit)
     resident, extents = parts.resident, count()

@@ -21,9 +21,12 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ...errors import BadInput
+from ...quantities import MiB
 
-M_ARENA_MAX = -8
-"""Parameter number of glibc's ``mallopt``."""
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+"""Parameter numbers of glibc's ``mallopt``."""
+RETURNED_BYTES = 1 * MiB
+"""Size from which freed memory returns to the system at once, where memory is short."""
 
 
 def process_bytes() -> int:
@@ -53,6 +56,17 @@ def share_heaps() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_ARENA_MAX, 2)
+
+
+def return_freed_at_once() -> None:
+    """Have freed memory of ``RETURNED_BYTES`` and more return to the system at once, for the rest of the process.
+
+    glibc would keep blocks of up to 32 MiB for the next allocation. Then new pages are needed each time, which takes
+    longer. Does nothing with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def give_back_freed() -> None:

@@ -213,11 +213,20 @@ def make_plan(
         order=STATE_FIRST if schedule == ZEROTH else ORDER, **wanted.on_host,
     )  # fmt: skip
 
+    device_budget = None if device.unified or measured is None else budget.device_bytes()
+
+    def together(held: int) -> int:
+        return _together(
+            partial(fit, held_bytes=held),
+            lambda placement, count: predict(work, placement, usual, lists, count).device_bytes,
+            host_budget, device_budget,
+        )  # fmt: skip
+
     def ask(machine: MachineProfile, timed: Work) -> Question:
         held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
         return Question(
             work=timed, shape=shape, machine=machine, schedule=lists, host_budget=host_budget, held_bytes=held,
-            evaluation_batches=_together(fit, host_budget, held), asked=wanted.on_host,
+            evaluation_batches=together(held), asked=wanted.on_host,
             delayed_fraction=wanted.delayed_fraction, recomputed_fraction=wanted.recomputed_fraction,
             device_budget=budget.device_bytes(),
         )  # fmt: skip
@@ -225,37 +234,43 @@ def make_plan(
     prediction = None
     if wanted.planned and measured is not None:
         prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
-        held, together = prediction.question.held_bytes, prediction.question.evaluation_batches
+        held, at_once = prediction.question.held_bytes, prediction.question.evaluation_batches
         placement, usual = prediction.choice.placement, prediction.shape
     else:
         held = process_bytes() + KERNEL_BYTES
-        together = _together(fit, host_budget, held)
-        placement = fit(evaluation_batches=together, held_bytes=held)
+        at_once = together(held)
+        placement = fit(evaluation_batches=at_once, held_bytes=held)
     delayed, recomputed = usual.delayed_fraction, usual.recomputed_fraction
     shape = replace(shape, delayed_fraction=delayed, recomputed_fraction=recomputed)
     return RunPlan(
         work=work, placement=placement, operations=lists(work, placement, shape), held_bytes=held,
-        memory=None if measured is None else predict(work, placement, shape, lists, together),
-        delayed_fraction=delayed, recomputed_fraction=recomputed, evaluation_batches=together,
+        memory=None if measured is None else predict(work, placement, shape, lists, at_once),
+        delayed_fraction=delayed, recomputed_fraction=recomputed, evaluation_batches=at_once,
         prediction=prediction,
         filled=prediction is None and measured is not None and "auto" in wanted.on_host.values(),
     )  # fmt: skip
 
 
-def _together(fit: Callable[..., BlockPlacement], host_budget: int | None, held: int) -> int:
+def _together(
+    fit: Callable[..., BlockPlacement],
+    device_bytes: Callable[[BlockPlacement, int], int],
+    host_budget: int | None,
+    device_budget: int | None,
+) -> int:
     """Return how many micro-batches an evaluation may take through the blocks together.
 
-    There are fewer than usual if the run would not ``fit`` otherwise, in a process that holds ``held`` bytes. Slower
-    evaluations are preferred to slower steps.
+    There are fewer than usual if the run would not ``fit`` otherwise, or take more than the budget of a separate device
+    by ``device_bytes``. Slower evaluations are preferred to slower steps.
     """
-    if host_budget is None:
+    if host_budget is None and device_budget is None:
         return EVALUATION_BATCHES
     for savings in ((FASTEST,), MEMORY_SAVINGS):
         count = EVALUATION_BATCHES
         while count:
             with suppress(DoesNotFit):
-                fit(evaluation_batches=count, held_bytes=held, savings=savings)
-                return count
+                placement = fit(evaluation_batches=count, savings=savings)
+                if device_budget is None or device_bytes(placement, count) <= device_budget:
+                    return count
             count //= 2
     return 1
 

@@ -24,6 +24,8 @@ PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
 STATE_SLOTS = 3
 """Optimizer states in memory at once: being read, updated, written."""
+SHORT_STATE_SLOTS = 2
+"""The same where memory is short: being updated, and read or written."""
 RESIDENT_GRAD_SLOTS = 2
 """Tiles whose gradients are brought from a separate device at once: being consumed, and next."""
 UPDATED_SLOTS = 2
@@ -129,10 +131,32 @@ class StepBuilder:
         return soon and self.placement.saving.keeps_copies and self.reads_state(block) and not self.kept[block]
 
     @cached_property
+    def loads_ahead(self) -> bool:
+        """True if compute copies and states are read before they are needed."""
+        return self.placement.loads_ahead(self.work)
+
+    @cached_property
     def param_slots(self) -> int:
         """Number of compute copies in host memory at once: one more where one waits for its update."""
         holds = self.training and any(self.holds_copy(block) for block in range(self.count))
-        return PARAM_SLOTS + holds
+        return (PARAM_SLOTS if self.loads_ahead else 1) + holds
+
+    @cached_property
+    def state_slots(self) -> int:
+        """Number of optimizer states in memory at once."""
+        return STATE_SLOTS if self.loads_ahead else SHORT_STATE_SLOTS
+
+    def workspace(self, block: int, micro_batch: int) -> tuple[Hold, ...]:
+        """Return the buffers that a computation of ``block`` takes if it needs more memory than one of a repeated block.
+
+        Where memory is short they are all those of optimizer states, so none of these is in memory meanwhile. Otherwise
+        there are none, because the memory is there all the time.
+        """
+        nbytes, count = self.work.blocks[block].extra_workspace_bytes, self.state_slots
+        if self.loads_ahead or not nbytes:
+            return ()
+        names = [("state", "workspace", block, micro_batch, part) for part in range(count)]
+        return tuple(Hold(name, -(-nbytes // count), slots=count) for name in names)
 
     def waits(self, block: int) -> bool:
         """Return whether the gradients of ``block`` wait for the end of the backward pass."""

@@ -10,7 +10,8 @@ because autograd reads them again. The last block's pass brings the tied block's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from .. import operations
 from ..operations import GUESS, TIED, Hold, Key, Op
@@ -169,16 +170,17 @@ def used_grad(s: StepBuilder, block: int, micro_batch: int) -> tuple[tuple, ...]
 def enter(s: StepBuilder, micro_batch: int) -> tuple[Hold, ...]:
     """Return what a micro-batch that waits between two blocks keeps alive, from block 0 on.
 
-    Where the device is host memory, it is the input of the block that the micro-batch waits for.
+    The model's own forward holds the input of the block that the micro-batch waits for, on the device.
     """
-    if not s.work.unified or s.count == 1:
+    if s.count == 1:
         return ()
-    return (Hold(("frames", micro_batch), s.work.input_bytes, slots=s.in_flight),)
+    kind, place = ("frames", "host") if s.work.unified else ("device_frames", "device")
+    return (Hold((kind, micro_batch), s.work.input_bytes, place, s.in_flight),)
 
 
 def leave(s: StepBuilder, micro_batch: int) -> tuple[tuple, ...]:
     """Return the names of these buffers, given back by the last block's computation."""
-    return (("frames", micro_batch),) if s.work.unified and s.count > 1 else ()
+    return tuple(hold.name for hold in enter(s, micro_batch))
 
 
 def _held(s: StepBuilder, block: int, micro_batch: int) -> Hold:
@@ -189,6 +191,23 @@ def _held(s: StepBuilder, block: int, micro_batch: int) -> Hold:
     if on_ssd(s, block) or (block == s.last and s.spilled_rows):
         return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + INPUT_SLOTS)
     return Hold(("kept_inputs", block, micro_batch), size, slots=s.kept_slots)
+
+
+Pass = TypeVar("Pass", bound=tuple[Any, ...])
+"""A pass over a block: phase, block, and the micro-batch where each has a pass of its own."""
+
+
+def loaded(s: StepBuilder, passes: Sequence[Pass]) -> Iterator[tuple[Pass, tuple[Key, ...]]]:
+    """Yield each pass, and the operations after which its compute copies are on the device.
+
+    What the caller adds for a pass comes after the loads of the next one, unless nothing is loaded ahead.
+    """
+    there = load(s, *passes[0])
+    for number, this in enumerate(passes):
+        following = passes[number + 1 : number + 2]
+        ahead = load(s, *following[0]) if following and s.loads_ahead else ()
+        yield this, there
+        there = load(s, *following[0]) if following and not s.loads_ahead else ahead
 
 
 def load(s: StepBuilder, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import operations
 from ..operations import GUESS, Hold, Key
 from . import gradient_parts, transfer_parts
-from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, STATE_SLOTS, UPDATED_SLOTS, StepBuilder
+from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
 def check_losses(s: StepBuilder) -> Key:
@@ -99,7 +99,7 @@ def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str 
                 operations.SSD_READ,
                 nbytes=tile.rest_bytes if s.copy_is_in_memory(block) else tile.state_bytes,
                 needs_previous=previous,
-                takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
+                takes=(Hold(image, tile.state_bytes, slots=s.state_slots),),
                 priority=operations.SOON,
             )
             needs, previous = (*needs, load), ()
@@ -187,7 +187,7 @@ def update_resident(s: StepBuilder, *after: Key) -> None:
                 operations.SSD_READ,
                 nbytes=tile.state_bytes,
                 needs_previous=previous,
-                takes=(Hold(image, tile.state_bytes, slots=STATE_SLOTS),),
+                takes=(Hold(image, tile.state_bytes, slots=s.state_slots),),
             )
             needs, previous = (*needs, load), ()
         is_first, is_last, grads = t == 0, t == len(tiles) - 1, ()
@@ -250,6 +250,25 @@ def _reduce_resident(s: StepBuilder) -> Key:
         takes=(Hold(("resident_share",), work.resident_grad_share_bytes, slots=1),),
         gives=used,
     )
+
+
+def states_written(s: StepBuilder, block: int) -> tuple[Key, ...]:
+    """Return what the first computation of a pass over ``block`` needs that takes the place of states.
+
+    Slots bound the buffers of steps of one kind. The previous step may have been of another kind.
+    """
+    if not s.workspace(block, 0):
+        return ()
+    keys = [
+        Key("store_state", block, phase=phase, tile=tile)
+        for block in range(s.count)
+        for tile in s.tiles(block)
+        for phase in ("", GUESS)
+        if not s.placement.optimizer[block]
+    ]
+    if not s.placement.saving.resident_state:
+        keys += [Key("store_resident", tile=tile) for tile in range(len(s.work.resident_tiles))]
+    return tuple(keys)
 
 
 def committed(s: StepBuilder) -> tuple[Key, ...]:

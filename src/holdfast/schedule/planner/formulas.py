@@ -18,6 +18,7 @@ from ..build.step_builder import (
     PARAM_SLOTS,
     REDO_SLOTS,
     RESIDENT_GRAD_SLOTS,
+    SHORT_STATE_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
     device_input_slots,
@@ -83,9 +84,14 @@ def backward(s: Setting) -> Phase:
     return Phase(
         compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
-        up=Affine((2 * m - snake) * size + s.param_bytes),
-        down=Affine((m - snake) * size + s.grad_bytes),
-        read=_forward_passes(s) * _spilled(s) + params + now * _read_by_update(s, state, has_copy),
+        up=Affine(
+            (2 * m - snake) * size + s.param_bytes + (s.tied_param_bytes + s.tied_grad_bytes) / s.blocks
+        ),
+        down=Affine((m - snake) * size + s.grad_bytes + s.tied_grad_bytes / s.blocks),
+        read=_forward_passes(s) * _spilled(s)
+        + params
+        + s.tied_param_bytes / s.blocks * (1 - Affine.of("params"))
+        + now * _read_by_update(s, state, has_copy),
         written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
     )
 
@@ -117,7 +123,9 @@ def other_seconds(s: Setting) -> float:
     elements, bus = s.resident_elements, s.bus
     moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
     tiles = tile_count(s.resident_state_bytes)
-    late = 0.0 if s.saving.resident_state else s.resident_state_bytes * max(0, tiles - STATE_SLOTS) / tiles
+    late = (
+        0.0 if s.saving.resident_state else s.resident_state_bytes * max(0, tiles - _state_slots(s)) / tiles
+    )
     return head + moved + max(elements / s.machine.update_elements_per_second, late / s.ssd.one)
 
 
@@ -164,10 +172,14 @@ def host_bytes(s: Setting) -> Affine:
 
 
 def device_bytes(s: Setting) -> float:
-    """Return the most memory of a separate device that is held, for any number of blocks and micro-batches."""
-    inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS) * s.input_bytes
+    """Return the most memory of a separate device that is held, for any number of blocks.
+
+    The model's own forward holds one block input for each micro-batch.
+    """
+    inputs = (2 * device_input_slots(s.input_bytes) + OUTPUT_SLOTS + s.micro_batches) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes) + s.frozen_resident_bytes
     block = DEVICE_SLOTS * s.largest_param_bytes + s.saving.grad_slots * s.largest_grad_bytes
+    block += s.tied_param_bytes + s.tied_grad_bytes
     return block + inputs + resident + s.workspace_bytes
 
 
@@ -265,16 +277,32 @@ def _host_bytes(s: Setting) -> Affine:
     return (
         rows * size
         + s.param_bytes * s.blocks * params
-        + s.largest_param_bytes * (PARAM_SLOTS + (s.holds_copies and s.delayed_fraction < 1)) * (1 - params)
+        + (s.largest_param_bytes * _param_slots(s) + s.tied_param_bytes) * (1 - params)
         + _updated(s) / s.tiles * UPDATED_SLOTS
-        + s.state_bytes * (s.blocks * state + STATE_SLOTS / s.tiles * (1 - state))
+        + s.state_bytes * (s.blocks * state + _state_slots(s) / s.tiles * (1 - state))
         + (REDO_SLOTS * s.state_bytes / s.tiles if s.method.clipping == "speculate" else 0.0)
         + (s.resident_state_bytes if s.saving.resident_state else 0)
         + s.saving.grad_slots * s.largest_grad_bytes
+        + s.tied_grad_bytes * (1 - waiting(s) * Affine.of("gradients"))
         + resident
         + (s.workspace_bytes if shares else 0)
         + PROCESS_BYTES
     )
+
+
+def _loads_ahead(s: Setting) -> bool:
+    """Return whether compute copies and states are read before they are needed."""
+    return s.saving.loads_ahead or not s.machine.device_shares_host
+
+
+def _param_slots(s: Setting) -> int:
+    """Return the number of compute copies in host memory at once, besides those that stay."""
+    return (PARAM_SLOTS if _loads_ahead(s) else 1) + (s.holds_copies and s.delayed_fraction < 1)
+
+
+def _state_slots(s: Setting) -> int:
+    """Return the number of optimizer states in host memory at once, besides those that stay."""
+    return STATE_SLOTS if _loads_ahead(s) else SHORT_STATE_SLOTS
 
 
 def _paper_host_bytes(s: Setting) -> Affine:

@@ -124,6 +124,7 @@ def savings(setting: Setting) -> list[MemorySaving]:
     machine = setting.machine
     if machine.device_shares_host:
         return every
+    every = [each for each in every if each.loads_ahead]
     needs = [formulas.device_bytes(replace(setting, saving=each)) for each in every]
     return [e for e, needed in zip(every, needs) if needed <= machine.device_memory_bytes] or every
 

@@ -139,9 +139,11 @@ def savings_of(
     """Return those ``savings`` with which ``schedule`` works, and which save something.
 
     MeZO has no operation that reads the resident state. Copies wait for updates only where they are parts of masters.
+    Copies for a separate device are always read ahead.
     """
     is_split = any(block.is_split for block in work.blocks)
     found = [each for each in savings if each.resident_state or schedule is not zeroth]
+    found = [each for each in found if each.loads_ahead or work.unified]
     return [each for each in found if each.keeps_copies or is_split]
 
 

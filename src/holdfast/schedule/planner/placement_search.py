@@ -403,6 +403,11 @@ class MeasuredModel:
         return self.work.resident_elements
 
     @property
+    def tied(self) -> bool:
+        """False: no proposal counts the copies of a tied embedding, and the check of a proposal does."""
+        return False
+
+    @property
     def table_parameters(self) -> int:
         """Zero: a streamed embedding or head is among the blocks."""
         return 0

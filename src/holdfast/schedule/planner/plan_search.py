@@ -112,7 +112,10 @@ def check_device(setting: Setting) -> None:
 def streamed_where_needed(case: Case) -> Case:
     """Return ``case``, with embedding and head streamed if the device could not hold them and a block otherwise."""
     streamed = replace(case, method=replace(case.method, streams_all=True))
-    if _fits_device(case.setting(1)) or not case.model.table_parameters or case.method.order == "snake":
+    refused = (
+        case.method.order == "snake" or case.method.clipping == "per_block"
+    )  # numbers would depend on it
+    if refused or not case.model.table_parameters or _fits_device(case.setting(1)):
         return case
     return streamed if _fits_device(streamed.setting(1)) else case
 
@@ -141,6 +144,8 @@ def _fits_device(setting: Setting) -> bool:
 def _until_it_stops_growing(case: Case, delayed: float | None, most: int) -> Iterator[Solution]:
     highest, since = 0.0, 0
     for count in range(1, most + 1):
+        if count > 1 and not _fits_device(case.setting(count)):
+            return
         if delayed is None and case.method.delayed is None:
             found = _coarse(case, count)
         else:

@@ -111,14 +111,24 @@ class Setting:
         return self.model.table_parameters if self.method.streams_all else 0
 
     @property
+    def num_tables(self) -> int:
+        """Number of streamed tables: embedding and head, which are one if the model ties them."""
+        return (2 - self.model.tied) * bool(self.tables)
+
+    @property
+    def tied_elements(self) -> int:
+        """Number of elements of the streamed embedding that is the head as well; 0 if there is none."""
+        return self.tables * self.model.tied
+
+    @property
     def units(self) -> int:
-        """Number of blocks, with embedding and head if they are streamed."""
+        """Number of blocks, with embedding and epilogue if they are streamed."""
         return self.blocks + 2 * bool(self.tables)
 
     @property
     def elements(self) -> int:
         """Number of trained elements of one block, with its part of a streamed embedding and head."""
-        return round(self.model.trained_block_parameters + 2 * self.tables / self.blocks)
+        return round(self.model.trained_block_parameters + self.num_tables * self.tables / self.blocks)
 
     @property
     def largest_elements(self) -> int:
@@ -146,7 +156,19 @@ class Setting:
 
     @property
     def largest_grad_bytes(self) -> int:
-        return self.largest_elements * self.method.grad_bytes
+        """Bytes of the gradients of the largest unit, except a tied embedding, which has a buffer of its own."""
+        elements = self.model.trained_block_parameters if self.tied_elements else self.largest_elements
+        return elements * self.method.grad_bytes
+
+    @property
+    def tied_param_bytes(self) -> int:
+        """Bytes of the compute copy of a tied embedding, which the pass of the head brings once more."""
+        return self.tied_elements * self.method.param_bytes
+
+    @property
+    def tied_grad_bytes(self) -> int:
+        """Bytes of the gradients of a tied embedding."""
+        return self.tied_elements * self.method.grad_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -184,7 +206,7 @@ class Setting:
     @property
     def resident_elements(self) -> int:
         """Number of trained elements of the prologue and epilogue, which stay."""
-        return 0 if self.method.paper else self.model.resident_parameters - 2 * self.tables
+        return 0 if self.method.paper else self.model.resident_parameters - self.num_tables * self.tables
 
     @property
     def frozen_resident_bytes(self) -> int:
@@ -265,6 +287,11 @@ class PlannedModel(Protocol):
     def head_flop(self) -> float: ...
     @property
     def workspace_bytes(self) -> int: ...
+    @property
+    def tied(self) -> bool:
+        """True if the embedding is the head as well."""
+        ...
+
     @property
     def table_parameters(self) -> int:
         """Number of trained parameters of the embedding, and of the head; 0 if they could not be streamed."""

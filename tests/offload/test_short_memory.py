@@ -1,0 +1,105 @@
+"""Nothing read ahead, where memory is short: the bits of a run that reads ahead, and no state beside the head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.model.blocks import find_blocks, with_embedding_and_head
+from holdfast.offload.setup.block_measurement import measure
+from holdfast.quantities import KiB
+from holdfast.schedule import work
+from holdfast.schedule.planner.placement import choose
+from holdfast.schedule.work import LEAST_MEMORY
+from plain_loops import PLACEMENTS
+from support.grouped import grouped
+from training import adamw, batches, differing, read_atoms
+
+WAYS = {
+    "ssd": {**PLACEMENTS["ssd"], "clip_norm": None},
+    "mixed": {**PLACEMENTS["mixed"], "dtype": "fp32"},
+    "delayed": {"delayed_fraction": 0.5, "recomputed_fraction": 0.5, "clip_norm": None},
+    "auto": {"clipping": "auto"},
+    "horizontal": {"schedule": "horizontal", "commit_every": 2},
+}
+
+
+def made_model():
+    torch.manual_seed(0)
+    return Decoder(
+        DecoderConfig(vocabulary=2048, width=64, heads=2, kv_heads=1, blocks=2, hidden=64, context=8)
+    )
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A function that gives the next runs the placement of least memory, or as it is chosen."""
+    planning = import_module("holdfast.offload.setup.step_planning")
+    monkeypatch.setattr(work, "TILE_BYTES", 400 * KiB)
+
+    def chosen(*args, **options):
+        return replace(choose(*args, **options), saving=LEAST_MEMORY)
+
+    return lambda is_short: monkeypatch.setattr(planning, "choose", chosen if is_short else choose)
+
+
+def offload(model, directory, **options):
+    given = {"dtype": "bf16", "clip_norm": 0.5, "embedding_and_head": "streamed", **options}
+    sample = {"sample": batches(0, 1)[0], "micro_batches": 2}
+    return holdfast.offload(model, adamw(model, fused=True), directory, **sample, **grouped(**given))
+
+
+def train(directory, steps, **options):
+    """The losses of ``steps``, and of an evaluation after each."""
+    losses = []
+    with offload(made_model(), directory, **options) as engine:
+        for step in steps:
+            losses += [engine.step(batches(step, 2)), engine.evaluate(batches(9, 3))]
+    return losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bits_are_those_of_a_run_that_reads_ahead(tmp_path, short, way):
+    found = {}
+    for is_short in (False, True):
+        short(is_short)
+        directory = tmp_path / str(is_short)
+        found[is_short] = train(directory, range(2), **WAYS[way]) + train(directory, range(2, 4), **WAYS[way])
+    assert found[True] == found[False]
+    assert differing(read_atoms(tmp_path / "True"), read_atoms(tmp_path / "False")) == []
+
+
+def test_no_state_is_in_memory_while_the_head_computes(tmp_path, short):
+    short(True)
+    model, held = made_model(), []
+    with offload(model, tmp_path, clip_norm=None, commit_every=0) as engine:
+        pool = engine._run.residency.pool
+
+        def look(*_):
+            idle = [
+                b.memory_bytes for each in pool._idle.values() for b in each if b.kind == "optimizer state"
+            ]
+            held.append(pool._by_kind["optimizer state"] + sum(idle))
+
+        model.head.register_forward_hook(look)
+        for step in range(3):
+            engine.step(batches(step, 2))
+        engine.evaluate(batches(9, 2))
+        largest = max(tile.layout.file_bytes for unit in engine._run.blocks for tile in unit.tiles)
+        assert largest <= pool.most_by_kind["optimizer state"] <= 2 * largest
+        assert pool.most_by_kind["parameters"] == max(unit.copy_bytes for unit in engine._run.blocks)
+    assert held == [0] * 8
+
+
+def test_what_a_trace_measures_leaves_out_the_parameters():
+    """Of few tokens the gradient of the head's weight is nearly all."""
+    model, sample = made_model(), batches(0, 1, rows=1)[0]
+    blocks = with_embedding_and_head(model, find_blocks(model))
+    found = measure(model, blocks, sample, torch.float32)
+    logits = 4 * sample["tokens"].numel() * 2048
+    assert 4 * 2048 * 64 < found.last_bytes < 4 * 2048 * 64 + 4 * logits

@@ -21,7 +21,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
-from ..regular_files import home_path
+from ..supervised.attempt import training_directory
 from .shared.changed_attributes import refuse_unless_torchs
 from .trainer_run import Training
 
@@ -40,7 +40,7 @@ class HoldfastCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        self.run, self.options = home_path(run), options
+        self.run, self.options = training_directory(run), options
         self._covered = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -6,6 +6,8 @@ tests/crash.
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import random
 import runpy
@@ -44,6 +46,7 @@ def random_kept():
 
 def start(monkeypatch, folder, name, until):
     """One start of a script in the drill of ``folder``; its lines."""
+    gc.collect()  # of an earlier start nothing is left to find
     attempt = Attempt(folder, until)
     monkeypatch.setenv(VARIABLE, attempt.write()[VARIABLE])
     with pytest.raises(SystemExit) as ended:
@@ -208,3 +211,51 @@ def test_folder_to_keep_has_to_be_empty(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(BadInput, match="something already"):
         app(args=["drill", "--keep", str(tmp_path), "--", "true"], standalone_mode=False)
+
+
+def line(step, **parts):
+    return {"event": "step", "start": 0, "step": step, "time": 0.0, "tensors": {"w/param": "1"}, "progress": {},
+            "script": {}} | parts  # fmt: skip
+
+
+def of(tmp_path, name, *lines):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "steps-run-0-00000.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    steps = Steps(folder)
+    steps.read()
+    return steps
+
+
+def test_generator_that_no_step_draws_from_is_not_blamed(tmp_path):
+    """Python's, which few scripts seed, and on which nothing depends."""
+    first = of(
+        tmp_path, "a", *(line(i, progress={"random.python": "p", "random.torch": f"{i}"}) for i in (1, 2))
+    )
+    second = of(
+        tmp_path, "b", *(line(i, progress={"random.python": "q", "random.torch": f"{i}"}) for i in (1, 2))
+    )
+    other = {"random.python": "r", "random.torch": "2"}
+    killed = of(tmp_path, "c", line(2, tensors={"w/param": "2"}, progress=other))
+    found = first_difference(first, killed)
+    assert found.step == 2 and self_reason(found).kind == "unknown"
+    assert resumed_reason(found, noise_of(first, second)).kind == "unknown"
+    drawn = of(tmp_path, "d", line(2, tensors={"w/param": "2"}, progress=other | {"random.torch": "3"}))
+    found = first_difference(first, drawn)
+    assert (
+        self_reason(found).kind == resumed_reason(found, noise_of(first, second)).kind == "global-generator"
+    )
+
+
+def test_restored_state_that_differs_is_told(tmp_path):
+    first = of(tmp_path, "a", line(1), line(2))
+    killed = of(tmp_path, "b", line(1, event="begun", tensors={"w/param": "9"}))
+    found = first_difference(first, killed)
+    assert (found.step, found.resumed) == (1, 1)
+    assert resumed_reason(found, {}).kind == "restored-otherwise"
+
+
+def test_other_hyper_parameters_are_told(tmp_path):
+    first = of(tmp_path, "a", line(1, progress={"groups[0].lr": "1"}))
+    other = of(tmp_path, "b", line(1, tensors={"w/param": "2"}, progress={"groups[0].lr": "2"}))
+    assert resumed_reason(first_difference(first, other), {}).kind == "hyper-parameters"

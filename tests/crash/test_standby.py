@@ -45,20 +45,30 @@ class Standby:
         """Steps and the processes that did them."""
         return [tuple(map(int, line.split())) for line in self.out.read_text().splitlines()]
 
-    def until(self, true, seconds=120):
+    def until(self, true, seconds=200):
         end = time.monotonic() + seconds
         while not true():
             assert self.process.poll() is None and time.monotonic() < end, self.told[-4000:]
             time.sleep(0.002)
+
+    def at_work(self, ready):
+        """The process that trains, a few steps after another was ready to take over."""
+        self.until(lambda: "is ready to take over" in self.told)
+        Path(ready).touch()
+        self.until(lambda: self.steps() and self.steps()[-1][0] >= 12)
+        return self.steps()[-1][1]
 
 
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 def test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path):
     train(tmp_path / "whole", DRILLED / "sound.py", STEPS=str(STEPS))
-    standby = Standby(tmp_path / "run", tmp_path / "out", DRILLED / "sound.py", STEPS=str(STEPS), PAUSE="0.1")
-    standby.until(lambda: "is ready to take over" in standby.told)
-    step, trainer = standby.steps()[-1]
+    ready = str(tmp_path / "ready")
+    standby = Standby(
+        tmp_path / "run", tmp_path / "out", DRILLED / "sound.py", STEPS=str(STEPS), PAUSE="0.1", UNTIL=ready
+    )
+    trainer = standby.at_work(ready)
+    step = standby.steps()[-1][0]
     os.kill(trainer, signal.SIGKILL)
     killed = time.monotonic()
     standby.until(lambda: standby.steps()[-1][1] != trainer)
@@ -75,9 +85,9 @@ def test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path):
 def test_ranks_of_torchrun_are_taken_over(tmp_path):
     train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py")
     script = (*TORCHRUN, DRILLED / "torch_ranks.py")
-    standby = Standby(tmp_path / "run", tmp_path / "out", *script, PAUSE="0.3")
-    standby.until(lambda: "is ready to take over" in standby.told)
-    _, trainer = standby.steps()[-1]
+    ready = str(tmp_path / "ready")
+    standby = Standby(tmp_path / "run", tmp_path / "out", *script, PAUSE="0.1", UNTIL=ready)
+    trainer = standby.at_work(ready)
     os.kill(trainer, signal.SIGKILL)
     assert standby.process.wait(150) == 0, standby.told[-4000:]
     assert len({pid for _, pid in standby.steps()}) == 2

@@ -15,6 +15,10 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 with holdfast.Checkpointer(RUN, model=model, optimizer=optimizer) as checkpointer:
     for step in range(checkpointer.resume(), STEPS):
+        while step == 9 and not os.path.exists(
+            os.environ.get("UNTIL", "/")
+        ):  # until a test has what it waits for
+            time.sleep(0.01)
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         model(batch).square().mean().backward()
         optimizer.step()

@@ -18,6 +18,10 @@ def main():
     run = os.environ.get("RUN", "runs/torch_ranks")
     with holdfast.Checkpointer(run, model=model, optimizer=optimizer, wait_each_step=True) as checkpointer:
         for step in range(checkpointer.resume(), 40):
+            while step == 9 and not os.path.exists(
+                os.environ.get("UNTIL", "/")
+            ):  # until a test has what it waits for
+                time.sleep(0.01)
             source = torch.Generator().manual_seed(2 * step + dist.get_rank())
             model(torch.randn(4, 6, generator=source)).square().mean().backward()
             optimizer.step()

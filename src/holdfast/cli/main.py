@@ -354,7 +354,9 @@ def watch(
 def drill(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- COMMAND...", help="How the script is started, and resumed; torchrun too."),
+        typer.Argument(
+            metavar="COMMAND", help="After --: how the script is started, and resumed; torchrun too."
+        ),
     ],
     kills: Annotated[int, typer.Option("--kills", min=0, metavar="N", help="Kills, at random moments.")] = 3,
     until: Annotated[
@@ -385,10 +387,10 @@ def drill(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Kill and resume a training script, and compare with an uninterrupted run; exit 1 if any bit differs.
+    """Kill and resume a script; exit 1 if any bit differs.
 
-    The script runs twice to a step, and once more with kills. Its run directories are in a temporary folder meanwhile;
-    whatever else it writes, it writes.
+    It is compared with itself, uninterrupted: it runs twice to a step, and once more with kills. Its run directories
+    are in a temporary folder meanwhile; whatever else it writes, it writes.
     """
     from .supervise.drilling import DrillOptions
     from .supervise.drilling import drill as drill_script
@@ -402,16 +404,17 @@ def drill(
 @app.command(context_settings={"allow_interspersed_args": False})
 def standby(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="How the script is started; torchrun too.")
+        list[str],
+        typer.Argument(metavar="COMMAND", help="After --: how the script is started; torchrun too."),
     ],
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Deaths after which another process trains.")
     ] = 10,
 ) -> None:
-    """Train with a second process beside, which has all but the run open and takes over if the first dies.
+    """Train with another process ready to take over.
 
-    Ends with the exit code of the process that trained last. SIGINT and SIGTERM go to that process, and then nobody
-    takes over.
+    That one has everything but the run open, and goes on at once if the first dies. Ends with the exit code of the
+    process that trained last. SIGINT and SIGTERM go to that process, and then nobody takes over.
     """
     from .supervise.standby_job import stand_by
 

@@ -99,8 +99,8 @@ class Engine:
     ) -> None:
         """Build an engine.
 
-        ``caches`` are the configurations in which ``close`` switches a key-value cache on again. ``witness`` notes every
-        step of a drill.
+        ``caches`` are the configurations in which ``close`` switches a key-value cache on again. ``witness`` notes
+        every step of a drill.
         """
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._user, self._events, self._witness = user, events, witness

@@ -90,6 +90,8 @@ class Difference:
     """The line of the uninterrupted run."""
     resumed: int
     """The step after which the process that wrote the line had resumed; 0 for a fresh start."""
+    drawn_from: frozenset[str] = frozenset()
+    """The global generators that the steps of the uninterrupted run draw from."""
 
     @property
     def step(self) -> int:
@@ -120,16 +122,20 @@ def first_difference(whole: Steps, other: Steps) -> Difference | None:
 
 def _first_in(stream: str, whole: Steps, other: Steps) -> Difference | None:
     steps, resumed = whole.of(stream), 0
-    if not steps:
-        return None
     for line in other.lines[stream]:
         there = steps.get(line["step"])
         if line["event"] == BEGUN:
             resumed = line["step"]
             there = there if resumed else whole.began(stream)
         if there is not None and not _is_alike(line, there):
-            return Difference(stream, line, there, resumed)
+            return Difference(stream, line, there, resumed, _drawn_from(list(steps.values())))
     return None
+
+
+def _drawn_from(lines: list[Line]) -> frozenset[str]:
+    """Return the names of the global generators whose states are not the same at the end of every step."""
+    parts = [{k: v for k, v in line["progress"].items() if k.startswith("random.")} for line in lines]
+    return frozenset(name for part in parts[1:] for name in _unequal(parts[0], part))
 
 
 def _is_alike(a: Line, b: Line) -> bool:
@@ -151,7 +157,7 @@ def self_reason(found: Difference) -> Reason:
             "generator", f"{_list(names)}: a random generator that every start seeds otherwise",
             "Give it a fixed seed.", names,
         )  # fmt: skip
-    if names := _changed(found, "random."):
+    if names := [name for name in _changed(found, "random.") if name in found.drawn_from]:
         return Reason(
             "global-generator", f"the global generators ({_list(names)}) are not at the same place",
             "Seed them at the beginning: torch.manual_seed(0), random.seed(0), numpy.random.seed(0).", names,
@@ -190,7 +196,7 @@ def resumed_reason(found: Difference, noise: Mapping[str, Any]) -> Reason:
     for reason in (
         _by_generator(script),
         _by_data(script),
-        _by_global(found),
+        _by_global(found, noise),
         _by_value(script),
         _by_groups(found),
     ):
@@ -222,8 +228,8 @@ def _by_data(script: dict[str, list[str]]) -> Reason | None:
     )  # fmt: skip
 
 
-def _by_global(found: Difference) -> Reason | None:
-    if not (names := _changed(found, "random.")):
+def _by_global(found: Difference, noise: Mapping[str, Any]) -> Reason | None:
+    if not (names := [name for name in _changed(found, "random.") if name not in noise]):
         return None
     return Reason(
         "global-generator", f"the script drew from the global generators ({_list(names)}) otherwise than before: an"
@@ -262,12 +268,13 @@ def _unknown(names: list[str], others: str) -> Reason:
 
 
 def noise_of(a: Steps, b: Steps) -> dict[str, Any]:
-    """Return the names of the script's values that differ between two uninterrupted runs."""
+    """Return the names of values, and of parts of the user state, that differ between two uninterrupted runs."""
     return {
         name: True
         for stream in a.lines
         for step, line in a.of(stream).items()
-        for name in _unequal(line["script"], b.of(stream).get(step, NONE)["script"])
+        for part in ("script", "progress")
+        for name in _unequal(line[part], b.of(stream).get(step, NONE)[part])
     }
 
 
@@ -289,7 +296,7 @@ def _script_differences(found: Difference, noise: Mapping[str, Any]) -> dict[str
 
 def _changed(found: Difference, prefix: str) -> list[str]:
     names = _unequal(found.line.get("progress", {}), found.other.get("progress", {}))
-    return [name.removeprefix("random.") for name in names if name.startswith(prefix)]
+    return [name for name in names if name.startswith(prefix)]
 
 
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -92,9 +92,8 @@ class _Job:
         code = self._trainer.child.poll()
         if code is not None:
             return self._after_death(code)
-        if self._trainer.opened is not None and self._before is not None:
-            if (code := self._judge_progress(self._trainer.opened)) is not None:
-                return code
+        if (code := self._judge_progress()) is not None:
+            return code
         if self._spare is not None:
             self._look_at_spare(self._spare)
         elif self._trainer.opened is not None and self._may_start:
@@ -128,8 +127,11 @@ class _Job:
         self._say(f"process {died.child.pid} ended with {ending(code)}; {self._trainer.child.pid} {how}")
         return None
 
-    def _judge_progress(self, step: int) -> int | None:
+    def _judge_progress(self) -> int | None:
         """Return the exit code if processes die again and again without a durable step of their own."""
+        step = self._trainer.opened
+        if step is None or self._before is None:
+            return None
         self._fruitless = self._fruitless + 1 if step == self._before else 0
         self._before = None
         if self._fruitless < FRUITLESS:

@@ -143,7 +143,7 @@ def with_standby(job: Job, rounds: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     arguments = options_of(__doc__).parse_args()
-    size, rounds = ("small", 2) if arguments.small else ("46 M", 7)
+    size, rounds = ("small", 1) if arguments.small else ("46 M", 7)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = {
             "started again": cold(Job(Path(folder) / "cold", size), rounds),

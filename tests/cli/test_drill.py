@@ -7,6 +7,7 @@ tests/crash.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import random
@@ -19,8 +20,10 @@ import torch
 
 import holdfast
 from holdfast.cli.main import app
+from holdfast.cli.supervise import drilling
 from holdfast.cli.supervise.child_process import Child
 from holdfast.cli.supervise.drill_findings import (
+    Reason,
     Steps,
     first_difference,
     noise_of,
@@ -259,3 +262,18 @@ def test_other_hyper_parameters_are_told(tmp_path):
     first = of(tmp_path, "a", line(1, progress={"groups[0].lr": "1"}))
     other = of(tmp_path, "b", line(1, tensors={"w/param": "2"}, progress={"groups[0].lr": "2"}))
     assert resumed_reason(first_difference(first, other), {}).kind == "hyper-parameters"
+
+
+def test_page_shows_what_a_drill_prints(monkeypatch, tmp_path, random_kept):
+    """The sentences of docs/survives.md, whose script is called train.py."""
+    page = (DRILLED.parents[1] / "docs" / "survives.md").read_text()
+    first, second, killed = drilled(monkeypatch, tmp_path, "own_generator")
+    text = resumed_reason(first_difference(first, killed), noise_of(first, second)).text
+    assert f"likely reason: {text.replace('own_generator.py', 'train.py')}\n" in page
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    job = drilling._Drill(["train"], drilling.DrillOptions(), tmp_path, shows=True)
+    verdict = drilling.Verdict(True, 6, first.runs)
+    job._tell_difference(verdict, first_difference(first, killed), Reason("kind", "text", "way out"))
+    told = out.getvalue().splitlines()[0].replace("step 4", "step 8").replace("step 3", "step 7")
+    assert told in page

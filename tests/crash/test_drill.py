@@ -38,6 +38,7 @@ def drill(cwd, *arguments, options=()):
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.campaign
 @pytest.mark.crash
 @pytest.mark.timeout(300)
 def test_sound_script_is_equal_after_kills(tmp_path):

@@ -28,7 +28,7 @@ FLOORS = [
     },
     {"state", "io", "schedule"},
     {"store", "optim"},
-    {"measure"},
+    {"measure", "supervised"},
     {"offload", "checkpoint", "formats"},
     {"opening"},
     {"sources", "saved_weights"},

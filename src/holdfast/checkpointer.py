@@ -26,6 +26,7 @@ from torch import nn
 
 from .accelerators import devices_of, refuse_unrecorded
 from .checkpoint.bucket_copy import Remote
+from .checkpoint.capture import state_digests
 from .checkpoint.capture.optimizer_hooks import Update
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
@@ -68,6 +69,9 @@ from .store.commit.retention import Keep, refuse_weights
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
+from .supervised.attempt import in_drill, training_directory
+from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
+from .supervised.witness import Witness
 
 
 class Checkpointer:
@@ -152,7 +156,8 @@ class Checkpointer:
         """
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
-        run = home_path(run) if disk is None else run
+        run = training_directory(run) if disk is None else run
+        remote = None if in_drill() else remote
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -180,6 +185,7 @@ class Checkpointer:
                         ranks, them, codec, after_update, averages, when_behind, storage, keep
                     )
                     refuse_waiting(wait_each_step)
+                    refuse_replica(replica)
                 if disk is None:
                     check_place(run)
                     refuse_foreign_checkpoint(run)
@@ -217,6 +223,8 @@ class Checkpointer:
         self._stepping = False
         self._thread = 0
         self._stepped_at = 0.0
+        self._witness: Witness | None = None
+        """The witness of a drill, from ``resume`` on."""
         self.stall_seconds = 0.0
         """The seconds for which the last step blocked the training thread: copies, ``step()`` itself, waiting for the
         disk.
@@ -319,6 +327,7 @@ class Checkpointer:
         target = step if before is None else before - 1
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
+            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
@@ -339,6 +348,7 @@ class Checkpointer:
             if found is not None and not self._ranks.rank:
                 self._tell_resumed(target)
             self._watch()
+            self._say_begun()
         except BaseException:
             self.close(save=False)
             raise
@@ -359,6 +369,30 @@ class Checkpointer:
             if start is not None:
                 begin_from(start, self._training, self._events.emit)
         self._training.begin_iteration()
+
+    def _say_begun(self) -> None:
+        """Tell a standby's supervisor, or a drill, where the run continues."""
+        if not self._ranks.rank:
+            say_opened(self._store.root, self.steps_done)
+        if isinstance(self._store.root, Path):
+            self._witness = Witness.of(self._store.root, self._ranks.rank)
+        if self._witness is not None:
+            self._witness.begun(self.steps_done, self._tensor_digests())
+
+    def _witness_step(self) -> None:
+        """Note the step for a drill, and end the script after its last one."""
+        if self._witness is None:
+            return
+        self._witness.stepped(self.steps_done, self._tensor_digests(), self._training.now)
+        if self._witness.is_last(self.steps_done):
+            self.close()
+            raise SystemExit(0)
+
+    def _tensor_digests(self) -> dict[str, str]:
+        state, found = self._training.state, {}
+        for owner in state_digests.owners(state):
+            found |= state_digests.digests(state, owner)
+        return found
 
     def _check_remote(self) -> None:
         if self._remote is not None:
@@ -408,6 +442,7 @@ class Checkpointer:
             if self._wait_each_step:
                 self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
+            self._witness_step()
 
     def _note_metrics(self, metrics: Mapping[str, float], is_step: bool) -> None:
         """Log ``metrics``, and make a snapshot of the current step if it is to be kept as one of the best.
@@ -572,6 +607,8 @@ class Checkpointer:
             and self._sigterm.arrived
         ):
             grace.begin()
+        if save and self._failure is None and self._backend.begun and not self._ranks.rank:
+            say_closed(self._store.root)
         self._optimizer_hooks.detach()
         self._training.release()
         try:

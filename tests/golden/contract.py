@@ -23,7 +23,7 @@ from holdfast.integrations import accelerate, dcp, deepspeed, lightning, transfo
 
 VERBS = (
     "train", "ls", "show", "verify", "diff", "convert", "plan", "simulate", "probe", "watch", "report", "compact",
-    "prune", "push", "rules",
+    "prune", "push", "drill", "standby", "rules",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def _diff(a: Source, b: Source, *, as_json: bool) -> bool:
     else:
         print(f"a  {named(a)}")
         print(f"b  {named(b)}")
-        _print(found)
+        print_found(found)
         for source in (a, b):
             if source.passed_over:
                 print(
@@ -155,7 +155,8 @@ def _kind_of(atom: TensorEntry) -> dict[str, Any]:
     return {"shape": list(atom.shape), "dtype": atom.dtype}
 
 
-def _print(found: dict[str, Any]) -> None:
+def print_found(found: dict[str, Any]) -> None:
+    """Print the result of ``compare``."""
     progress = ", ".join(found["progress"])
     if found["equal"]:
         print(f"equal: {found['compared']:,} tensors, {format_bytes(found['bytes'])}, bit for bit")

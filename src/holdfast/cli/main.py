@@ -367,6 +367,77 @@ def watch(
     watch_run(run, once=once, as_json=json)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def drill(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND", help="After --: how the script is started, and resumed; torchrun too."
+        ),
+    ],
+    kills: Annotated[int, typer.Option("--kills", min=0, metavar="N", help="Kills, at random moments.")] = 3,
+    until: Annotated[
+        int,
+        typer.Option(
+            "--until", min=2, metavar="STEP", help="The last step; fewer if the script ends before."
+        ),
+    ] = 20,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Chooses the moments.")] = 0,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            "--tolerance",
+            min=0.0,
+            metavar="X",
+            help="Accept last values that differ by at most X; 0: equal bits.",
+        ),
+    ] = 0.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", min=1.0, metavar="S", help="Longest wait in seconds for a start's next step."
+        ),
+    ] = 300.0,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", metavar="FOLDER", help="A new folder for runs and outputs, which stay there."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Kill and resume a script; exit 1 if any bit differs.
+
+    It is compared with itself, uninterrupted: it runs twice to a step, and once more with kills. Its run directories
+    are in a temporary folder meanwhile; whatever else it writes, it writes.
+    """
+    from .supervise.drilling import DrillOptions
+    from .supervise.drilling import drill as drill_script
+
+    options = DrillOptions(
+        kills=kills, until=until, seed=seed, tolerance=tolerance, timeout=timeout, keep=keep
+    )  # fmt: skip
+    raise typer.Exit(0 if drill_script(command, options, as_json=json) else 1)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def standby(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="After --: how the script is started; torchrun too."),
+    ],
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, metavar="N", help="Deaths after which another process trains.")
+    ] = 10,
+) -> None:
+    """Train with another process ready to take over.
+
+    That one has everything but the run open, and goes on at once if the first dies. Ends with the exit code of the
+    process that trained last. SIGINT and SIGTERM go to that process, and then nobody takes over.
+    """
+    from .supervise.standby_job import stand_by
+
+    raise typer.Exit(stand_by(command, restarts=restarts))
+
+
 rules = typer.Typer(
     help="Rules, for layouts that a format does not record: docs/moves.md.", no_args_is_help=True
 )

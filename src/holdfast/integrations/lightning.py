@@ -28,10 +28,10 @@ from ..checkpoint.capture.closures import ComputedClosure
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
 from ..monitor.progress_bar import progress_bar
-from ..regular_files import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..store.commit.retention import Keep, refuse_best
+from ..supervised.attempt import training_directory
 from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
@@ -57,7 +57,7 @@ class HoldfastCallback(Callback):
     def __init__(self, run: str | Path, **options: Any) -> None:
         if isinstance(keep := options.get("keep"), Keep):
             refuse_best(keep, "the callback of a Trainer")
-        self.run, self.options = home_path(run), options
+        self.run, self.options = training_directory(run), options
         self._fit: Fit | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -21,8 +21,8 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
-from ..regular_files import home_path
 from ..store.commit.retention import Keep, refuse_best
+from ..supervised.attempt import training_directory
 from .shared.changed_attributes import refuse_unless_torchs
 from .trainer_run import Training
 
@@ -43,7 +43,7 @@ class HoldfastCallback(TrainerCallback):
     def __init__(self, run: str | Path, **options: Any) -> None:
         if isinstance(keep := options.get("keep"), Keep):
             refuse_best(keep, "the callback of a Trainer")
-        self.run, self.options = home_path(run), options
+        self.run, self.options = training_directory(run), options
         self._covered = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -20,12 +20,14 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog, describe_lost_steps, tell
 from ..io.queue import IOQueue
 from ..optim.torch_threads import keep_torch_threads
-from ..regular_files import home_path
 from ..store.commit.generations import Generations
 from ..store.disk import AnyDisk
 from ..store.format.manifest import Manifest
 from ..store.format.reference_files import Reference
 from ..store.run_store import LocalStore, begin, see_alike
+from ..supervised.attempt import in_drill, training_directory
+from ..supervised.standing_by import say_opened, wait_for_run
+from ..supervised.witness import Witness
 from .data_parallel import DataParallelGroup
 from .engine import Engine
 from .exit_hook import deferred
@@ -167,8 +169,9 @@ def offload(
     ``RankFailed`` if another rank fails or does not come. With several ranks, an error after files were created (in
     ``init``, or of a full disk) leaves them behind without a commit: remove the directory.
     """
+    io = replace(io, drives=()) if in_drill() else io
     given = Arguments(
-        model=model, optimizer=optimizer, place=home_path(run) if disk is None else run, scheduler=scheduler,
+        model=model, optimizer=optimizer, place=training_directory(run) if disk is None else run, scheduler=scheduler,
         loader=loader, source=source, init=init, seed=seed, blocks=blocks, device=device,
         precision=Precision.of(precision), budget=budget, placement=placement, schedule=schedule, order=order,
         clipping=Clipping.of(clipping), normalize=normalize, sample=sample, micro_batches=micro_batches,
@@ -182,6 +185,7 @@ def offload(
         drives = Drives.of(given.place, io.drives, io.limits, say, fellows.control)
         planned = plan_run(given, drives, fellows)
         planned = agreed_run(given, planned, fellows)
+        wait_for_run(given.place, fellows.control, deadline_seconds)
         store = _open_store(given, planned.drives, made)
         with fellows.control.agreeing():
             references = frozen_references(given.source, planned.parts, store, alone=fellows.alone)
@@ -415,11 +419,12 @@ def _opened_engine(
     """
     log = Path(given.place) / "events.jsonl"
     told = given.disk is None and made.fellows.rank == 0
+    witness = Witness.of(given.place, made.fellows.rank) if given.disk is None else None
     with deferred():
         engine = made.engine = Engine(
             runtime, planned.plan, planned.rules, captured=planned.parts.captured, user=planned.user,
             preflight=start.preflight, events=given.events or EventLog(log if told else None),
-            update_workers=given.io.update_workers, caches=made.caches,
+            update_workers=given.io.update_workers, caches=made.caches, witness=witness,
         )  # fmt: skip
     if start.found is not None and told:
         engine.lost_steps_text = describe_lost_steps(log, start.found.step)
@@ -431,4 +436,8 @@ def _opened_engine(
     with made.fellows.control.agreeing():
         engine.held.take_over()
     engine.guard()
+    if made.fellows.rank == 0:
+        say_opened(given.place, engine.steps_done)
+    if witness is not None:
+        witness.begun(engine.steps_done, {})
     return engine

@@ -26,6 +26,8 @@ from ..state.capture import Captured
 from ..state.encoding import decode
 from ..state.progress import hyper_parameters, restore_random_state
 from ..store.format.manifest import Manifest
+from ..supervised.standing_by import say_closed
+from ..supervised.witness import Witness
 from . import rng
 from .engine_progress import UserState
 from .executor import Executor
@@ -93,10 +95,15 @@ class Engine:
         events: EventLog,
         update_workers: int,
         caches: list[Any],
+        witness: Witness | None = None,
     ) -> None:
-        """Build an engine. ``caches`` are the configurations in which ``close`` switches a key-value cache on again."""
+        """Build an engine.
+
+        ``caches`` are the configurations in which ``close`` switches a key-value cache on again. ``witness`` notes
+        every step of a drill.
+        """
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
-        self._user, self._events = user, events
+        self._user, self._events, self._witness = user, events, witness
         self.held = HeldModel(run, captured, user.optimizer, caches)
         self._head = ChunkedHead(run.model) if has_ordinary_loss(run.model) else None
         self.preflight = preflight
@@ -172,7 +179,16 @@ class Engine:
             event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
             self._events.emit("step", **event)
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
-            return self.last["loss"]
+        self._witness_step()
+        return self.last["loss"]
+
+    def _witness_step(self) -> None:
+        if self._witness is None:
+            return
+        self._witness.stepped(self.steps_done, {}, {**self._progress(), "loss": self.last["loss"]})
+        if self._witness.is_last(self.steps_done):
+            self.close()
+            raise SystemExit(0)
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:
         """Check that the step can be done, and return what the other ranks need to know of it."""
@@ -342,6 +358,8 @@ class Engine:
             self._timelines.end()
             if self._rules.commit_every:
                 self.save()
+            if self._run.fellows.rank == 0:
+                say_closed(self._run.store.root)
             told = self._call("close", lambda: (bool(held.were_real), held.edited()))
             edited = sorted({name for _, found in told for name in found})
             trained = self._values() if any(real for real, _ in told) else {}

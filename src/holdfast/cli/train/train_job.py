@@ -39,6 +39,7 @@ from ...offload.setup.equal_on_ranks import agree
 from ...offload.setup.preflight import Preflight
 from ...quantities import format_seconds
 from ...store.run_store import LocalStore
+from ...supervised.attempt import in_drill, training_directory
 from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
@@ -69,7 +70,7 @@ def train(config: Config, stated: Collection[str] = (), wish: Wish | None = None
     CONFIG file describes; None if one does. Raises ``RunMismatch`` for changes of keys that are not stated.
     """
     with together() as ranks:
-        _train(ranks, config, stated, wish)
+        _train(ranks, in_attempt(config), stated, wish)
 
 
 def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | None) -> None:
@@ -127,6 +128,18 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
     with engine:
         ranks.first_does(lambda: (recipe.keep(), write_record(config)))
         Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+
+
+def in_attempt(config: Config) -> Config:
+    """Return ``config`` with the directories that stand for its own, in a drill."""
+    if not in_drill():
+        return config
+    ssd = str(training_directory(config.offload.ssd)) if config.offload.ssd else ""
+    return replace(
+        config,
+        run=replace(config.run, dir=str(training_directory(config.run.dir))),
+        offload=replace(config.offload, ssd=ssd, drives=()),
+    )
 
 
 def with_dtype(config: Config) -> Config:

@@ -17,6 +17,8 @@ from ...errors import BadInput, Damaged, HoldfastError, RunMismatch
 from ...store.commit.retention import Keep
 from ...store.format.manifest import Manifest, Timeline
 from ...store.run_store import LocalStore
+from ...supervised.attempt import refuse_in_drill
+from ...supervised.standing_by import wait_for_run
 
 _FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+(\.unit_\d+-[0-9a-f]+)?\.0\.safetensors")
 Progress = dict[str, Any]
@@ -31,7 +33,9 @@ def newest_progress(run: Path) -> dict[str, Any]:
     """Return the progress of the newest commit of ``run``, as JSON; empty if there is none or it cannot be read.
 
     A resume of the run reports the error.
+    A standby first waits until the run is free, since the newest commit then is the one that it continues.
     """
+    wait_for_run(run)
     if not (run / "commits").is_dir():
         return {}
     with suppress(HoldfastError, OSError):
@@ -70,6 +74,7 @@ class OpenedRun:
             is_ours: Return whether a commit's progress comes from this kind of save.
             writer: The name of this kind of save, for messages.
         """
+        refuse_in_drill(f"a save to {root} by {writer}")
         self.store = LocalStore(root, keep=keep)
         self.close = weakref.finalize(self, LocalStore.close, self.store)
         self.store.enter()

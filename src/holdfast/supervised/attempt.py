@@ -1,0 +1,103 @@
+"""One start of a script under ``holdfast drill``: where its runs go, and at which step it ends.
+
+The drill sets ``HOLDFAST_DRILL`` to the folder of an attempt, which holds ``plan.json``. Every run directory that the
+script opens for training is then one below that folder, so that a drill writes to no run of the user. The invariant:
+the same path of a run leads to the same directory in every start with the same folder. Called where a run is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import BadInput
+from ..events import parsed
+from ..regular_files import home_path, load_json, read_regular
+
+VARIABLE = "HOLDFAST_DRILL"
+PLAN, OPENED, RUNS = "plan.json", "opened.jsonl", "runs"
+"""The plan of an attempt, the list of the runs that it opened, and the folder that holds them."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the script, which ends after step ``until``.
+
+    With a ``kill_step`` it stops dead ``kill_delay`` seconds after that step, at a moment that no code of it chooses,
+    for the drill to kill it; at ``until`` it waits for that.
+    """
+
+    folder: Path
+    until: int
+    start: int = 0
+    """The number of starts with this folder before this one."""
+    kill_step: int | None = None
+    kill_delay: float = 0.0
+
+    @classmethod
+    def here(cls) -> Attempt | None:
+        """Return the attempt that this process belongs to; None outside a drill."""
+        folder = os.environ.get(VARIABLE)
+        if not folder:
+            return None
+        try:
+            plan = load_json(read_regular(Path(folder) / PLAN))
+            return cls(Path(folder), **plan)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInput(
+                f"{VARIABLE} is {folder!r}, which is no folder of a drill ({error}). `holdfast drill` sets it; unset"
+                " it for a training of its own."
+            ) from error
+
+    def write(self) -> dict[str, str]:
+        """Write the plan, and return the environment that brings a process into this attempt."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plan = {key: value for key, value in asdict(self).items() if key != "folder"}
+        (self.folder / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+        return {VARIABLE: str(self.folder)}
+
+    def directory_of(self, run: Path) -> Path:
+        """Return the directory below ``folder`` that stands for ``run``, named by the order of opening."""
+        path = Path(os.path.abspath(run))
+        home = self.folder / RUNS
+        if path.is_relative_to(home):
+            return path
+        with open(self.folder / OPENED, "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ranks come at the same time
+            known = self.opened()
+            name = next((name for name, each in known.items() if each == str(path)), None)
+            if name is None:
+                name = f"run-{len(known)}"
+                file.write(json.dumps({"run": str(path), "directory": name}) + "\n")
+        return home / name
+
+    def opened(self) -> dict[str, str]:
+        """Return the runs that the script opened, by the name of the directory that stands for each, in order."""
+        try:
+            text = (self.folder / OPENED).read_bytes()
+        except FileNotFoundError:
+            return {}
+        return {line["directory"]: line["run"] for line in parsed(text.splitlines())}
+
+
+def training_directory(run: str | os.PathLike[str]) -> Path:
+    """Return the directory in which ``run`` is trained: in a drill one of its own, else the path that was given."""
+    path, attempt = home_path(run), Attempt.here()
+    return path if attempt is None else attempt.directory_of(path)
+
+
+def in_drill() -> bool:
+    """Return whether ``holdfast drill`` started this process, so that nothing but its folder may be written."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def refuse_in_drill(what: str) -> None:
+    """Raise ``BadInput`` in a drill for ``what``, which would write to a run that a drill does not replace."""
+    if in_drill():
+        raise BadInput(
+            f"{what} is not part of a drill, which would write to the real run. A drill follows scripts that train with"
+            " holdfast.Checkpointer, its trainers' callbacks, or holdfast.offload."
+        )

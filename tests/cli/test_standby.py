@@ -1,0 +1,205 @@
+"""A standby: the wait at the opening of a run, and what the supervisor does with what its processes tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.supervise.standby_job import stand_by
+from holdfast.errors import BadInput, RunLocked
+from holdfast.store.run_store import LocalStore
+from holdfast.supervised.standing_by import (
+    OPENED,
+    VARIABLE,
+    WAITING,
+    forget_closing,
+    say_closed,
+    say_opened,
+    wait_for_run,
+)
+from holdfast.supervised.supervisor import Supervisor, is_supervised
+
+
+@pytest.fixture
+def status(monkeypatch, tmp_path):
+    """The status file of this process, whose supervisor is this process."""
+    path = tmp_path / "standby" / "process-1.jsonl"
+    path.parent.mkdir()
+    monkeypatch.setenv(VARIABLE, str(path))
+    with Supervisor(path.parent):
+        yield path
+
+
+def said(status):
+    return [json.loads(line)["is"] for line in status.read_text().splitlines()] if status.exists() else []
+
+
+def waiter(run):
+    """A thread that waits for ``run``, with what it has found."""
+    found = []
+
+    def wait():
+        try:
+            wait_for_run(run)
+            found.append(time.monotonic())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(true):
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_locked_run_is_waited_for_and_opened_at_once(status, tmp_path):
+    store = LocalStore.open(tmp_path / "run")
+    store.begin(None)
+    thread, found = waiter(tmp_path / "run")
+    until(lambda: said(status) == [WAITING])
+    assert not found
+    store.close()
+    freed = time.monotonic()
+    thread.join(10)
+    assert found[0] - freed < 0.5
+
+
+def test_run_that_nobody_writes_is_not_waited_for(status, tmp_path):
+    wait_for_run(tmp_path / "run")
+    assert said(status) == []
+
+
+def test_locked_run_is_refused_without_a_supervisor(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with LocalStore.open(tmp_path / "run") as store:
+        store.begin(None)
+        wait_for_run(tmp_path / "run")
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(RunLocked):
+            holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer).resume()
+
+
+def test_wait_ends_with_its_supervisor(monkeypatch, tmp_path):
+    path = tmp_path / "standby" / "process-1.jsonl"
+    path.parent.mkdir()
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert not is_supervised(path.parent)
+    with LocalStore.open(tmp_path / "run") as store:
+        store.begin(None)
+        with pytest.raises(SystemExit, match="has ended"):
+            wait_for_run(tmp_path / "run")
+
+
+def test_run_closed_in_order_is_not_taken_over(status, monkeypatch, tmp_path):
+    """The script that closed it may go on; only its failure makes the run free."""
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setenv(VARIABLE, str(status.with_name("process-0.jsonl")))
+    say_closed(run)
+    wait_for_run(run)  # itself may open it again
+    monkeypatch.setenv(VARIABLE, str(status))
+    thread, found = waiter(run)
+    until(lambda: said(status) == [WAITING])
+    time.sleep(0.05)
+    assert not found
+    forget_closing(status.parent)
+    thread.join(10)
+    assert isinstance(found[0], float)
+
+
+def test_checkpointer_tells_what_it_does(status, tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        assert said(status) == [OPENED] and list(status.parent.glob("closed-*")) == []
+    assert len(list(status.parent.glob("closed-*"))) == 1
+    say_opened(tmp_path / "run", 3)
+    assert list(status.parent.glob("closed-*")) == []
+
+
+def test_replica_is_refused(status, tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    with pytest.raises(BadInput, match="replica"):
+        holdfast.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, replica=True)
+
+
+FAKE = """
+import json, os, sys, time
+status, word = os.environ["HOLDFAST_STANDBY"], lambda **w: open(status, "a").write(json.dumps(w) + "\\n")
+folder, number = os.path.dirname(status), int(status.rpartition("-")[2].split(".")[0])
+turn = os.path.join(folder, "turn")
+while number > 1 and not os.path.exists(f"{turn}-{number}"):
+    word(**{"is": "waiting"})
+    time.sleep(0.02)
+word(**{"is": "opened", "step": int(sys.argv[1]) * number})
+while not os.path.exists(os.path.join(folder, f"process-{number + 1}.jsonl")):
+    time.sleep(0.02)
+open(f"{turn}-{number + 1}", "w").close()
+print(number, flush=True)
+sys.exit(0 if number == int(sys.argv[2]) else 7)
+"""
+"""Stands for a script that opens a run at a step, dies with 7 once there is a standby, and ends well as process N."""
+
+
+def job(capfd, per_process, good, **options):
+    code = stand_by([sys.executable, "-c", FAKE, str(per_process), str(good)], **{"restarts": 10, **options})
+    found = capfd.readouterr()
+    return code, [int(line) for line in found.out.split()], found.err
+
+
+def test_standbys_take_over_until_one_ends_well(capfd):
+    code, ended, told = job(capfd, 5, 3)
+    assert (code, ended) == (0, [1, 2, 3]) and told.count("takes over") == 2
+
+
+def test_no_restart_leaves_the_exit_code(capfd):
+    line = json.dumps({"is": "opened", "step": 1})
+    code = f"import os, sys; open(os.environ['HOLDFAST_STANDBY'], 'a').write({line!r} + chr(10)); sys.exit(7)"
+    assert stand_by([sys.executable, "-c", code], restarts=0) == 7
+    assert "no restart is left" in capfd.readouterr().err
+
+
+def test_script_that_dies_at_one_step_is_given_up(capfd):
+    code, ended, told = job(capfd, 0, 99)
+    assert code == 7 and len(ended) <= 3 and "the script is at fault" in told
+
+
+def test_script_that_never_trains_is_not_started_again(capfd):
+    assert stand_by([sys.executable, "-c", "import sys; sys.exit(9)"], restarts=10) == 9
+    assert "takes over" not in capfd.readouterr().err
+
+
+def test_signal_goes_to_the_trainer_and_nobody_takes_over(capfd, tmp_path):
+    code = (
+        "import json, os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "open(os.environ['HOLDFAST_STANDBY'], 'a').write(json.dumps({'is': 'opened', 'step': 1}) + '\\n')\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    told = tmp_path / "told"
+
+    def stop():
+        until(told.exists)
+        os.kill(os.getpid(), 15)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert stand_by([sys.executable, "-c", code, str(told)], restarts=10) == 143
+    thread.join()
+    assert "takes over" not in capfd.readouterr().err

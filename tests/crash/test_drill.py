@@ -1,0 +1,129 @@
+"""Whole drills: scripts of their own processes, killed and resumed, and what the command says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[2]
+DRILLED = HERE / "tests" / "drilled"
+ENVIRONMENT = {
+    **os.environ, "PYTHONPATH": str(HERE / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}  # fmt: skip
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")  # fmt: skip
+
+
+def drill(cwd, *arguments, options=()):
+    """The exit code of a drill, and what ``--json`` printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast",
+        "drill",
+        "--json",
+        *options,
+        "--",
+        sys.executable,
+        *map(str, arguments),
+    ]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.campaign
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_sound_script_is_equal_after_kills(tmp_path):
+    code, verdict, said = drill(tmp_path, DRILLED / "sound.py", options=["--kills", "2", "--until", "8"])
+    assert (code, verdict["equal"], verdict["step"]) == (0, True, 8), said
+    assert len(verdict["kills"]) == 2 and verdict["kills"][-1]["resumed_after"] > 0
+    [states] = verdict["states"].values()
+    assert states["compared"] == 12 and not states["different"]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.campaign(keep=1)
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name, kind",
+    [("another_run", "another-run"), ("own_generator", "generator"), ("no_position", "loader"),
+     ("own_value", "value"), ("unlike_itself", "data")],
+)  # fmt: skip
+def test_fault_is_told_with_its_step(tmp_path, name, kind):
+    code, verdict, said = drill(
+        tmp_path, DRILLED / f"{name}.py", options=["--kills", "1", "--until", "8", "--seed", "3"]
+    )
+    assert (code, verdict["equal"], verdict["reason"]["kind"]) == (1, False, kind), said
+    assert verdict["equal_with_itself"] == (name != "unlike_itself")
+    if kind != "another-run":
+        assert 1 <= verdict["first"]["step"] <= 8 and verdict["first"]["tensors"]
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_ranks_of_torchrun_are_killed_and_resumed(tmp_path):
+    code, verdict, said = drill(tmp_path, *TORCHRUN, DRILLED / "torch_ranks.py", options=["--kills", "1"])
+    assert (code, verdict["equal"]) == (0, True), said
+    assert verdict["kills"][0]["resumed_after"] > 0 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.campaign
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["train", "out-of-core", "finetune", "first-light"])
+def test_examples_are_equal_after_kills(tmp_path, what):
+    """The examples of this repository, in a short form."""
+    options = ["--kills", "2", "--until", "6"]
+    if what == "finetune":
+        pytest.importorskip("transformers")
+        from tiny_folders import TEXT, write_folder
+
+        folder, text = write_folder(tmp_path / "folder"), tmp_path / "text.txt"
+        text.write_text(TEXT * 4)
+        command = (
+            HERE / "examples" / "finetune.py",
+            folder,
+            text,
+            tmp_path / "run",
+            "--steps",
+            8,
+            "--tokens",
+            16,
+        )
+    elif what == "first-light":
+        small = ["model.blocks=2", "model.width=32", "model.context=32", "train.steps=8"]
+        sets = [part for each in small for part in ("--set", each)]
+        command = ("-m", "holdfast", "train", HERE / "examples" / "first-light.toml", *sets)
+    elif what == "train":
+        command = (
+            *TORCHRUN,
+            HERE / "examples" / "elastic.py",
+            "train",
+            "--folder",
+            tmp_path / "x",
+            "--steps",
+            8,
+        )
+    else:
+        before = [
+            sys.executable,
+            *TORCHRUN,
+            HERE / "examples" / "elastic.py",
+            "train",
+            "--folder",
+            tmp_path / "x",
+        ]
+        subprocess.run([*map(str, before), "--steps", "2"], env=ENVIRONMENT, check=True, timeout=200)
+        command = (HERE / "examples" / "elastic.py", "out-of-core", "--folder", tmp_path / "x", "--steps", 10)
+    code, verdict, said = drill(tmp_path, *command, options=options)
+    assert (code, verdict["equal"]) == (0, True), said
+    assert not (tmp_path / "run").exists() and not (tmp_path / "x" / "ssd").exists()

@@ -1,0 +1,94 @@
+"""A standby of whole processes: the one that trains is killed, another goes on at once, and the bits are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.diff import diff
+
+from .test_drill import DRILLED, ENVIRONMENT, TORCHRUN
+
+STEPS = 40
+
+
+def train(run, *command, **environment):
+    """An uninterrupted training."""
+    subprocess.run(
+        [sys.executable, *map(str, command)], env={**ENVIRONMENT, "RUN": str(run), **environment}, check=True,
+        timeout=200, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+class Standby:
+    """``holdfast standby`` of a script, with what it prints."""
+
+    def __init__(self, run, out, *command, **environment):
+        self.out = out
+        with open(out, "wb") as file, open(f"{out}.told", "wb") as told:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast", "standby", "--", sys.executable, *map(str, command)],
+                env={**ENVIRONMENT, "RUN": str(run), **environment}, stdout=file, stderr=told,
+            )  # fmt: skip
+
+    @property
+    def told(self):
+        return Path(f"{self.out}.told").read_text()
+
+    def steps(self):
+        """Steps and the processes that did them."""
+        return [tuple(map(int, line.split())) for line in self.out.read_text().splitlines()]
+
+    def until(self, true, seconds=200):
+        end = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None and time.monotonic() < end, self.told[-4000:]
+            time.sleep(0.002)
+
+    def at_work(self, ready):
+        """The process that trains, a few steps after another was ready to take over."""
+        self.until(lambda: "is ready to take over" in self.told)
+        Path(ready).touch()
+        self.until(lambda: self.steps() and self.steps()[-1][0] >= 12)
+        return self.steps()[-1][1]
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_killed_trainer_is_taken_over_with_the_same_bits(tmp_path):
+    train(tmp_path / "whole", DRILLED / "sound.py", STEPS=str(STEPS))
+    ready = str(tmp_path / "ready")
+    standby = Standby(
+        tmp_path / "run", tmp_path / "out", DRILLED / "sound.py", STEPS=str(STEPS), PAUSE="0.1", UNTIL=ready
+    )
+    trainer = standby.at_work(ready)
+    step = standby.steps()[-1][0]
+    os.kill(trainer, signal.SIGKILL)
+    killed = time.monotonic()
+    standby.until(lambda: standby.steps()[-1][1] != trainer)
+    seconds = time.monotonic() - killed
+    assert standby.process.wait(100) == 0, standby.told
+    assert next(each for each, pid in standby.steps() if pid != trainer) <= step + 3
+    assert seconds < 2, "a start alone takes longer"
+    assert diff(f"{tmp_path}/whole@{STEPS}", f"{tmp_path}/run@{STEPS}", as_json=False)
+    assert f"{trainer} ended with SIGKILL" in standby.told and "takes over" in standby.told
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_ranks_of_torchrun_are_taken_over(tmp_path):
+    train(tmp_path / "whole", *TORCHRUN, DRILLED / "torch_ranks.py")
+    script = (*TORCHRUN, DRILLED / "torch_ranks.py")
+    ready = str(tmp_path / "ready")
+    standby = Standby(tmp_path / "run", tmp_path / "out", *script, PAUSE="0.1", UNTIL=ready)
+    trainer = standby.at_work(ready)
+    os.kill(trainer, signal.SIGKILL)
+    assert standby.process.wait(150) == 0, standby.told[-4000:]
+    assert len({pid for _, pid in standby.steps()}) == 2
+    assert diff(f"{tmp_path}/whole@{STEPS}", f"{tmp_path}/run@{STEPS}", as_json=False)

@@ -19,17 +19,21 @@ from ..accelerators import devices_of
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..store import run_store
+from ..store.log.segments import trim
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
+from .log.record_builder import RecordBuilder
 from .log.recorder import Recorder
 from .options import Options
+from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
-from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
+from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
+from .snapshot.host_copy import HostCopy
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
@@ -250,6 +254,49 @@ class LogBackend(DurabilityBackend):
 
     def drain(self) -> None:
         self.recorder.drain()
+
+    # Going back
+
+    @property
+    def copies_differ(self) -> bool:
+        return self.pace.copies_differ
+
+    def prepare_rollback(self, step: int, nearest: bool) -> int:
+        ranks, store, state = self._training.ranks, self._store, self._training.state
+        ranks.all_do(self.recorder.drain)
+        self.pace.abandon()
+        return min(ranks.all_do(lambda: reachable_step(store, state, step, nearest)))
+
+    def go_back(
+        self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
+    ) -> RecoveryResult:
+        training, store = self._training, self._store
+        ranks, state, script = training.ranks, training.state, LivingScript(training.script, restores)
+        self._end_timeline()
+        line = line_to(store, step, []) if copy is not None and copy.is_of(step, state) else None
+        has_line = ranks.everyone(line is not None)
+        if copy is not None and line is not None and all(has_line):
+            self._recovery = RecoveryProgress()
+            copy.restore(state)
+            return recovered_at(store, state, script, line, ranks=ranks, after_update=training.update_again)
+        self._recovery = recovery = RecoveryProgress()
+        found = recover(
+            store, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
+            watch=recovery,
+        )  # fmt: skip
+        training.rates = recovery.rates
+        return found
+
+    def _end_timeline(self) -> None:
+        """End what records the current timeline, and free its memory. The run stays locked."""
+        self.part(orderly=True)
+        self.agreement = None
+        self.close()
+        self.release()
+        self._pool = self._pace = None
+        self._store.close_units()
+        trim(self._store.disk, self._training.ranks.stream)
+        self._sealer = RecordBuilder(self._training.state, shortens=True)
 
     @property
     def is_alive(self) -> bool:

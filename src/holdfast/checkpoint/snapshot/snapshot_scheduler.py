@@ -119,6 +119,11 @@ class SnapshotScheduler:
         return not self.gap
 
     @property
+    def copies_differ(self) -> bool:
+        """Return whether the last comparison found that ranks hold different copies."""
+        return self._together is not None and self._together.alike.differs
+
+    @property
     def _held(self) -> bool:
         """Return whether steps are recorded for a snapshot under way that will end the gap."""
         return self.gap and self.bases.under_way and self._losses == self._losses_at_begin
@@ -289,6 +294,15 @@ class SnapshotScheduler:
                 "cadence", step=step, base_every=change.steps, was=change.was, binding=change.binding,
                 relaxed=change.relaxed, measured=asdict(change.measured),
             )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Give up the snapshot under way; on return none is being published. Collective: every rank must call this."""
+        self._recorder.drain()
+        self._see_published()
+        if self._together is not None:
+            self._together.nothing_else()
+        self.bases.give_up()
+        self._recorder.drain()
 
     def close(self) -> None:
         """Give up a snapshot that is not fully copied. Called once nothing more is written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from dist.training import left_here, whole_state, wrapped
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
+
+
+def accumulate(model: Any, kind: str) -> None:
+    """Compute gradients that are not exchanged, as in the middle of an accumulation."""
+    with model.no_sync() if kind == "ddp" else nullcontext():
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(False)
+        model(torch.randn(5, 7)).pow(2).mean().backward()
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(True)
 
 
 def main(
@@ -69,6 +80,7 @@ def main(
             checkpointer.step()
             digests[step] = whole_state(model, optimizer, None)
             if str(step) in pending:
+                accumulate(model, kind)
                 checkpointer.rollback(pending.pop(str(step)))
                 digests = {s: d for s, d in digests.items() if s <= checkpointer.steps_done}
                 same = digests[checkpointer.steps_done] == whole_state(model, optimizer, None)

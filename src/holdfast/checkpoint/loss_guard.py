@@ -83,8 +83,8 @@ class GoodValues:
 def loss_limit(spike: float) -> Callable[[list[float]], float]:
     """Return the function that computes the greatest good loss from earlier ones.
 
-    >>> loss_limit(10.0)([2.0, 2.1, 1.9, 2.0, 2.2])
-    3.0
+    >>> loss_limit(4.0)([2.0, 2.5, 1.5, 2.0, 3.0])
+    4.0
     """
 
     def limit(values: list[float]) -> float:

@@ -102,7 +102,7 @@ def drop_iteration(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     """Remove gradients, and what a forward pass or an unscaling of the unfinished iteration has left."""
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]  # parameters gathered by a forward pass would stay as they were
+            _drop_gathered(module)
     for parameter in model.parameters():
         parameter.grad = None
     for optimizer in optimizers:
@@ -110,6 +110,21 @@ def drop_iteration(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     if isinstance(scaler, torch.amp.GradScaler):
         scaler._per_optimizer_states.clear()  # otherwise unscale_() is refused as done already
     torch.clear_autocast_cache()
+
+
+def _drop_gathered(module: Any) -> None:
+    """Remove the parameters of an FSDP2 module that a forward pass gathered, and gradients that were not reduced yet.
+
+    Both would stay as they were before the rollback, and be used.
+    """
+    module.reshard()
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for held in () if group is None else group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
 
 
 def all_finite(state: LiveState) -> bool:

@@ -106,6 +106,48 @@ def test_an_update_that_raised_is_undone(tmp_path):
         assert same(loop.state(), states[4])
 
 
+def test_a_buffer_that_changes_again_is_recorded_again(tmp_path):
+    """The last record, of an abandoned step, has the very value."""
+
+    class Log:
+        text = "a" * 5000
+
+        def state_dict(self):
+            return {"text": self.text}
+
+        def load_state_dict(self, state):
+            self.text = state["text"]
+
+    def begun(root):
+        torch.manual_seed(0)
+        model, log = nn.Linear(2, 1), Log()
+        model.register_buffer("phase", torch.zeros(()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, log, optimizer, Checkpointer(root, model=model, optimizer=optimizer, also={"log": log})
+
+    model, log, optimizer, checkpointer = begun(tmp_path / "run")
+    with checkpointer:
+        checkpointer.resume()
+        for step in (1, 2, 3, 4, 3, 4):
+            model(torch.ones(2)).backward()
+            if step == 3:
+                model.phase.fill_(1.0)
+            log.text += str(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            if checkpointer.steps_done == 4 and len(log.text) == 5004 and model.phase:
+                checkpointer.rollback(2)
+                assert model.phase == 0 and log.text.endswith("a12")
+                log.text += "b"
+        checkpointer.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    model, log, optimizer, checkpointer = begun(tmp_path / "killed")
+    with checkpointer:
+        assert checkpointer.resume() == 4
+        assert model.phase == 1 and log.text.endswith("a12b34")
+
+
 def test_many_rollbacks_leave_no_more_timelines_than_resumes(tmp_path):
     states, _ = reference(12, "")
     loop, checkpointer = start(tmp_path, "", base_every=2)

@@ -120,6 +120,19 @@ class LossGuard:
     """A guard of the loss. Call ``check`` once in each iteration, best between ``backward`` and ``optimizer.step``.
 
     A rollback goes to the step before the bad one; if the loss is bad there again, twice as far, and so on.
+
+    >>> import holdfast, tempfile, torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with folder, holdfast.Checkpointer(folder.name, model=model, optimizer=optimizer) as ckpt:
+    ...     start, guard = ckpt.resume(), ckpt.guard()
+    ...     for loss in (1.0, 0.9, float("nan"), 0.8):  # of a forward and a backward pass
+    ...         if not guard.check(loss):
+    ...             optimizer.step()
+    ...             ckpt.step()
+    ...     ckpt.steps_done, guard.rollbacks
+    (2, 1)
     """
 
     def __init__(self, run: GuardedRun, options: GuardOptions) -> None:

@@ -5,13 +5,14 @@
 A state of the given size (parameters and the moments of Adam, fp32) is trained with made-up gradients. For each length
 a base is made, so many steps follow it, and the process goes back to the last of them, after everything was written:
 what a rollback waits for otherwise is the disk's. State is compared bit for bit. ``cached`` runs with ``direct=False``,
-so that the files are in the page cache; ``direct`` reads the disk. ``resume`` is what a new Checkpointer takes for the
-same step, without the start of a process, of the imports and of the model. Prints a table of seconds, min, median and
-max, and one line of JSON with every measurement.
+so that the files are in the page cache; ``direct`` reads the disk. ``copy`` is a guard's rollback to its copy in host
+memory. ``resume`` is what a new Checkpointer takes for the same step, without the start of a process, of the imports
+and of the model. Prints a table of seconds, min, median and max, and one line of JSON with every measurement.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -81,6 +82,7 @@ def measure(nbytes: int, lengths: list[int], rounds: int, run: Path, direct: boo
                 if turn:
                     seconds[length].append(time.perf_counter() - started)
                 assert made.digest() == wanted, f"step {target} did not come back"
+        copies = guarded(made, checkpointer, rounds)
         target = checkpointer.steps_done
     resumes = []
     for _ in range(rounds):
@@ -89,7 +91,28 @@ def measure(nbytes: int, lengths: list[int], rounds: int, run: Path, direct: boo
             started = time.perf_counter()
             assert checkpointer.resume(step=target) == target
             resumes.append(time.perf_counter() - started)
-    return {"rollback_seconds": seconds, "resume_seconds": resumes}
+    return {"rollback_seconds": seconds, "copy_seconds": copies, "resume_seconds": resumes}
+
+
+def guarded(made: Made, checkpointer: Checkpointer, rounds: int) -> list[float]:
+    """Return the seconds of a guard's rollbacks to the copy of the step before."""
+    guard, found = checkpointer.guard(copy_every=2), []
+    for turn in range(rounds + 1):
+        while True:
+            made.step()
+            checkpointer.step()
+            if checkpointer.steps_done % 2 == 0:
+                break
+        wanted, target = made.digest(), checkpointer.steps_done
+        made.step()
+        checkpointer.step()
+        checkpointer.wait()
+        started = time.perf_counter()
+        assert guard.check(float("nan"))
+        if turn:
+            found.append(time.perf_counter() - started)
+        assert checkpointer.steps_done == target and made.digest() == wanted, "the copy did not come back"
+    return found
 
 
 def main() -> None:
@@ -98,6 +121,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[0, 1, 2, 5], help="records to replay")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    logging.getLogger("holdfast").setLevel(logging.WARNING)  # otherwise a line for each rollback
     if options.small:
         options.gigabytes, options.lengths, options.rounds = 0.02, [0, 2], 1
     nbytes = int(options.gigabytes * 1e9)
@@ -111,6 +135,7 @@ def main() -> None:
         result[name] = found
         rows = [[f"{name}, s", "min", "median", "max"]]
         rows += [[f"rollback over {n} records", *spread(s, 3)] for n, s in found["rollback_seconds"].items()]
+        rows.append(["rollback to a copy in memory", *spread(found["copy_seconds"], 3)])
         table([*rows, ["resume of the last", *spread(found["resume_seconds"], 3)]])
     finish("rollback", result, options.keep)
 

@@ -19,7 +19,6 @@ from ..accelerators import devices_of
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..store import run_store
-from ..store.log.segments import trim
 from ..store.run_store import LocalStore
 from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
@@ -149,14 +148,21 @@ class LogBackend(DurabilityBackend):
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:
-        state = self._training.state
+        """Return a pool for the state as it is now: that of the timeline before, if it serves."""
+        state, before = self._training.state, self._pool
         devices = devices_of(p.parameter for p in state.parameters)
-        return StagingPool(self._training.codec.layouts(state), self._num_slots, devices)
+        layouts = self._training.codec.layouts(state)
+        if before is not None and before.serves(layouts, self._num_slots, devices):
+            return before  # to fault its pages in again would take longer than a rollback
+        if before is not None:
+            before.close()
+        return StagingPool(layouts, self._num_slots, devices)
 
     def _make_recorder(self, pool: StagingPool) -> Recorder:
         training = self._training
+        self._journal = self._store.journal(training.ranks.stream)
         return Recorder(
-            self._store.journal(training.ranks.stream), pool, durable_step=training.steps_done,
+            self._journal, pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack,
         )  # fmt: skip
@@ -236,7 +242,6 @@ class LogBackend(DurabilityBackend):
     def adapt(self) -> None:
         self.recorder.drain()
         self.pace.close()
-        self.pool.close()
         self._num_slots = self._slots_that_fit()
         self._pool = self._slot_pool()
         self.recorder.use(self._pool)
@@ -288,14 +293,14 @@ class LogBackend(DurabilityBackend):
         return found
 
     def _end_timeline(self) -> None:
-        """End what records the current timeline, and free its memory. The run stays locked."""
+        """End what records the current timeline. The run stays locked, and staging buffers stay allocated."""
         self.part(orderly=True)
         self.agreement = None
         self.close()
-        self.release()
-        self._pool = self._pace = None
+        self._journal.cut()
+        self.pace.bases.release()
+        self._pace = None
         self._store.close_units()
-        trim(self._store.disk, self._training.ranks.stream)
         self._sealer = RecordBuilder(self._training.state, shortens=True)
 
     @property

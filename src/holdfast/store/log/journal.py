@@ -69,6 +69,7 @@ class JournalWriter:
         self._disk, self._queue, self._stream, self._timeline = disk, queue, stream, timeline
         self._check_writer, self._reserve, self._direct = check_writer, reserve, direct
         self._file: OpenFile | None = None
+        self._path = ""
         self._end = self._capacity = 0
         self._digest = timeline.key
         self.records_ahead = SEGMENT_BYTES // PAGE
@@ -117,6 +118,12 @@ class JournalWriter:
         if file is not None:
             file.close()
 
+    def cut(self) -> None:
+        """Release the space that the last segment reserves behind its records. Called once it is closed."""
+        if self._end < self._capacity:
+            self._disk.cut(self._path, self._end)
+            self._capacity = self._end
+
     def _headers(self, records: Sequence[Record]) -> list[Buffer]:
         """Return the headers of ``records``, each with the digest of the one before."""
         digest, headers = self._digest, []
@@ -132,7 +139,7 @@ class JournalWriter:
         if self._file is not None and self._end + nbytes <= self._capacity:
             return
         self.close()
-        path = SegmentRef(self._timeline.id, step, self._stream).path
+        self._path = path = SegmentRef(self._timeline.id, step, self._stream).path
         ahead = max(LEAST_GROUPS * nbytes, self.records_ahead * round_up(nbytes // count))
         wanted = max(nbytes, min(SEGMENT_BYTES, GROUPS_PER_SEGMENT * nbytes, ahead))
         self._capacity, self._end = self._reserve(nbytes, wanted), 0

@@ -12,6 +12,7 @@ from torch import nn
 
 import holdfast
 from checkpoint.loops import cut_small, make, manifests, same
+from holdfast import failpoints
 from holdfast.checkpoint.compression.lossy import TopK
 from holdfast.checkpoint.loss_guard import GoodValues, loss_limit
 from holdfast.checkpointer import Checkpointer
@@ -189,6 +190,33 @@ def test_an_optimizer_with_attributes_of_its_own_goes_back(tmp_path):
         go_on(loop, checkpointer, 5)
         checkpointer.rollback(2)
         assert loop.optimizers[0].count == 2
+
+
+def test_an_error_in_the_middle_is_final_and_loses_nothing(tmp_path, monkeypatch):
+    states, _ = reference(7, "")
+    loop, checkpointer = start(tmp_path, "", base_every=4)
+    with pytest.raises(OSError, match="in the middle"), checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 7)
+
+        def fail():
+            raise OSError("in the middle")
+
+        monkeypatch.setattr(failpoints, "armed", "after_timeline_opened")
+        monkeypatch.setattr(failpoints, "action", fail)
+        with pytest.raises(OSError, match="in the middle"):
+            checkpointer.rollback(5)
+        monkeypatch.setattr(failpoints, "armed", "")
+        for call in (checkpointer.step, checkpointer.rollback):
+            with pytest.raises(OSError, match="in the middle"):
+                call()
+        checkpointer.step()
+    loop, checkpointer = start(tmp_path, "")
+    with checkpointer:
+        assert checkpointer.resume() == 5
+        assert same(loop.state(), states[5])
+        go_on(loop, checkpointer, 7)
+        assert same(loop.state(), states[7])
 
 
 # The place in the data

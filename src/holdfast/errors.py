@@ -116,6 +116,10 @@ class EngineFailed(HoldfastError):
     """An earlier step failed; the engine is closed. Resume from the newest commit."""
 
 
+class Diverged(HoldfastError):
+    """The loss stayed bad after as many rollbacks as a guard may make. Every recorded step is kept."""
+
+
 class PoolExhausted(HoldfastError):
     """A block has no free generation file left. The text says what holds them."""
 

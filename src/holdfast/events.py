@@ -140,8 +140,10 @@ def _highest(numbers: list[Any]) -> int:
 
 
 def _since_the_opening(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events since a process last opened the run: earlier steps may have been abandoned on purpose."""
-    opened = [i for i, each in enumerate(events) if each.get("event") in ("checkpointer", "engine")]
+    """Return the events since a process last opened the run or went back: earlier steps may have been abandoned."""
+    opened = [
+        i for i, each in enumerate(events) if each.get("event") in ("checkpointer", "engine", "rollback")
+    ]
     return events[opened[-1] :] if opened else events
 
 

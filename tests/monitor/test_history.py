@@ -23,6 +23,15 @@ def test_a_resume_from_an_earlier_step_takes_the_steps_after_it_away():
     assert [step.step for step in history.line()] == [1]
 
 
+def test_a_rollback_takes_the_steps_after_it_away():
+    back = {"event": "rollback", "step": 1, "from_step": 3, "time": 4.0}
+    history = History([logged.engine(), *(logged.step(n) for n in (1, 2, 3)), back])
+    assert [step.step for step in history.line()] == [1]
+    history.add(logged.step(2, loss=5.0))
+    assert [(step.step, step.loss) for step in history.line()][1:] == [(2, 5.0)]
+    assert history.num_steps == 4
+
+
 def test_what_a_sitting_wrote_is_what_its_end_says():
     assert History(logged.engine_log()).written_bytes == 50_000
     assert History(logged.checkpointer_log()).written_bytes == 3 * 7000

@@ -24,6 +24,7 @@ from .log.recorder import FinalizedStep
 from .options import Options
 from .recovery.recovery_progress import RecoveryProgress
 from .recovery.run_recovery import RecoveryResult
+from .snapshot.host_copy import HostCopy
 from .training_state import TrainingState, is_schedule
 
 
@@ -32,7 +33,8 @@ class DurabilityBackend(ABC):
 
     1. ``enter`` and ``begin``.
     2. For each step ``take_slot``, ``record`` and ``advance_snapshot``.
-    3. At the end ``finish``, ``close`` and ``release``.
+    3. For a rollback ``prepare_rollback``, ``go_back`` and ``begin``.
+    4. At the end ``finish``, ``close`` and ``release``.
 
     One rank alone may call ``take_slot``, ``record_irreproducible``, ``give_back`` and ``fail``. All other methods are
     collective: every rank must call them.
@@ -211,6 +213,37 @@ class DurabilityBackend(ABC):
             f" it: step {durable} is durable. Close after an optimizer's step and its step().",
             stacklevel=5,
         )
+
+    # Going back
+
+    @property
+    def copies_differ(self) -> bool:
+        """Return whether the last comparison found that ranks hold different copies."""
+        return False
+
+    def refuse_rollback(self) -> None:
+        """Raise ``BadInput`` if the backend cannot go back."""
+        return
+
+    @abstractmethod
+    def prepare_rollback(self, step: int, nearest: bool) -> int:
+        """Return the step that ``go_back`` can reach, after all that was recorded is durable. Changes nothing live.
+
+        This is ``step``; with ``nearest`` it is that of the oldest snapshot, if that is later. Raises ``NoCommit`` if
+        nothing leads to the step. Called after ``refuse_rollback``.
+        """
+
+    @abstractmethod
+    def go_back(
+        self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
+    ) -> RecoveryResult:
+        """End the timeline, and restore ``step``; of the script's objects those that ``restores`` names.
+
+        Tensors come from ``copy`` if all ranks have one of that step, else from the disk. Call ``begin`` afterwards,
+        with the training at that step. Called after ``prepare_rollback``.
+        """
+
+    # Shutdown
 
     @property
     @abstractmethod

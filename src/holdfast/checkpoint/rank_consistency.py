@@ -70,6 +70,11 @@ class RankConsistency:
         self._state: LiveState | None = None
         self._seconds, self._stepped_at = 0.0, time.monotonic()
 
+    @property
+    def differs(self) -> bool:
+        """Return whether the last comparison found different copies."""
+        return bool(self._verdict.different)
+
     def marked(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Return ``progress`` of a snapshot, marked if copies differed and have not been found equal since."""
         step, different = self._verdict[1:]

@@ -30,12 +30,15 @@ from .collective_snapshots import CollectiveSnapshot, StorageShare
 from .coordinator import RankCoordinator
 from .durability import DurabilityBackend, ResumeRequest
 from .grace import Grace
+from .log.record_builder import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
+from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
-from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover
+from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
+from .snapshot.host_copy import HostCopy
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
@@ -185,15 +188,22 @@ class LogBackend(DurabilityBackend):
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:
-        state = self._training.state
+        """Return a pool for the state as it is now: that of the timeline before, if it serves."""
+        state, before = self._training.state, self._pool
         devices = devices_of(p.parameter for p in state.parameters)
-        return StagingPool(self._training.codec.layouts(state), self._num_slots, devices)
+        layouts = self._training.codec.layouts(state)
+        if before is not None and before.serves(layouts, self._num_slots, devices):
+            return before  # to fault its pages in again would take longer than a rollback
+        if before is not None:
+            before.close()
+        return StagingPool(layouts, self._num_slots, devices)
 
     def _make_recorder(self, pool: StagingPool) -> Recorder:
         training = self._training
         copying = uncopied if self._nodes is None else self._nodes.copy.copying
+        self._journal = self._store.journal(training.ranks.stream, copying)
         return Recorder(
-            self._store.journal(training.ranks.stream, copying), pool, durable_step=training.steps_done,
+            self._journal, pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
             pack=training.codec.pack,
         )  # fmt: skip
@@ -302,7 +312,6 @@ class LogBackend(DurabilityBackend):
     def adapt(self) -> None:
         self.recorder.drain()
         self.pace.close()
-        self.pool.close()
         self._num_slots = self._slots_that_fit()
         self._pool = self._slot_pool()
         self.recorder.use(self._pool)
@@ -345,6 +354,49 @@ class LogBackend(DurabilityBackend):
         rate, copied = self._bytes_per_second(), 0 if self._pace is None else self._pace.bases.memory_bytes
         is_short = not grace.allows((recorder.pending_bytes + copied) / rate)
         recorder.write_until(grace.ends_at or 0.0, rate, records_only=is_short)
+
+    # Going back
+
+    @property
+    def copies_differ(self) -> bool:
+        return self.pace.copies_differ
+
+    def prepare_rollback(self, step: int, nearest: bool) -> int:
+        ranks, store, state = self._training.ranks, self._store, self._training.state
+        ranks.all_do(self.recorder.drain)
+        self.pace.abandon()
+        return min(ranks.all_do(lambda: reachable_step(store, state, step, nearest)))
+
+    def go_back(
+        self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
+    ) -> RecoveryResult:
+        training, store = self._training, self._store
+        ranks, state, script = training.ranks, training.state, LivingScript(training.script, restores)
+        self._end_timeline()
+        line = line_to(store, step, []) if copy is not None and copy.is_of(step, state) else None
+        has_line = ranks.everyone(line is not None)
+        if copy is not None and line is not None and all(has_line):
+            self._recovery = RecoveryProgress()
+            copy.restore(state)
+            return recovered_at(store, state, script, line, ranks=ranks, after_update=training.update_again)
+        self._recovery = recovery = RecoveryProgress()
+        found = recover(
+            store, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
+            watch=recovery,
+        )  # fmt: skip
+        training.rates = recovery.rates
+        return found
+
+    def _end_timeline(self) -> None:
+        """End what records the current timeline. The run stays locked, and staging buffers stay allocated."""
+        self.part(orderly=True)
+        self.agreement = None
+        self.close()
+        self._journal.cut()
+        self.pace.bases.release()
+        self._pace = None
+        self._store.close_units()
+        self._sealer = RecordBuilder(self._training.state, shortens=True)
 
     @property
     def is_alive(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accelerators import devices_of
+from ..errors import BadInput
 from ..events import EventLog
 from ..store.run_store import LocalStore, see_alike
 from .capture.early_averages import averaging
@@ -23,6 +24,7 @@ from .options import Options
 from .recovery.run_recovery import RecoveryResult
 from .replica.multi_rank_client import Replicas
 from .replica.replica_client import Replica
+from .snapshot.host_copy import HostCopy
 from .training_state import TrainingState
 
 
@@ -147,6 +149,24 @@ class ReplicaBackend(DurabilityBackend):
 
     def drain(self) -> None:
         self.replica.drain()
+
+    # Going back
+
+    def refuse_rollback(self) -> None:
+        """Raise ``BadInput``: a replica is at the newest step, and the disk has no records."""
+        raise BadInput(
+            "a run with a replica cannot go back without a restart: the replica does every step too, and the disk has"
+            " bases only. Make the Checkpointer without replica=, or close it and make another, with"
+            " resume(before=...)."
+        )
+
+    def prepare_rollback(self, step: int, nearest: bool) -> int:
+        raise AssertionError("refuse_rollback refuses")
+
+    def go_back(
+        self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
+    ) -> RecoveryResult:
+        raise AssertionError("refuse_rollback refuses")
 
     @property
     def is_alive(self) -> bool:

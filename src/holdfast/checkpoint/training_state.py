@@ -40,6 +40,7 @@ from .options import (
     refuse_without_values,
 )
 from .rank_consistency import look
+from .recovery.live_rollback import drop_iteration, refuse_places
 from .recovery.run_recovery import RecoveryResult
 from .snapshot.snapshot_state import replay_info
 from .user_state import ScriptState
@@ -139,6 +140,8 @@ class TrainingState:
         self.exactness: Literal["state", "continuation"] = "continuation"
         self._measured: tuple[int, dict[str, Any]] = 0, {}
         """The step that the script gave metrics of last, and these."""
+        self.certified_step: int | None = None
+        """The newest step that a guard of the loss has certified, or that the run says was; None without one."""
         self.rates: dict[str, float] = {}
         """Measured rates, from which the duration of the next recovery is predicted."""
 
@@ -214,6 +217,7 @@ class TrainingState:
         """Continue from the recovered step, with a warning of every anomaly."""
         self.steps_done, self._trained = found.point.step, found.trained
         self._measured = self.steps_done, found.progress.get("metrics", {})
+        self.certified_step = found.progress.get("certified")
         self._passing.restore(self.state, found.progress)
         for text in found.problems:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
@@ -227,6 +231,32 @@ class TrainingState:
                 ' from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=4,
             )
+
+    def refuse_rollback(self, keeps_places: bool) -> None:
+        """Raise ``BadInput`` if this process holds something that only a new process could bring back."""
+        if self.codec.error_feedback:
+            raise BadInput(
+                f"{type(self.codec).__name__} keeps residuals, which only bases hold, so training would not go on as it"
+                ' did. Close this Checkpointer, and make another with resume(before=..., exactness="continuation").'
+            )
+        for optimizer, own in zip(self.optimizers, self._own, strict=True):
+            if not own.can_restore:
+                raise BadInput(
+                    f"{type(optimizer).__name__} has attributes of its own that can be restored only in a new one: they"
+                    " are large, or of a kind that bases do not hold. Close this Checkpointer, and make optimizer and"
+                    " Checkpointer anew, with resume(before=...)."
+                )
+        if not keeps_places:
+            refuse_places(self.script.things)
+
+    def drop_iteration(self) -> None:
+        """Remove gradients, and what else the unfinished iteration has left, and scan the state again.
+
+        Collective: every rank must call this.
+        """
+        drop_iteration(self.model, self.optimizers, self._scaler)
+        self._accumulates, self._late_moves = False, 0
+        self.look()
 
     def begin_iteration(self) -> None:
         """Start the iteration after ``steps_done``, and note the state as it is now."""
@@ -306,7 +336,13 @@ class TrainingState:
     def note(self) -> None:
         """Note the current user state as that after ``steps_done``."""
         joined = {"joined": joined_buffers(self.state, self._joined)} if self._joined else {}
-        self.now = {**self.script.now(), **self._passing.recorded_attributes(self.state), **joined}
+        certified = {} if self.certified_step is None else {"certified": self.certified_step}
+        self.now = {
+            **self.script.now(),
+            **self._passing.recorded_attributes(self.state),
+            **joined,
+            **certified,
+        }
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 

@@ -197,10 +197,12 @@ class ScriptState:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
-    def restore(self, progress: dict[str, Any]) -> None:
-        """Restore all user state from ``progress``."""
+    def restore(
+        self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
+    ) -> None:
+        """Restore user state from ``progress``; of the script's objects those that ``which`` names."""
         for name, thing in self.things.items():
-            if name in progress["things"]:
+            if name in progress["things"] and which(name, thing):
                 thing.load_state_dict(decode(progress["things"][name]))
         for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
             load_hyper_parameters(optimizer.param_groups, groups)
@@ -283,4 +285,6 @@ class NoScriptState(ScriptState):
         super().__init__((), {})
 
     def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None: ...
-    def restore(self, progress: dict[str, Any]) -> None: ...
+    def restore(
+        self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
+    ) -> None: ...

@@ -23,12 +23,17 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 
+from ..checkpoint.loss_guard import LossGuard
 from ..checkpointer import Checkpointer
 from ..errors import BadInput
 from ..quantities import shown
 from .shared.changed_attributes import innermost, refuse_unless_torchs
 from .shared.position import Batches
 
+_NO_ROLLBACK = (
+    "the accelerator counts batches and accumulated gradients of its own, which could not go back. Stop, and resume in"
+    " a new process with resume(before=...), or use holdfast.Checkpointer in a loop without accelerate."
+)
 TAKEN = ("model", "optimizer", "scheduler", "loader", "scaler", "also")
 """Options of a ``Checkpointer`` that come from the accelerator."""
 
@@ -69,6 +74,14 @@ class AcceleratedCheckpointer(Checkpointer):
         if isinstance(self.batches, Batches):
             self.batches.resumed()
         return done
+
+    def rollback(self, step: int | None = None) -> int:
+        """Raise ``BadInput``: the accelerator counts steps and batches of its own, which no run holds."""
+        raise BadInput(_NO_ROLLBACK)
+
+    def guard(self, **options: Any) -> LossGuard:
+        """Raise ``BadInput``, as ``rollback``."""
+        raise BadInput(_NO_ROLLBACK)
 
     def close(self, save: bool = True) -> None:
         if isinstance(self.batches, Batches):

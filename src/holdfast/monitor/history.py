@@ -20,7 +20,7 @@ from .lanes import Timeline
 TOLD = (
     "began_from", "recovered", "shares", "resumed", "gap", "storage", "cadence", "every", "base", "kept", "not_kept",
     "not_taken", "not_persisted", "drift", "replica_failed", "pushed", "push_failed", "stopped",
-    "failed", "finished", "run",
+    "failed", "finished", "run", "rollback", "certified",
 )  # fmt: skip
 """Events that are kept unchanged."""
 BEGINNINGS = {
@@ -92,6 +92,8 @@ class Session:
     plan: dict[str, Any] = field(default_factory=dict)
     """The planner's choices and predictions, if it ran."""
     closed: dict[str, Any] | None = None
+    rollbacks: dict[int, int] = field(default_factory=dict)
+    """The step that the process went back to, by the number of entries of ``steps`` before."""
 
     @property
     def first_step(self) -> int | None:
@@ -109,6 +111,15 @@ class Session:
             return end["written_bytes"]
         told = [step.written_bytes for step in self.steps if step.written_bytes is not None]
         return sum(told) if told else None
+
+    def line(self) -> list[StepRecord]:
+        """Return the steps, oldest first, without those that a rollback has abandoned."""
+        kept: list[StepRecord] = []
+        for number in range(len(self.steps) + 1):
+            while kept and number in self.rollbacks and kept[-1].step > self.rollbacks[number]:
+                kept.pop()
+            kept += self.steps[number : number + 1]
+        return kept
 
     def add_step(self, event: dict[str, Any]) -> None:
         step, moved = StepRecord.of(event), traffic_of(event.get("moved", {}))
@@ -179,6 +190,8 @@ class History:
         elif name in TOLD:
             if name == "run":
                 self.config = event.get("config", {})
+            if name == "rollback":
+                self.sitting.rollbacks[len(self.sitting.steps)] = event["step"] + 0
             self.other_events.append(event)
 
     def line(self) -> list[StepRecord]:
@@ -190,7 +203,7 @@ class History:
             first = sitting.first_step
             while steps and first is not None and steps[-1].step > first:
                 steps.pop()
-            steps += sitting.steps
+            steps += sitting.line()
         self._line = steps
         return steps
 

@@ -308,6 +308,15 @@ class LocalStore(RankCommits):
         unit.close()
         remove_generations(self.disk, unit.name, unit.layout.file_bytes, self._retained_files)
 
+    def close_units(self) -> None:
+        """Close the files of all units, before ``begin`` is called again to continue an earlier commit.
+
+        No transfer may be under way.
+        """
+        units, self._units = self._units, {}
+        for unit in units.values():
+            unit.close()
+
     def free_generation(self, unit: Generations) -> int:
         """Return a generation to write, made if all are taken."""
         try:

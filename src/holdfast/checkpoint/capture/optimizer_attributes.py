@@ -45,6 +45,8 @@ OF_TORCH = {
     "_optimizer_load_state_dict_post_hooks",
 }  # fmt: skip
 """Attributes of every torch optimizer, including those that schedulers and scalers add."""
+MOST_GIVEN = 1 << 20
+"""The most characters of leaves, as JSON, that are kept as the optimizer was made."""
 DEPTH = 8
 """The most objects and containers on the path to a leaf."""
 _HOSTS = {
@@ -77,6 +79,8 @@ class OptimizerAttributes:
         self._given: dict[Path, Any] = {}
         self._digests: dict[Path, str] = {}
         self._given_marks: dict[Path, Any] = {}
+        self._forgot = False
+        """True if the leaves that the optimizer was made with are not known any more."""
         self._marks: dict[Path, Any] = {}
         self._values: dict[Path, Any] = {}
         """The leaves of the last scan."""
@@ -102,8 +106,13 @@ class OptimizerAttributes:
                 self._given[path], self._digests[path] = told, _digest(told)
 
     def accept(self) -> None:
-        """Accept the current leaves as the start of the run, and forget those that the optimizer was made with."""
-        self._given, self._given_marks = {}, {}
+        """Accept the current leaves as the start of the run.
+
+        Leaves that the optimizer was made with are kept for a rollback, unless they are large.
+        """
+        self._forgot = self._forgot or len(json.dumps(list(self._given.values()))) > MOST_GIVEN
+        if self._forgot:
+            self._given, self._given_marks = {}, {}
         self._marks = self._now()
 
     def _now(self) -> dict[Path, Any]:
@@ -117,6 +126,16 @@ class OptimizerAttributes:
             if opaque:
                 self._opaque.add(path)
         return found
+
+    @property
+    def has_leaves(self) -> bool:
+        """Return whether the optimizer has any own state."""
+        return bool(self._now())
+
+    @property
+    def can_restore(self) -> bool:
+        """Return whether ``restore`` can be called after ``accept``: all that steps change can be carried."""
+        return not self.watched or (self.lost is None and not (self._forgot and self.has_leaves))
 
     @property
     def has_changed(self) -> bool:

@@ -211,6 +211,23 @@ class OptimizerHooks:
         return updates
 
     @property
+    def is_stepping(self) -> bool:
+        """Return whether the caller runs inside a step of an optimizer."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if any(frame.f_locals.get("self") is optimizer for optimizer in self._state.optimizers):
+                return True
+            frame = frame.f_back
+        return False
+
+    def discard(self) -> list[Update]:
+        """Return the updates of the unfinished iteration, and forget them, because the state goes back."""
+        updates, self.updates = self.updates, []
+        self._open = [0 for _ in self._open]
+        self.lost, self.compiled, self.seconds = "", False, 0.0
+        return updates
+
+    @property
     def has_changes(self) -> bool:
         """Return whether parameters or optimizer state differ from what the last step left."""
         return bool(self.lost) or self._changes.is_other or any(own.has_changed for own in self._state.own)

@@ -107,6 +107,12 @@ class StagingPool:
         self._free = list(self.slots)
         self._changed = threading.Condition()
 
+    def serves(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device]) -> bool:
+        """Return whether a new pool would be like this one, and all buffers are free."""
+        with self._changed:
+            alike = len(self.slots) == count == len(self._free) and self.devices == list(devices)
+        return alike and all(list(slot.layouts) == list(layouts) for slot in self.slots)
+
     def take(self, timeout: float = 0.0) -> StagingBuffer | None:
         """Return a free staging buffer; None if none becomes free within ``timeout`` seconds."""
         with self._changed:

@@ -121,12 +121,7 @@ class Lineage:
         Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
         ``RunMismatch`` if the run is another model's, with nothing changed.
         """
-        kinds = {
-            key: (atom["dtype"], tuple(atom["shape"]))
-            for share in self.shares.values()
-            for key, atom in share.atoms.items()
-        }
-        state.check(kinds)
+        self.refuse_other_model(state)
         self._arrange_buffers(state, rank)
         sources, stream = self._sources(state), self.stream_of(rank)
         self._refuse_joined(state, stream, is_cut_alike=sources is not None)
@@ -140,6 +135,15 @@ class Lineage:
         else:
             self._recut(state, after_update)
         self._arrange_buffers(state, rank)  # it may have ended at an earlier step
+
+    def refuse_other_model(self, state: LiveState) -> None:
+        """Raise ``RunMismatch`` if the snapshot holds tensors of another model. Nothing is changed."""
+        kinds = {
+            key: (atom["dtype"], tuple(atom["shape"]))
+            for share in self.shares.values()
+            for key, atom in share.atoms.items()
+        }
+        state.check(kinds)
 
     def _arrange_buffers(self, state: LiveState, rank: int) -> None:
         """Arrange buffers that shared memory when the model was made as they lay after the last step."""

@@ -83,6 +83,26 @@ def recover(
     raise search.no_intact_snapshot(bases)
 
 
+def recovered_at(
+    store: LocalStore,
+    state: LiveState,
+    script: ScriptState,
+    line: Lineage,
+    *,
+    ranks: Ranks,
+    after_update: Callable[[int], None] | None = None,
+) -> RecoveryResult:
+    """Restore user state at the end of ``line``, whose tensors the live state has already, and return the result.
+
+    Collective: every rank must call this.
+    """
+    search = _Search(
+        store, state, script, ranks, line.step, None, exact=True, continuing=False, after_update=after_update,
+        watch=None,
+    )  # fmt: skip
+    return search.restored(line)
+
+
 @dataclass
 class RecoveryResult:
     """The point where the run continues.
@@ -131,7 +151,9 @@ def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, d
 class _Kept(NoScriptState):
     """A stand-in for the script that keeps the progress which would be restored."""
 
-    def restore(self, progress: dict[str, Any]) -> None:
+    def restore(
+        self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
+    ) -> None:
         self.progress = progress
 
 

@@ -140,6 +140,11 @@ class SnapshotScheduler:
         return not self.gap
 
     @property
+    def copies_differ(self) -> bool:
+        """Return whether the last comparison found that ranks hold different copies."""
+        return self._together is not None and self._together.alike.differs
+
+    @property
     def _held(self) -> bool:
         """Return whether steps are recorded for a snapshot under way that will end the gap."""
         return self.gap and self.bases.under_way and self._losses == self._losses_at_begin
@@ -418,6 +423,15 @@ class SnapshotScheduler:
         )
         self._emit("every", step=step, was=1, every=1, why=why)
         warnings.warn(why, stacklevel=6)
+
+    def abandon(self) -> None:
+        """Give up the snapshot under way; on return none is being published. Collective: every rank must call this."""
+        self._recorder.drain()
+        self._see_published()
+        if self._together is not None:
+            self._together.nothing_else()
+        self.bases.give_up()
+        self._recorder.drain()
 
     def close(self) -> None:
         """Give up a snapshot that is not fully copied. Called once nothing more is written."""

@@ -230,11 +230,13 @@ class RankCommits(WrittenCommits):
     def join(self, timeline: Timeline, rank: int) -> None:
         """Join ``timeline``, which the first rank has opened, instead of calling ``enter`` and ``begin``.
 
-        Called on every rank but the first. Units and logs of this rank may then be written; only the first rank
-        publishes. Raises ``RunLocked`` if another process writes as this rank.
+        Called on every rank but the first, again after a rollback. Units and logs of this rank may then be written;
+        only the first rank publishes. Raises ``RunLocked`` if another process writes as this rank.
         """
-        self._lock = self.disk.lock(lock_of(rank), {**this_writer(), "started": time.time()})
-        self.timeline, self._fork, self._small = timeline.id, timeline, set()
+        if self._lock is None:
+            self._lock = self.disk.lock(lock_of(rank), {**this_writer(), "started": time.time()})
+            self._small = set()
+        self.timeline, self._fork = timeline.id, timeline
         self._timelines = self.timelines()[0]
         self.follow()
 

@@ -53,6 +53,8 @@ class RetainedCommits(RunReader):
         """The timeline that is open for writing."""
         self.damaged: set[CommitRef] = set()
         """Commits that are known to be damaged."""
+        self.certified_step: int | None = None
+        """The newest step at which training was found good. The newest commit up to that step is not retired."""
         self.used_bytes = 0
         """The bytes that the run took of the disk at the last ``measure``."""
         self.cap_bytes: int | None = None
@@ -178,12 +180,12 @@ class RetainedCommits(RunReader):
         """Retire the oldest commit for lack of space, with the log records that only it needs.
 
         After them go copies of weights, the oldest first, and then the best commits, the worst first. Returns None
-        where only the two newest whole commits are left.
+        where only the two newest whole commits and the newest certified one are left.
         """
-        droppable = sorted(set(self._retained) - set(self._newest(2)))
+        droppable = sorted(set(self._retained) - set(self._newest(2)) - self._certified())
         line = set(self._line())
         off = [ref for ref in droppable if ref not in line or ref in self.damaged]
-        best = self._best()
+        best = [ref for ref in self._best() if ref in droppable]
         others = off or [ref for ref in droppable if ref not in best]
         if not others and (copies := copies_in(self.disk)):
             self.disk.unlink(copy_path(copies[0]))
@@ -246,12 +248,12 @@ class RetainedCommits(RunReader):
         return lineage(self._retained, self._timelines, tip or 0)
 
     def _for_good(self) -> set[CommitRef]:
-        """Return the commits that are kept for good.
+        """Return the commits that are kept for good, and the newest certified one.
 
-        These are on the current line, or on an abandoned one beyond the newest step of the current line.
+        The former are on the current line, or on an abandoned one beyond the newest step of the current line.
         """
         if self.keep is None or not self.keep.for_good:
-            return set()
+            return self._certified()
         retained, keep = self._retained, self.keep
 
         def kept(line: list[CommitRef]) -> set[CommitRef]:
@@ -261,7 +263,14 @@ class RetainedCommits(RunReader):
         line = self._line()
         reached = line[0].step if line else 0
         left = set().union(*(kept(self._line(other)) for other in self._timelines if other != self.timeline))
-        return kept(line) | {ref for ref in left if ref.step > reached}
+        return self._certified() | kept(line) | {ref for ref in left if ref.step > reached}
+
+    def _certified(self) -> set[CommitRef]:
+        """Return the newest whole commit of the line up to ``certified_step``, if there is one."""
+        step = self.certified_step
+        if step is None:
+            return set()
+        return set([ref for ref in self._newest(len(self._retained)) if ref.step <= step][:1])
 
     def _retire(self) -> None:
         """Unlink the manifests of commits that are not kept, durably, which frees their files."""

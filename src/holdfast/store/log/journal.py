@@ -137,6 +137,12 @@ class JournalWriter:
         if file is not None:
             file.close()
 
+    def cut(self) -> None:
+        """Release the space that the last segment reserves behind its records. Called once it is closed."""
+        if self._end < self._capacity:
+            self._disk.cut(self._path, self._end)
+            self._capacity = self._end
+
     def _headers(self, records: Sequence[Record]) -> list[Buffer]:
         """Return the headers of ``records``, each with the digest of the one before."""
         digest, headers = self._digest, []

@@ -1,0 +1,90 @@
+"""What ranks do that go back to an earlier step without a restart, by a call or by a guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist.training import left_here, whole_state, wrapped
+from holdfast.checkpoint.snapshot import snapshot_chunks
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import HoldfastError
+
+
+def accumulate(model: Any, kind: str) -> None:
+    """Compute gradients that are not exchanged, as in the middle of an accumulation."""
+    with model.no_sync() if kind == "ddp" else nullcontext():
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(False)
+        model(torch.randn(5, 7)).pow(2).mean().backward()
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(True)
+
+
+def main(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    say: Callable[..., None],
+    *,
+    kind: str,
+    root: str,
+    steps: int,
+    back: dict[str, int] | None = None,
+    bad_at: list[int] | None = None,
+    refused: dict[str, int] | None = None,
+) -> None:
+    """Train to ``steps``.
+
+    ``back`` has a step at which all go back, by its text. At ``bad_at`` (a rank and a step) the guard is told of a bad
+    loss there, after the forward pass. ``refused`` has the step that each rank asks for, which is refused on all.
+    """
+    snapshot_chunks.UNIT_BYTES = 100
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    model = wrapped(kind, world_size, 13, False, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    torch.manual_seed(100 + rank)
+    digests: dict[int, Any] = {}
+    model(torch.zeros(5, 7)).sum().backward()  # DDP forms its buckets anew after the first
+    model.zero_grad()
+    with Checkpointer(
+        root, model=model, optimizer=optimizer, scheduler=schedule, base_every=3
+    ) as checkpointer:
+        say(resumed=checkpointer.resume())
+        digests[checkpointer.steps_done] = whole_state(model, optimizer, None)
+        guard = checkpointer.guard() if bad_at else None
+        pending, threads = dict(back or {}), []
+        if refused is not None:
+            try:
+                checkpointer.rollback(refused[str(rank)])
+            except HoldfastError as error:
+                say(refused=f"{type(error).__name__}: {error}")
+        while checkpointer.steps_done < steps:
+            step = checkpointer.steps_done + 1
+            loss = model(torch.randn(5, 7)).pow(2).mean()
+            if guard is not None and bad_at is not None:
+                is_bad = bad_at == [rank, step] and guard.rollbacks == 0
+                if guard.check(math.inf if is_bad else loss):
+                    say(went_to=checkpointer.steps_done)
+                    continue
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            digests[step] = whole_state(model, optimizer, None)
+            if str(step) in pending:
+                accumulate(model, kind)
+                checkpointer.rollback(pending.pop(str(step)))
+                digests = {s: d for s, d in digests.items() if s <= checkpointer.steps_done}
+                same = digests[checkpointer.steps_done] == whole_state(model, optimizer, None)
+                threads.append(left_here())
+                say(same=same, threads=threads)
+        say(digests=digests, threads=[*threads, left_here()])
+    say(finished=True)

@@ -1,0 +1,42 @@
+"""Several ranks go back to one step together, or none of them does."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.world import World, ended
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World("going_back") as world:
+        yield world
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_go_back_and_end_as_if_they_had_not(world, tmp_path, kind):
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    found = ended(world.run(2, kind=kind, root=tmp_path / "back", steps=9, back={"7": 5, "8": 2}))
+    for one, other in zip(whole, found, strict=True):
+        assert other["same"] and other["digests"] == one["digests"]
+        assert other["threads"][0] == other["threads"][1]
+    again = ended(world.run(2, kind=kind, root=tmp_path / "back", steps=9))
+    assert again[0]["resumed"] == 9 and again[0]["digests"]["9"] == whole[0]["digests"]["9"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
+    """After a forward pass without a backward one, whose gathered parameters must not stay."""
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=7))
+    found = ended(world.run(2, kind=kind, root=tmp_path / "guarded", steps=7, bad_at=[1, 6]))
+    for one, other in zip(whole, found, strict=True):
+        assert other["went_to"] == 4
+        assert other["digests"] == one["digests"]
+
+
+def test_a_refusal_on_one_rank_is_one_on_all(world, tmp_path):
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=4))
+    found = ended(world.run(2, kind="ddp", root=tmp_path, steps=6, refused={"0": 3, "1": 99}))
+    assert "rank 1 failed" in found[0]["refused"] and "from 0 to 4" in found[1]["refused"]
+    again = ended(world.run(2, kind="ddp", root=tmp_path, steps=7, refused={"0": 3, "1": 2}))
+    assert all("other steps on other ranks" in said["refused"] for said in again)

@@ -203,3 +203,21 @@ def test_signal_goes_to_the_trainer_and_nobody_takes_over(capfd, tmp_path):
     assert stand_by([sys.executable, "-c", code, str(told)], restarts=10) == 143
     thread.join()
     assert "takes over" not in capfd.readouterr().err
+
+
+def test_engine_waits_for_its_run(status, tmp_path):
+    def opened():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        model.forward = lambda x: model[2](model[1](model[0](x))).square().mean()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return holdfast.offload(model, optimizer, tmp_path / "run", precision="fp32")
+
+    with opened() as engine:
+        engine.step([(torch.ones(1, 4),)])
+    store = LocalStore.open(tmp_path / "run")
+    threading.Timer(0.3, store.close).start()
+    began = time.monotonic()
+    with opened() as engine:
+        assert engine.steps_done == 1 and time.monotonic() - began > 0.2
+    assert said(status) == [OPENED, WAITING, OPENED]

@@ -15,6 +15,7 @@ a directory for each node. Overhead is the median time of a step beside that of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import finish, machine, options_of, table
+from common import finish, options_of, table
 
 NODES = 4
 LEAST_GAP, MOST_GAP = 2, 12
@@ -52,10 +53,10 @@ def main() -> None:
     if options.small:
         options.kills, options.width, options.pause, options.steps, options.rounds = 2, 32, 0.0, 6, 1
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result = {"benchmark": "node_loss", **machine(), "nodes": NODES, "kills": options.kills}
+        result = {"nodes": NODES, "kills": options.kills}
         result |= killed(Path(folder), options)
         result |= timed(Path(folder), options)
-    finish(result, options.keep)
+    finish("node_loss", result, options.keep)
 
 
 def killed(folder: Path, options: Any) -> dict[str, Any]:
@@ -192,7 +193,8 @@ def work(place: Path, job: dict[str, Any]) -> None:
         time.sleep(job["pause"])
         say(done=step, last=time.time())
         if start < job["kills"] and step == done + gap and rank == victim:
-            shutil.rmtree(root)
+            if job["way"] == "nodes":
+                shutil.rmtree(root)
             os.kill(os.getpid(), signal.SIGKILL)
         if kept is not None:
             kept.step()
@@ -204,8 +206,6 @@ def work(place: Path, job: dict[str, Any]) -> None:
         kept.close()
     parts = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     held = [part.to_local() if hasattr(part, "to_local") else part for part in parts]
-    import hashlib
-
     text = b"".join(part.detach().contiguous().numpy().tobytes() for part in held)
     say(digest=hashlib.sha256(text).hexdigest(), step_seconds=statistics.median(times or [0.0]))
     dist.destroy_process_group()

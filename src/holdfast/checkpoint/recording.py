@@ -361,6 +361,13 @@ class LogBackend(DurabilityBackend):
     def copies_differ(self) -> bool:
         return self.pace.copies_differ
 
+    def refuse_rollback(self) -> None:
+        if self._nodes is not None:
+            raise BadInput(
+                "a run without a shared directory (nodes=) cannot go back without a restart. End all ranks, and start"
+                " them again with resume(before=...)."
+            )
+
     def prepare_rollback(self, step: int, nearest: bool) -> int:
         ranks, store, state = self._training.ranks, self._store, self._training.state
         ranks.all_do(self.recorder.drain)

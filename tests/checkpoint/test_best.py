@@ -13,6 +13,7 @@ from checkpoint.loops import cut_small, manifests, same
 from holdfast.cli.inspect import ls
 from holdfast.errors import BadInput
 from holdfast.events import read_events
+from holdfast.integrations.dcp import StorageWriter
 from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep
 from holdfast.store.run_store import LocalStore
@@ -164,3 +165,9 @@ def test_best_that_cannot_be_kept_are_refused_before_anything_is_written(tmp_pat
     with pytest.raises(BadInput, match="best"):
         start(tmp_path / "run", keep=holdfast.Keep(2, best=4, metric="loss"), **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("keep", [BEST, Keep(weights=5)])
+def test_saves_without_steps_refuse_what_only_a_checkpointer_keeps(tmp_path, keep):
+    with pytest.raises(BadInput, match=r"dcp\.save"):
+        StorageWriter(tmp_path, keep=keep)

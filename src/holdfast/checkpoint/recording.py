@@ -249,6 +249,7 @@ class LogBackend(DurabilityBackend):
         )  # fmt: skip
         if self._nodes is not None:
             self._nodes.fail = self.agreement.fail
+            self._nodes.watch_exit()
 
     def _stored_bytes(self) -> int:
         """Return the bytes of the state that this rank stores."""

@@ -12,6 +12,7 @@ Called by ``LogBackend``.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -350,6 +351,13 @@ class NodeRun:
         ranks.all_do(lambda: store.adopt(here) if self._peers.leads and ranks.rank else None)
         ranks.all_do(lambda: None if self._peers.leads else store.join(here, ranks.rank))
 
+    def watch_exit(self) -> None:
+        """Bound the wait for other ranks at the end of the process. Called once the recorder is there.
+
+        The interpreter does last what was registered first, and the recorder then writes what waits.
+        """
+        atexit.register(self._peers.channel.end_with_process)
+
     # Snapshots
 
     def send(self, share: RankShare, report: Callable[[], None]) -> None:
@@ -401,6 +409,7 @@ class NodeRun:
 
     def close(self, orderly: bool) -> None:
         """End the exchange with other nodes: ``orderly`` if all ranks do so."""
+        atexit.unregister(self._peers.channel.end_with_process)
         if self._sending is not None:
             self._sending.join(0 if not orderly else None)
         self._peers.close(orderly)

@@ -28,8 +28,10 @@ HEADER_BYTES = 2048
 FOREVER = timedelta(days=365)
 JOIN_SECONDS = 10.0
 """The longest time that a closing rank waits for its guests to say goodbye."""
-_REQUEST, _SENT, _REPLY, _ANSWER = range(4)
-"""Tags of messages."""
+EXIT_SECONDS = 3.0
+"""The longest time that a process which ends without ``close`` waits for other ranks."""
+_REQUEST, _SENT, _REPLY, _ANSWER, _NEVER = range(5)
+"""Tags of messages; nothing is sent with the last one."""
 
 Request = dict[str, Any]
 Handler = Callable[[Request, memoryview], "tuple[Request, memoryview | None]"]
@@ -96,6 +98,25 @@ class PeerChannel:
         if not thread.is_alive():
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
+
+    def end_with_process(self) -> None:
+        """Bound the wait for other ranks at the end of a process that did not call ``close``.
+
+        They may have ended, or end at the same moment and answer no more. Called when the interpreter ends.
+        """
+        if self._thread is not None:
+            timer = threading.Timer(EXIT_SECONDS, self._abort)
+            timer.daemon = True
+            with suppress(RuntimeError):  # this interpreter starts no more threads
+                timer.start()
+
+    def _abort(self) -> None:
+        """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._group.recv([nothing], (self._rank + 1) % self._group.size(), _NEVER).wait(
+                timedelta(milliseconds=1)
+            )
 
     def _answer(self, rank: int, into: memoryview | None) -> Request:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)

@@ -372,42 +372,45 @@ def drill(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND", help="After --: how the script is started, and resumed; torchrun too."
+            metavar="COMMAND", help="After --: the command that starts and resumes the script; torchrun too."
         ),
     ],
-    kills: Annotated[int, typer.Option("--kills", min=0, metavar="N", help="Kills, at random moments.")] = 3,
+    kills: Annotated[
+        int, typer.Option("--kills", min=0, metavar="N", help="Number of kills, at random moments.")
+    ] = 3,
     until: Annotated[
         int,
         typer.Option(
-            "--until", min=2, metavar="STEP", help="The last step; fewer if the script ends before."
+            "--until",
+            min=2,
+            metavar="STEP",
+            help="Step after which each start ends, unless the script ends before.",
         ),
     ] = 20,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Chooses the moments.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the moments of the kills.")] = 0,
     tolerance: Annotated[
         float,
         typer.Option(
             "--tolerance",
             min=0.0,
             metavar="X",
-            help="Accept last values that differ by at most X; 0: equal bits.",
+            help="Largest difference accepted between final values; 0: equal bits.",
         ),
     ] = 0.0,
     timeout: Annotated[
         float,
-        typer.Option(
-            "--timeout", min=1.0, metavar="S", help="Longest wait in seconds for a start's next step."
-        ),
+        typer.Option("--timeout", min=1.0, metavar="S", help="Longest wait for the next step, in seconds."),
     ] = 300.0,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", metavar="FOLDER", help="A new folder for runs and outputs, which stay there."),
+        typer.Option("--keep", metavar="FOLDER", help="New folder in which runs and outputs are kept."),
     ] = None,
     json: AsJson = False,
 ) -> None:
     """Kill and resume a script; exit 1 if any bit differs.
 
-    It is compared with itself, uninterrupted: it runs twice to a step, and once more with kills. Its run directories
-    are in a temporary folder meanwhile; whatever else it writes, it writes.
+    The script runs three times, to the same step: twice without interruption, and once with kills. The results are
+    compared. Run directories are replaced by temporary ones; other files that the script writes are written as ever.
     """
     from .supervise.drilling import DrillOptions
     from .supervise.drilling import drill as drill_script
@@ -422,16 +425,20 @@ def drill(
 def standby(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="COMMAND", help="After --: how the script is started; torchrun too."),
+        typer.Argument(metavar="COMMAND", help="After --: the command that starts the script; torchrun too."),
     ],
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, metavar="N", help="Deaths after which another process trains.")
+        int,
+        typer.Option(
+            "--restarts", min=0, metavar="N", help="Number of deaths after which the standby takes over."
+        ),
     ] = 10,
 ) -> None:
     """Train with another process ready to take over.
 
-    That one has everything but the run open, and goes on at once if the first dies. Ends with the exit code of the
-    process that trained last. SIGINT and SIGTERM go to that process, and then nobody takes over.
+    The script is started twice. The second process waits where it would open the run, and continues at once if the
+    first dies. SIGINT and SIGTERM go to the process that trains, and then nobody takes over. Ends with the exit code
+    of the process that trained last.
     """
     from .supervise.standby_job import stand_by
 

@@ -26,11 +26,11 @@ from torch import nn
 
 from .accelerators import devices_of, refuse_unrecorded
 from .checkpoint.bucket_copy import Remote
-from .checkpoint.capture import state_digests
 from .checkpoint.capture.optimizer_hooks import Update
+from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
-from .checkpoint.grace import Grace, check_grace, refuse_other_seconds
+from .checkpoint.grace import Grace
 from .checkpoint.log.step_log import StepLog
 from .checkpoint.loss_guard import GuardedRun, GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
@@ -40,13 +40,10 @@ from .checkpoint.options import (
     Options,
     refuse_bad_resume,
     refuse_clipping,
-    refuse_every,
     refuse_no_room_for_best,
     refuse_of_several,
     refuse_other_calls,
-    refuse_other_every,
-    refuse_other_remotes,
-    refuse_waiting,
+    refuse_unequal,
     refuse_with_a_replica,
     refuse_with_nodes,
 )
@@ -68,7 +65,7 @@ from .regular_files import home_path
 from .saved_weights import SavedWeights
 from .schedule.interval.tuner import BASE_BYTES_PER_STEP
 from .sources import From, begin_from
-from .store.commit.retention import Keep, refuse_weights
+from .store.commit.retention import Keep
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
@@ -170,33 +167,25 @@ class Checkpointer:
                     codec=codec, keep=keep, every=every, base_every=base_every, when_behind=when_behind,
                     memory=memory, storage=storage, recovery_seconds=recovery_seconds,
                     bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
-                    bytes_per_step=BASE_BYTES_PER_STEP,
+                    bytes_per_step=BASE_BYTES_PER_STEP, wait_each_step=wait_each_step,
+                    grace_seconds=grace_seconds, has_replica=replica is not False,
                 )  # fmt: skip
                 self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
                     ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
                     codec=codec, averages=averages, after_update=after_update,
                 )  # fmt: skip
-                refuse_of_several(ranks, when_behind)
-                if not ranks.alone:
-                    refuse_weights(keep, f"{ranks.world_size} ranks")
-                check_grace(grace_seconds, has_replica=replica is not False)
-                refuse_every(every, wait_each_step, replica)
+                refuse_of_several(ranks, self._options)
                 if replica is not False:
-                    them = self._training.optimizers
-                    refuse_with_a_replica(
-                        ranks, them, codec, after_update, averages, when_behind, storage, keep
-                    )
-                    refuse_waiting(wait_each_step)
+                    optimizers = self._training.optimizers
+                    refuse_with_a_replica(ranks, self._options, optimizers, after_update, averages)
                     refuse_replica(replica)
                 if disk is None:
                     check_place(run)
                     refuse_foreign_checkpoint(run)
-            refuse_other_remotes(ranks, remote)
-            refuse_other_seconds(ranks, grace_seconds)
+            refuse_unequal(ranks, remote=remote, every=every, grace_seconds=grace_seconds)
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
-            refuse_other_every(ranks, every)
             try:
                 self._training.hook_up()
                 self._training.look()
@@ -221,8 +210,6 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
-        self._grace_seconds = grace_seconds
-        self._wait_each_step = wait_each_step
         self._guarded = self._stepping = False
         self._copy: HostCopy | None = None
         self._thread = 0
@@ -382,22 +369,7 @@ class Checkpointer:
         if isinstance(self._store.root, Path):
             self._witness = Witness.of(self._store.root, self._ranks.rank)
         if self._witness is not None:
-            self._witness.begun(self.steps_done, self._tensor_digests())
-
-    def _witness_step(self) -> None:
-        """Note the step for a drill, and end the script after its last one."""
-        if self._witness is None:
-            return
-        self._witness.stepped(self.steps_done, self._tensor_digests(), self._training.now)
-        if self._witness.is_last(self.steps_done):
-            self.close()
-            raise SystemExit(0)
-
-    def _tensor_digests(self) -> dict[str, str]:
-        state, found = self._training.state, {}
-        for owner in state_digests.owners(state):
-            found |= state_digests.digests(state, owner)
-        return found
+            self._witness.begun(self.steps_done, all_digests(self._training.state))
 
     def _check_remote(self) -> None:
         if self._remote is not None:
@@ -408,8 +380,8 @@ class Checkpointer:
         self._thread = threading.get_ident()
         self._optimizer_hooks.attach()
         self._sigterm = SigTerm.watched()
-        if self._grace_seconds is not None:
-            self._backend.grace = Grace(self._grace_seconds, self._sigterm)
+        if self._options.grace_seconds is not None:
+            self._backend.grace = Grace(self._options.grace_seconds, self._sigterm)
         if self._remote is not None:
             self._remote.start()
         self._stepped_at = time.perf_counter()
@@ -444,10 +416,12 @@ class Checkpointer:
             self._note_metrics(measured, is_step=self.steps_done > before)
         if self.steps_done > before:  # in the middle of an accumulation buffers belong to no step
             self._save_weights()
-            if self._wait_each_step:
+            if self._options.wait_each_step:
                 self.wait()
-            self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
-            self._witness_step()
+            self._meet(stop=self._is_stopping)
+            if self._witness is not None:
+                digests = all_digests(self._training.state)
+                self._witness.stepped(self.steps_done, digests, self._training.now, self.close)
 
     def _note_metrics(self, metrics: Mapping[str, float], is_step: bool) -> None:
         """Log ``metrics``, and make a snapshot of the current step if it is to be kept as one of the best.
@@ -493,8 +467,7 @@ class Checkpointer:
 
     def _save_weights(self) -> None:
         """Make a copy of the weights if the current step is to have one. After a SIGTERM the resume makes it."""
-        leaves = self._sigterm is not None and self._sigterm.arrived
-        if self._weights is not None and not leaves and self._weights.is_due(self.steps_done):
+        if self._weights is not None and not self._is_stopping and self._weights.is_due(self.steps_done):
             with self._ending_on_error():
                 self._weights.make(self._training.state, self.steps_done)
 
@@ -727,13 +700,7 @@ class Checkpointer:
             return
         self._closed = True
         grace = self._backend.grace
-        if (
-            save
-            and grace is not None
-            and self._ranks.alone
-            and self._sigterm is not None
-            and self._sigterm.arrived
-        ):
+        if save and grace is not None and self._ranks.alone and self._is_stopping:
             grace.begin()
         if save and self._failure is None and self._backend.begun and not self._ranks.rank:
             say_closed(self._store.root)
@@ -746,7 +713,7 @@ class Checkpointer:
             raise
         finally:
             self._end(save)
-        if save and self._sigterm is not None and self._sigterm.arrived:
+        if save and self._is_stopping:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _finish(self, orderly: bool) -> None:
@@ -863,6 +830,11 @@ class Checkpointer:
                 "step(), and what makes a base, is called by the thread that called resume() and trains: another would"
                 " copy the state while it changes. Set a flag there, and call save() after step()."
             )
+
+    @property
+    def _is_stopping(self) -> bool:
+        """True once a SIGTERM has arrived that the script does not handle itself."""
+        return self._sigterm is not None and self._sigterm.arrived
 
     @property
     def _is_forked(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 
-from ..distributed import Ranks
 from ..errors import BadInput
 from ..quantities import format_seconds
 from .sigterm import SigTerm
@@ -31,17 +30,6 @@ def check_grace(seconds: float | None, has_replica: bool) -> None:
             "grace_seconds= is for records, and with replica= the last steps are in the replica's memory, which"
             " outlives the process: leave out one of them"
         )
-
-
-def refuse_other_seconds(ranks: Ranks, seconds: float | None) -> None:
-    """Raise ``BadInput`` unless ``seconds`` are the same on all ranks, which leave together.
-
-    Collective: every rank must call this.
-    """
-    given = ranks.everyone(seconds)
-    if len(set(given)) > 1:
-        told = ", ".join(f"rank {rank} {each}" for rank, each in enumerate(given))
-        raise BadInput(f"grace_seconds= is not the same on all ranks ({told}). Give all the same.")
 
 
 class Grace:

@@ -23,6 +23,7 @@ from ..state.live_state import LiveState
 from ..store.commit.retention import Keep, refuse_best, refuse_weights
 from .capture.closures import refuse_closures
 from .compression.codecs import Codec, Exact
+from .grace import check_grace
 from .log.recorder import BOUND
 from .nodes.local_disks import LocalDisks
 from .snapshot.snapshot_chunks import frozen_in, owned_by
@@ -49,10 +50,14 @@ class Options:
     direct: bool
     bytes_per_step: int
     """Bytes of a snapshot that are copied at the end of one step."""
+    wait_each_step: bool = False
+    grace_seconds: float | None = None
+    has_replica: bool = False
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
-        _refuse_bad_every(self.every, self.base_every, self.codec)
+        _refuse_bad_every(self)
+        check_grace(self.grace_seconds, self.has_replica)
         _ = self.limits
 
     @property
@@ -219,7 +224,8 @@ def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any)
         )
 
 
-def _refuse_bad_every(every: int | str, base_every: int | None, codec: Codec) -> None:
+def _refuse_bad_every(options: Options) -> None:
+    every, base_every, codec = options.every, options.base_every, options.codec
     is_number = isinstance(every, Integral) and not isinstance(every, bool) and every >= 1
     if not is_number and every != "auto":
         raise BadInput(
@@ -236,6 +242,14 @@ def _refuse_bad_every(every: int | str, base_every: int | None, codec: Codec) ->
         raise BadInput(
             f"codec={codec} changes training so that the record of every step is small, and every = {every!r} may leave"
             " records out: leave one of the two out"
+        )
+    if options.wait_each_step:
+        raise BadInput(
+            f"every = {every!r} leaves steps out, and wait_each_step= keeps each: leave one of the two out"
+        )
+    if options.has_replica:
+        raise BadInput(
+            f"every = {every!r} leaves records out, and a replica has none to leave out: leave out every=, or replica="
         )
 
 
@@ -268,9 +282,24 @@ def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:
         raise BadInput(f"resume was called differently on the ranks (to step: {told}); call it alike on all")
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
+def refuse_unequal(ranks: Ranks, **given: Any) -> None:
+    """Raise ``BadInput`` unless each of the arguments ``given`` is the same on all ranks.
+
+    Collective: every rank must call this.
+    """
+    told = ranks.everyone(given)
+    for name in given:
+        if len({each[name] for each in told}) > 1:
+            which = ", ".join(f"rank {rank} {each[name]!r}" for rank, each in enumerate(told))
+            raise BadInput(f"{name}= is not the same on all ranks ({which}). Give all the same.")
+
+
+def refuse_of_several(ranks: Ranks, options: Options) -> None:
     """Raise ``BadInput`` for options that only one process can use."""
-    if when_behind == "skip" and not ranks.alone:
+    if ranks.alone:
+        return
+    refuse_weights(options.keep, f"{ranks.world_size} ranks")
+    if options.when_behind == "skip":
         raise BadInput(
             'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
             " record, all make a base at once."
@@ -279,80 +308,37 @@ def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
 
 def refuse_with_a_replica(
     ranks: Ranks,
+    options: Options,
     optimizers: Sequence[torch.optim.Optimizer],
-    codec: Codec,
     after_update: Any,
     averages: Any,
-    when_behind: str,
-    storage: Any,
-    keep: Keep,
 ) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
-    refuse_best(keep, "a replica, which makes the bases,")
-    refuse_weights(keep, "a replica")
+    refuse_best(options.keep, "a replica, which makes the bases,")
+    refuse_weights(options.keep, "a replica")
     odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
     if odd and not ranks.alone:
         raise BadInput(
             f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
             " leave out replica=, and every step is recorded on the disk instead"
         )
-    if codec != Exact():
-        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
-    if after_update is not None or averages is not None or when_behind == "skip":
+    if options.codec != Exact():
+        raise BadInput(
+            f"a replica is handed dense gradients: leave out codec={options.codec}, or leave out replica="
+        )
+    if after_update is not None or averages is not None or options.when_behind == "skip":
         raise BadInput(
             "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
         )
-    if storage is not None:
+    if options.storage is not None:
         raise BadInput(
-            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
-            " Leave it out, or leave out replica="
+            f"storage = {options.storage} is for records, and a replica leaves none: the disk has as many bases as"
+            " keep= says. Leave it out, or leave out replica="
         )
-
-
-def refuse_every(every: int | str, wait_each_step: bool, replica: Any) -> None:
-    """Raise ``BadInput`` for options that promise every step beside ``every``, which leaves steps out."""
-    if every == 1:
-        return
-    if wait_each_step:
-        raise BadInput(
-            f"every = {every!r} leaves steps out, and wait_each_step= keeps each: leave one of the two out"
-        )
-    if replica is not False:
-        raise BadInput(
-            f"every = {every!r} leaves records out, and a replica has none to leave out: leave out every=, or replica="
-        )
-
-
-def refuse_other_every(ranks: Ranks, every: int | str) -> None:
-    """Raise ``BadInput`` unless ``every`` is the same on all ranks, since they make snapshots of the same steps.
-
-    Collective: every rank must call this.
-    """
-    told = ranks.everyone(every)
-    if len(set(told)) > 1:
-        which = ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(told))
-        raise BadInput(f"every= is not the same on all ranks ({which}). Give all the same.")
-
-
-def refuse_waiting(wait_each_step: bool) -> None:
-    """Raise ``BadInput`` where waiting for each step would make a snapshot of each step."""
-    if wait_each_step:
+    if options.wait_each_step:
         raise BadInput(
             "wait_each_step= with replica= would make a base of every step, since a replica has the others in memory:"
             " leave out one of them. replica_step says what survives the death of the process."
-        )
-
-
-def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
-    """Raise ``BadInput`` unless ``remote`` is the same on all ranks, since the first rank copies for all.
-
-    Collective: every rank must call this.
-    """
-    places = ranks.everyone(remote)
-    if len(set(places)) > 1:
-        told = ", ".join(f"rank {rank} {place or 'none'}" for rank, place in enumerate(places))
-        raise BadInput(
-            f"remote= is not the same on all ranks ({told}). Give all the same; the first one copies for all."
         )
 
 

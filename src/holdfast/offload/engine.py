@@ -179,16 +179,10 @@ class Engine:
             event = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
             self._events.emit("step", **event)
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
-        self._witness_step()
+        if self._witness is not None:
+            progress = {**self._progress(), "loss": self.last["loss"]}
+            self._witness.stepped(self.steps_done, {}, progress, self.close)
         return self.last["loss"]
-
-    def _witness_step(self) -> None:
-        if self._witness is None:
-            return
-        self._witness.stepped(self.steps_done, {}, {**self._progress(), "loss": self.last["loss"]})
-        if self._witness.is_last(self.steps_done):
-            self.close()
-            raise SystemExit(0)
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:
         """Check that the step can be done, and return what the other ranks need to know of it."""

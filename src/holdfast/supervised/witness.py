@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,28 @@ class Witness:
         Raises ``SystemExit`` where no step is left to do.
         """
         self._write(BEGUN, step, tensors=dict(tensors))
-        if self.is_last(step):
+        if self._is_last(step):
             raise SystemExit(0)
 
-    def stepped(self, step: int, tensors: Mapping[str, str], progress: Mapping[str, Any]) -> None:
-        """Note the end of ``step``. ``progress`` is the user state as JSON."""
-        self._write(STEP, step, tensors=dict(tensors), progress=digests_of(progress), script=script_values())
+    def stepped(
+        self, step: int, tensors: Mapping[str, str], progress: Mapping[str, Any], close: Callable[[], None]
+    ) -> None:
+        """Note the end of ``step``, and end the script after the last one.
 
-    def is_last(self, step: int) -> bool:
+        Args:
+            step: The number of the step.
+            tensors: Digests by name.
+            progress: The user state as JSON.
+            close: Closes the run. Called before the script ends.
+
+        Raises ``SystemExit`` after the last step.
+        """
+        self._write(STEP, step, tensors=dict(tensors), progress=digests_of(progress), script=script_values())
+        if self._is_last(step):
+            close()
+            raise SystemExit(0)
+
+    def _is_last(self, step: int) -> bool:
         """Return whether the script ends after ``step``. Does not return where it waits for its kill."""
         if step < self._attempt.until:
             return False

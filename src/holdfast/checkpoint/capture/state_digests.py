@@ -2,7 +2,7 @@
 
 An owner is a parameter with everything that belongs to it, or all buffers together. A few owners are compared at each
 step, so that the whole state is compared within a bounded time. Called by a replica and its trainer, by ranks that hold
-the same regions, and for buffers that may have changed.
+the same regions, for buffers that may have changed, and by drills.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def owners(state: LiveState) -> list[str]:
 def digests(state: LiveState, owner: str) -> dict[str, str]:
     """Return the digests of all tensors of ``owner``, by key."""
     return {key: digest(tensor) for key, (_, tensor) in _held(state, owner).items()}
+
+
+def all_digests(state: LiveState) -> dict[str, str]:
+    """Return the digests of all tensors that this process stores, by key."""
+    return {key: found for owner in owners(state) for key, found in digests(state, owner).items()}
 
 
 def take(state: LiveState, left: list[str], most_bytes: int) -> Digests:

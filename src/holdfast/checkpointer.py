@@ -32,7 +32,7 @@ from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace
 from .checkpoint.log.step_log import StepLog
-from .checkpoint.loss_guard import GuardedRun, GuardOptions, LossGuard
+from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
 from .checkpoint.nodes.local_disks import LocalDisks
 from .checkpoint.nodes.node_run import NodePeers
@@ -48,13 +48,12 @@ from .checkpoint.options import (
     refuse_with_nodes,
 )
 from .checkpoint.recording import LogBackend
-from .checkpoint.recovery.live_rollback import all_finite
+from .checkpoint.recovery.checkpointer_rollback import Rollback
 from .checkpoint.recovery.recovery_progress import RecoveryProgress
 from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
 from .checkpoint.sigterm import SigTerm
-from .checkpoint.snapshot.host_copy import HostCopy
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
@@ -210,8 +209,10 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
-        self._guarded = self._stepping = False
-        self._copy: HostCopy | None = None
+        self._rollback = Rollback(
+            self._training, self._backend, self._optimizer_hooks, self._store, self._events
+        )
+        self._stepping = False
         self._thread = 0
         self._stepped_at = 0.0
         self._witness: Witness | None = None
@@ -445,8 +446,7 @@ class Checkpointer:
         if self._training.after_update is not None and updates:
             self._optimizer_hooks.do_after(self._training.after_update, updates)
         started = time.perf_counter()
-        if not self._guarded:
-            self._training.certified_step = self._store.certified_step = None
+        self._rollback.begin_step()
         self._training.stepped(updates)
         alone = self._ranks.alone  # the other ranks do not know what one rank finds by itself
         other = alone and (self._training.has_new_buffers or self._training.state.has_other_buffers())
@@ -460,8 +460,7 @@ class Checkpointer:
         else:
             self._backend.record(updates)
         self._optimizer_hooks.end_step()
-        if self._copy is not None:
-            self._copy.advance(self._training.state, self.steps_done)
+        self._rollback.end_step()
         self._backend.advance_snapshot()
         self._time(started)
 
@@ -622,72 +621,19 @@ class Checkpointer:
             window=window,
             copy_every=copy_every,
         )
-        self._training.refuse_rollback(keeps_places=True)
-        self._backend.refuse_rollback()
-        self._guarded, after_update = True, self._training.after_update is not None
-        self._copy = None if copy_every is None else HostCopy(copy_every, with_frozen=after_update)
-        run = GuardedRun(
-            self._ranks, lambda: self.steps_done, lambda: self._backend.base_step,
-            lambda step, why: self._go_back(step, keeps_places=True, why=why), self._is_sound, self._certify,
-        )  # fmt: skip
-        return LossGuard(run, options)
+        return self._rollback.guard(
+            options, lambda step, why: self._go_back(step, keeps_places=True, why=why)
+        )
 
     def _go_back(self, step: int, keeps_places: bool, why: str = "") -> int:
         """Go back to ``step``; for a guard at least to the oldest snapshot, with positions in data as they are."""
-        asked = self._ranks.all_do(lambda: self._checked_target(step, keeps_places))
-        if len(set(asked)) > 1:
-            raise BadInput(
-                f"rollback was called with other steps on other ranks: {asked}; call it alike on all"
-            )
-        started, before, copy = time.perf_counter(), self.steps_done, self._copy
-        if copy is not None and keeps_places and 0 <= copy.step <= step:
-            step = copy.step
-        target = self._backend.prepare_rollback(step, nearest=keeps_places)
+        started, before = time.perf_counter(), self.steps_done
+        target = self._rollback.prepare(step, keeps_places, self._refuse_within_step)
         with self._ending_on_error():  # in the middle the state is of no step
-            self._backend.give_back(self._optimizer_hooks.discard())
-            self._optimizer_hooks.detach()  # a replay steps the optimizers
-            self._training.drop_iteration()
-            restores = is_no_place if keeps_places else lambda name, thing: True
-            found = self._backend.go_back(target, restores, copy)
-            if copy is not None and copy.step > target:
-                copy.step = -1  # the step that it is of was abandoned
-            certified = self._training.certified_step
-            self._training.continue_from(found)
-            self._training.certified_step = None if certified is None else min(certified, target)
-            self._store.certified_step = self._training.certified_step
-            self._training.begin_iteration()
-            self._backend.begin(found)
-            self._optimizer_hooks.watch(self._training.state)
-            self._optimizer_hooks.attach()
-        seconds = time.perf_counter() - started
+            self._rollback.go_back(target, keeps_places)
         self._stepped_at = time.perf_counter()
-        self._events.emit("rollback", step=target, from_step=before, seconds=seconds, why=why or None)
-        if not self._ranks.rank:
-            passed = " The batches since are passed over." * keeps_places
-            cause = f" at step {before:,}, since {why}" if why else f" from step {before:,}"
-            tell(f"{self._store.root} went back to step {target:,}{cause}.{passed}")
+        self._rollback.report(target, before, self._stepped_at - started, keeps_places, why)
         return target
-
-    def _checked_target(self, step: int, keeps_places: bool) -> int:
-        """Return ``step``. Raises ``BadInput`` where the process cannot go back to it now."""
-        self._refuse_other_thread()
-        if self._stepping or self._optimizer_hooks.is_stepping:
-            raise BadInput("rollback was called inside step(). Set a flag there, and go back after step().")
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.steps_done:
-            raise BadInput(
-                f"step = {step!r} must be a whole number from 0 to {self.steps_done}, the steps done"
-            )
-        self._training.refuse_rollback(keeps_places)
-        self._backend.refuse_rollback()
-        return step
-
-    def _is_sound(self) -> bool:
-        """Return whether the state is finite here, and no comparison has found other copies on other ranks."""
-        return all_finite(self._training.state) and not self._backend.copies_differ
-
-    def _certify(self, step: int) -> None:
-        self._training.certified_step = self._store.certified_step = step
-        self._events.emit("certified", step=step, base_step=self._backend.base_step)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a snapshot, and remove all hooks, threads and locks.
@@ -823,6 +769,11 @@ class Checkpointer:
                 f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step. {after}"
             )
         self._training.refuse_moved_on()
+
+    def _refuse_within_step(self) -> None:
+        self._refuse_other_thread()
+        if self._stepping or self._optimizer_hooks.is_stepping:
+            raise BadInput("rollback was called inside step(). Set a flag there, and go back after step().")
 
     def _refuse_other_thread(self) -> None:
         if threading.get_ident() != self._thread:

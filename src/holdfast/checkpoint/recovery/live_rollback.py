@@ -1,9 +1,9 @@
-"""A return of the living process to a recorded step: what comes before and beside the recovery itself.
+"""The checks and clean-up of a return of the living process to a recorded step, beside the recovery itself.
 
 A recovery changes live tensors as it goes, and a new process may fail in the middle without harm. A living one may not,
 so ``reachable_step`` finds out by headers alone whether records lead to the step, before anything is changed.
-``drop_iteration`` removes what the unfinished iteration left in objects that no run stores. Called by ``Checkpointer``
-and by the log backend.
+``drop_iteration`` removes what the unfinished iteration left in objects that no run stores. Called by
+``Rollback`` and by the log backend.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ durable. ``resume()`` loads the newest snapshot and replays the log records afte
 
 This module only joins other modules. ``training_state`` holds the training state and ``optimizer_hooks``
 hooks the optimizers. ``durability`` keeps the steps, by log records (``recording``) or by a replica
-(``replicating``). Sizes are bytes.
+(``replicating``). ``checkpointer_rollback`` goes back to a step without a restart. Sizes are bytes.
 """
 
 from __future__ import annotations

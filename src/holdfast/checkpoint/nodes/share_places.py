@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...store.format.manifest import FileRef, Manifest
-from ...store.log.segments import SegmentRef
 from ...store.node_store import Holdings
 from ...store.remote.pushing import object_path
 
@@ -141,14 +140,3 @@ def is_own(paths: Iterable[str], places: Places, node: int, tier: str = OWN) -> 
 def streams_of_segments(places: Places) -> list[str]:
     """Return the streams that have a segment anywhere."""
     return sorted({path.split("/")[1] for path in places})
-
-
-def segment_paths(stream: str, places: Places) -> list[SegmentRef]:
-    """Return the segments of ``stream``, in the order in which they were begun."""
-    names = [path for path in places if path.startswith(f"journal/{stream}/")]
-    return sorted(_ref_of(path, stream) for path in names)
-
-
-def _ref_of(path: str, stream: str) -> SegmentRef:
-    first, timeline = path.rpartition("/")[2].removesuffix(".log").removeprefix("step-").split(".t")
-    return SegmentRef(int(timeline), int(first), stream)

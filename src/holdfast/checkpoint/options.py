@@ -51,8 +51,11 @@ class Options:
     bytes_per_step: int
     """Bytes of a snapshot that are copied at the end of one step."""
     wait_each_step: bool = False
+    """True if ``step`` returns only when its step is durable."""
     grace_seconds: float | None = None
+    """Seconds from a SIGTERM to the end of the process; None for no bound."""
     has_replica: bool = False
+    """True if a replica keeps the steps, and not log records."""
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)

@@ -444,7 +444,7 @@ class Checkpointer:
             self._note_metrics(measured, is_step=self.steps_done > before)
         if self.steps_done > before:  # in the middle of an accumulation buffers belong to no step
             self._save_weights()
-            if self._wait_each_step:
+            if self._wait_each_step and not self._is_short_of_time:
                 self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
             self._witness_step()
@@ -459,10 +459,17 @@ class Checkpointer:
                 "metrics= are of a step, and no optimizer has stepped in this iteration: leave them out"
             )
         self._events.emit("metrics", step=self.steps_done, metrics=dict(metrics))
-        if is_among_best(metrics, self._options.keep, self._store, self._ranks):
+        if not is_among_best(metrics, self._options.keep, self._store, self._ranks):
+            return
+        if all(self._ranks.everyone(self._backend.has_time())):
             with self._ending_on_error():
                 self._training.measured(metrics)
                 self._backend.save_snapshot(again=True)
+        elif not self._ranks.rank:
+            tell(
+                f"{self._store.root}: step {self.steps_done:,} is among the best and is not kept, since a base would"
+                " have taken longer than grace_seconds."
+            )
 
     def _step(self) -> None:
         updates = self._optimizer_hooks.take()
@@ -490,6 +497,12 @@ class Checkpointer:
             self._copy.advance(self._training.state, self.steps_done)
         self._backend.advance_snapshot()
         self._time(started)
+
+    @property
+    def _is_short_of_time(self) -> bool:
+        """Return whether ``close`` is to decide what is still written. Ranks wait for each other, so one alone does."""
+        arrived = self._sigterm is not None and self._sigterm.arrived
+        return self._ranks.alone and self._backend.grace is not None and arrived
 
     def _save_weights(self) -> None:
         """Make a copy of the weights if the current step is to have one. After a SIGTERM the resume makes it."""

@@ -336,13 +336,16 @@ class LogBackend(DurabilityBackend):
         """Return the time at which the last write has to end; None if there is none, or before a SIGTERM."""
         return None if self.grace is None else self.grace.ends_at
 
-    def _is_time(self) -> bool:
-        if self.grace is None or not self.grace.hurries:
+    def has_time(self) -> bool:
+        if self.grace is None:
             return True
         nbytes = (
             self.recorder.pending_bytes + self.pace.bases.memory_bytes + sum(self.pace.bases.expected_bytes())
         )
         return self.grace.allows(SURE * nbytes / self._bytes_per_second())
+
+    def _is_time(self) -> bool:
+        return self.grace is None or not self.grace.hurries or self.has_time()
 
     def _bytes_per_second(self) -> float:
         """Return the rate at which this process has written records, or else snapshots."""

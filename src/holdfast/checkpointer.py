@@ -160,7 +160,7 @@ class Checkpointer:
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
         run = training_directory(run) if disk is None else run
-        remote = None if in_drill() else remote
+        remote, nodes = (None, None) if in_drill() else (remote, nodes)
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -331,7 +331,8 @@ class Checkpointer:
         target = step if before is None else before - 1
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
-            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds)
+            leads = self._peers is not None and self._peers.leads
+            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)

@@ -185,7 +185,9 @@ class LogBackend(DurabilityBackend):
         pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
         if self._recovery.over:
             pace.recovered(self._recovery)
-        pace.continue_cadence(None if newest is None else newest.progress_of(newest.streams[0]).get("every"))
+        told = None if newest is None else newest.progress_of(newest.streams[0]).get("every")
+        told_anywhere = self._training.ranks.everyone(told)  # a node that lost its directory has no base
+        pace.continue_cadence(next((each for each in told_anywhere if each is not None), None))
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:

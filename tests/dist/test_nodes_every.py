@@ -1,4 +1,4 @@
-"""Ranks whose nodes have a directory each, and whose steps are kept by bases alone."""
+"""Ranks whose nodes have a directory each, and with other ways to keep steps and to end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from dist.world import ended
 from holdfast.checkpoint.collective_snapshots import CollectiveSnapshot
+from holdfast.checkpoint.recording import LogBackend
 from holdfast.distributed import Ranks
 
 NODES = [0, 1]
@@ -41,3 +42,14 @@ def test_node_has_the_last_commit_before_its_files_are_written_again(monkeypatch
     together.agreement = SimpleNamespace(begin_base=lambda: 2)
     assert together.begin_alike(bases)
     assert done == ["follow", "give up"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_write_that_was_left_at_the_end_is_not_waited_for(is_alive):
+    closed = []
+    backend = LogBackend.__new__(LogBackend)
+    backend.agreement = SimpleNamespace(close=lambda orderly: None, failure=None)
+    backend._recorder = SimpleNamespace(is_alive=is_alive)
+    backend._nodes = SimpleNamespace(close=closed.append)
+    backend.part(orderly=True)
+    assert closed == [not is_alive]

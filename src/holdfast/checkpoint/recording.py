@@ -428,8 +428,8 @@ class LogBackend(DurabilityBackend):
     def part(self, orderly: bool) -> None:
         super().part(orderly)
         healthy = self.agreement is not None and self.agreement.failure is None
-        if self._nodes is not None:
-            self._nodes.close(orderly and healthy)
+        if self._nodes is not None:  # a write that was left is still being copied, and would be waited for
+            self._nodes.close(orderly and healthy and not self.is_alive)
 
     def release(self) -> None:
         if self._pool is not None:

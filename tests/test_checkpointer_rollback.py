@@ -538,20 +538,21 @@ def test_a_guard_goes_no_further_than_the_oldest_base(tmp_path):
         assert checkpointer.steps_done == 4
 
 
-@pytest.mark.parametrize("copy_every", [None, 5])
+@pytest.mark.parametrize("copy_every", [None, 4, 7])
 def test_a_guard_without_records_goes_to_the_newest_base_before(tmp_path, copy_every):
-    states, _ = reference(9, "")
+    states, _ = reference(12, "")
     loop, checkpointer = start(tmp_path, "", every=4)
     with checkpointer:
         checkpointer.resume()
         guard = checkpointer.guard(copy_every=copy_every)
-        go_on(loop, checkpointer, 4)
-        checkpointer.wait()
-        go_on(loop, checkpointer, 7)
+        for step in (4, 8):
+            go_on(loop, checkpointer, step)
+            checkpointer.wait()
+        go_on(loop, checkpointer, 10)
         assert guard.check(math.nan)
-        assert checkpointer.steps_done == 4 and same(loop.state(), states[4])
-        go_on(loop, checkpointer, 9)
-        assert same(loop.state(), states[9])
+        assert checkpointer.steps_done == 8 and same(loop.state(), states[8])
+        go_on(loop, checkpointer, 12)
+        assert same(loop.state(), states[12])
 
 
 # Certified bases

@@ -681,7 +681,8 @@ class Checkpointer:
                 f"rollback was called with other steps on other ranks: {asked}; call it alike on all"
             )
         started, before, copy = time.perf_counter(), self.steps_done, self._copy
-        if copy is not None and keeps_places and 0 <= copy.step <= step:
+        leads_to_copy = self._backend.records_steps  # without records only a base at the copy's step would
+        if copy is not None and keeps_places and leads_to_copy and 0 <= copy.step <= step:
             step = copy.step
         target = self._backend.prepare_rollback(step, nearest=keeps_places)
         with self._ending_on_error():  # in the middle the state is of no step

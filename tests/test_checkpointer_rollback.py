@@ -538,6 +538,23 @@ def test_a_guard_goes_no_further_than_the_oldest_base(tmp_path):
         assert checkpointer.steps_done == 4
 
 
+@pytest.mark.parametrize("copy_every", [None, 4, 7])
+def test_a_guard_without_records_goes_to_the_newest_base_before(tmp_path, copy_every):
+    states, _ = reference(12, "")
+    loop, checkpointer = start(tmp_path, "", every=4)
+    with checkpointer:
+        checkpointer.resume()
+        guard = checkpointer.guard(copy_every=copy_every)
+        for step in (4, 8):
+            go_on(loop, checkpointer, step)
+            checkpointer.wait()
+        go_on(loop, checkpointer, 10)
+        assert guard.check(math.nan)
+        assert checkpointer.steps_done == 8 and same(loop.state(), states[8])
+        go_on(loop, checkpointer, 12)
+        assert same(loop.state(), states[12])
+
+
 # Certified bases
 
 

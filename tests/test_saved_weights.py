@@ -125,6 +125,14 @@ def test_copies_of_abandoned_steps_go_when_the_new_line_has_come_so_far(tmp_path
         assert same(load_file(copy_of(tmp_path, 4, 2)), dict(loop.model.state_dict()))
 
 
+def test_copies_stay_when_the_process_was_restarted_often(tmp_path):
+    """Timelines whose commits and records are gone still lead to copies."""
+    for process in range(8):
+        trained(tmp_path, 2 * process + 2)
+    assert len(copies(tmp_path)) == 8
+    assert copies(tmp_path)[0] == copy_of(tmp_path, 2).name
+
+
 def test_copies_count_and_the_oldest_goes_before_a_best_base(tmp_path):
     keep = Keep(1, weights=1, best=1, metric="loss")
     loop, checkpointer = start(tmp_path, keep=keep, base_every=1000)

@@ -156,7 +156,7 @@ class Checkpointer:
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
         run = training_directory(run) if disk is None else run
-        remote = None if in_drill() else remote
+        remote, nodes = (None, None) if in_drill() else (remote, nodes)
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -319,7 +319,8 @@ class Checkpointer:
         target = step if before is None else before - 1
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
-            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds)
+            leads = self._peers is not None and self._peers.leads
+            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
@@ -417,7 +418,7 @@ class Checkpointer:
             self._note_metrics(measured, is_step=self.steps_done > before)
         if self.steps_done > before:  # in the middle of an accumulation buffers belong to no step
             self._save_weights()
-            if self._options.wait_each_step:
+            if self._options.wait_each_step and not self._is_short_of_time:
                 self.wait()
             self._meet(stop=self._is_stopping)
             if self._witness is not None:
@@ -434,10 +435,17 @@ class Checkpointer:
                 "metrics= are of a step, and no optimizer has stepped in this iteration: leave them out"
             )
         self._events.emit("metrics", step=self.steps_done, metrics=dict(metrics))
-        if is_among_best(metrics, self._options.keep, self._store, self._ranks):
+        if not is_among_best(metrics, self._options.keep, self._store, self._ranks):
+            return
+        if all(self._ranks.everyone(self._backend.has_time())):
             with self._ending_on_error():
                 self._training.measured(metrics)
                 self._backend.save_snapshot(again=True)
+        elif not self._ranks.rank:
+            tell(
+                f"{self._store.root}: step {self.steps_done:,} is among the best and is not kept, since a base would"
+                " have taken longer than grace_seconds."
+            )
 
     def _step(self) -> None:
         updates = self._optimizer_hooks.take()
@@ -463,6 +471,11 @@ class Checkpointer:
         self._rollback.end_step()
         self._backend.advance_snapshot()
         self._time(started)
+
+    @property
+    def _is_short_of_time(self) -> bool:
+        """Return whether ``close`` is to decide what is still written. Ranks wait for each other, so one alone does."""
+        return self._ranks.alone and self._backend.grace is not None and self._is_stopping
 
     def _save_weights(self) -> None:
         """Make a copy of the weights if the current step is to have one. After a SIGTERM the resume makes it."""

@@ -18,6 +18,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.store.commit.retention import Keep
 
 
 class Run:
@@ -113,6 +114,32 @@ def test_base_that_would_take_longer_is_left_out(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert resumed(tmp_path, codec=TopK(0.1))[0] == 3
+
+
+def test_best_base_that_would_take_longer_is_left_out(tmp_path, monkeypatch):
+    run = Run(tmp_path, grace_seconds=5, keep=Keep(best=1, metric="loss"))
+    run.steps(2)
+    run.checkpointer.wait()
+    monkeypatch.setattr(LogBackend, "_bytes_per_second", lambda self: 100_000.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    run.model.weight.grad = torch.ones_like(run.model.weight)
+    run.optimizer.step()
+    with pytest.raises(SystemExit):
+        run.checkpointer.step(metrics={"loss": 1.0})
+    assert run.checkpointer._backend.base_step == 0
+
+
+def test_step_that_is_waited_for_does_not_take_longer(tmp_path, monkeypatch):
+    run, go = Run(tmp_path, grace_seconds=0.5, wait_each_step=True), threading.Event()
+    run.steps(1)
+    recorder = run.checkpointer._backend.recorder
+    append = recorder._journal.append
+    monkeypatch.setattr(recorder._journal, "append", lambda *args: (go.wait(5), append(*args))[1])
+    assert run.ended() < 2
+    assert run.checkpointer.durable_step == 1
+    go.set()
+    recorder._thread.join(20)
+    run.checkpointer._let_go()
 
 
 def test_step_that_waits_for_the_disk_does_not_wait_beyond_the_seconds(tmp_path, monkeypatch):

@@ -147,6 +147,19 @@ def test_real_run_is_not_touched(monkeypatch, tmp_path):
     assert (directory / "commits").is_dir() and not run.exists()
 
 
+def test_nodes_are_left_out(monkeypatch, tmp_path):
+    """A drill runs on one machine, where all ranks would be on one node."""
+    attempt = Attempt(tmp_path / "drill", 1)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"model": model, "optimizer": optimizer, "nodes": holdfast.LocalDisks()}
+    with pytest.raises(BadInput, match="there is one process"):
+        holdfast.Checkpointer(tmp_path / "run", **options)
+    monkeypatch.setenv(VARIABLE, attempt.write()[VARIABLE])
+    with holdfast.Checkpointer(tmp_path / "run", **options) as checkpointer:
+        assert checkpointer.resume() == 0
+
+
 def test_a_folder_that_is_none_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
     with pytest.raises(BadInput):
@@ -248,6 +261,14 @@ def test_generator_that_no_step_draws_from_is_not_blamed(tmp_path):
     assert (
         self_reason(found).kind == resumed_reason(found, noise_of(first, second)).kind == "global-generator"
     )
+
+
+def test_step_that_is_done_again_after_a_rollback_is_no_difference(tmp_path):
+    steps = (line(1), line(2), line(2, tensors={"w/param": "2"}), line(3))
+    first, second = of(tmp_path, "a", *steps), of(tmp_path, "b", *steps)
+    assert first_difference(first, second) is None
+    other = of(tmp_path, "c", line(1), line(2, tensors={"w/param": "3"}))
+    assert first_difference(first, other).step == 2
 
 
 def test_restored_state_that_differs_is_told(tmp_path):

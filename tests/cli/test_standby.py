@@ -13,7 +13,10 @@ import torch
 
 import holdfast
 from holdfast.cli.supervise.standby_job import stand_by
+from holdfast.distributed import Ranks
 from holdfast.errors import BadInput, RunLocked
+from holdfast.store.disk import Disk
+from holdfast.store.lock import lock_of
 from holdfast.store.run_store import LocalStore
 from holdfast.supervised.standing_by import (
     OPENED,
@@ -74,6 +77,17 @@ def test_locked_run_is_waited_for_and_opened_at_once(status, tmp_path):
     freed = time.monotonic()
     thread.join(10)
     assert found[0] - freed < 0.5
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_rank_waits_for_the_lock_of_its_directory_or_of_its_part(status, monkeypatch, tmp_path, leads):
+    ranks = Ranks(1)
+    monkeypatch.setattr(ranks, "first_takes_its_time", lambda what: None)
+    lock = Disk(tmp_path).lock(lock_of(0 if leads else 1), {})
+    with pytest.raises(RunLocked):
+        wait_for_run(tmp_path, ranks, 0.1, leads)
+    wait_for_run(tmp_path, ranks, 0.1, not leads)
+    lock.release()
 
 
 def test_run_that_nobody_writes_is_not_waited_for(status, tmp_path):

@@ -14,6 +14,7 @@ from dist.training import left_here, whole_state, wrapped
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
+from holdfast.store.commit.retention import Keep
 
 
 def accumulate(model: Any, kind: str) -> None:
@@ -38,6 +39,7 @@ def main(
     back: dict[str, int] | None = None,
     bad_at: list[int] | None = None,
     refused: dict[str, int] | None = None,
+    every: int = 1,
 ) -> None:
     """Train to ``steps``.
 
@@ -53,9 +55,9 @@ def main(
     digests: dict[int, Any] = {}
     model(torch.zeros(5, 7)).sum().backward()  # DDP forms its buckets anew after the first
     model.zero_grad()
-    with Checkpointer(
-        root, model=model, optimizer=optimizer, scheduler=schedule, base_every=3
-    ) as checkpointer:
+    how: dict[str, Any] = {"base_every": 3} if every == 1 else {"every": every}
+    how["keep"] = Keep(last=9)  # however fast bases are published, the steps that are gone back to stay
+    with Checkpointer(root, model=model, optimizer=optimizer, scheduler=schedule, **how) as checkpointer:
         say(resumed=checkpointer.resume())
         digests[checkpointer.steps_done] = whole_state(model, optimizer, None)
         guard = checkpointer.guard() if bad_at else None

@@ -34,6 +34,14 @@ def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
         assert other["digests"] == one["digests"]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_without_records_go_back_to_one_base(world, tmp_path, kind):
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    found = ended(world.run(2, kind=kind, root=tmp_path / "guarded", steps=9, bad_at=[1, 9], every=3))
+    assert found[0]["went_to"] == found[1]["went_to"] in (0, 3, 6)
+    assert [each["digests"]["9"] for each in found] == [each["digests"]["9"] for each in whole]
+
+
 def test_a_refusal_on_one_rank_is_one_on_all(world, tmp_path):
     ended(world.run(2, kind="ddp", root=tmp_path, steps=4))
     found = ended(world.run(2, kind="ddp", root=tmp_path, steps=6, refused={"0": 3, "1": 99}))

@@ -99,7 +99,7 @@ class CollectiveSnapshot:
         if (
             self._ranks.rank
         ):  # before files are written: the one before may be published, which was not heard yet
-            self._store.follow()
+            self.follow()
         self._number = number
         bases.give_up()
         return True

@@ -201,8 +201,12 @@ class DurabilityBackend(ABC):
             self._training.note_again(is_schedule)
             self.save_snapshot(again=any(moved for _, moved in asked))
 
+    def has_time(self) -> bool:
+        """Return whether there is time for a snapshot before the process has to end. Always true before a SIGTERM."""
+        return True
+
     def _is_time(self) -> bool:
-        """Return whether there is time for a snapshot before the process has to end."""
+        """Return whether a process that is about to end has time for a snapshot."""
         return True
 
     def _go_without_base(self) -> None:

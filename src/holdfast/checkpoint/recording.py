@@ -185,7 +185,9 @@ class LogBackend(DurabilityBackend):
         pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
         if self._recovery.over:
             pace.recovered(self._recovery)
-        pace.continue_cadence(None if newest is None else newest.progress_of(newest.streams[0]).get("every"))
+        told = None if newest is None else newest.progress_of(newest.streams[0]).get("every")
+        told_anywhere = self._training.ranks.everyone(told)  # a node that lost its directory has no base
+        pace.continue_cadence(next((each for each in told_anywhere if each is not None), None))
         self._pace = pace
 
     def _slot_pool(self) -> StagingPool:
@@ -336,13 +338,16 @@ class LogBackend(DurabilityBackend):
         """Return the time at which the last write has to end; None if there is none, or before a SIGTERM."""
         return None if self.grace is None else self.grace.ends_at
 
-    def _is_time(self) -> bool:
-        if self.grace is None or not self.grace.hurries:
+    def has_time(self) -> bool:
+        if self.grace is None:
             return True
         nbytes = (
             self.recorder.pending_bytes + self.pace.bases.memory_bytes + sum(self.pace.bases.expected_bytes())
         )
         return self.grace.allows(SURE * nbytes / self._bytes_per_second())
+
+    def _is_time(self) -> bool:
+        return self.grace is None or not self.grace.hurries or self.has_time()
 
     def _bytes_per_second(self) -> float:
         """Return the rate at which this process has written records, or else snapshots."""
@@ -423,8 +428,8 @@ class LogBackend(DurabilityBackend):
     def part(self, orderly: bool) -> None:
         super().part(orderly)
         healthy = self.agreement is not None and self.agreement.failure is None
-        if self._nodes is not None:
-            self._nodes.close(orderly and healthy)
+        if self._nodes is not None:  # a write that was left is still being copied, and would be waited for
+            self._nodes.close(orderly and healthy and not self.is_alive)
 
     def release(self) -> None:
         if self._pool is not None:

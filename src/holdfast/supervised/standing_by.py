@@ -33,12 +33,15 @@ ASK_EVERY = 100
 """The number of tries after which the supervisor is looked for."""
 
 
-def wait_for_run(run: str | PurePath, ranks: Ranks | None = None, deadline_seconds: float = 300.0) -> None:
+def wait_for_run(
+    run: str | PurePath, ranks: Ranks | None = None, deadline_seconds: float = 300.0, leads: bool = False
+) -> None:
     """Return when no process writes ``run``; at once unless ``holdfast standby`` started this one.
 
     The first rank waits as long as it takes. Each other rank then waits for the process that wrote its part, at most
-    ``deadline_seconds``. Collective: every rank must call this. Raises ``RunLocked`` if that process does not end, and
-    ``SystemExit`` once the supervisor has ended, since nobody would know of a takeover.
+    ``deadline_seconds``: one that ``leads`` a node for the lock of the node's directory. Collective: every rank must
+    call this. Raises ``RunLocked`` if that process does not end, and ``SystemExit`` once the supervisor has ended,
+    since nobody would know of a takeover.
     """
     if VARIABLE not in os.environ:
         return
@@ -46,7 +49,7 @@ def wait_for_run(run: str | PurePath, ranks: Ranks | None = None, deadline_secon
     with ranks.agreeing():
         ranks.first_takes_its_time(lambda: _wait(run, 0, float("inf")))
     with ranks.agreeing():
-        if ranks.rank and not _wait(run, ranks.rank, deadline_seconds):
+        if ranks.rank and not _wait(run, 0 if leads else ranks.rank, deadline_seconds):
             raise RunLocked(
                 f"{run}: the process that wrote as rank {ranks.rank} has not ended in {deadline_seconds:g} s, though"
                 " that of rank 0 has. End it, and start again."

@@ -410,8 +410,8 @@ class NodeRun:
     def close(self, orderly: bool) -> None:
         """End the exchange with other nodes: ``orderly`` if all ranks do so."""
         atexit.unregister(self._peers.channel.end_with_process)
-        if self._sending is not None:
-            self._sending.join(0 if not orderly else None)
+        if orderly:
+            self.give_up_sending()  # nobody publishes any more
         self._peers.close(orderly)
         if orderly:
             self._server.close()

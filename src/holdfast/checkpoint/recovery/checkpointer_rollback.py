@@ -89,8 +89,8 @@ class Rollback:
             raise BadInput(
                 f"rollback was called with other steps on other ranks: {asked}; call it alike on all"
             )
-        copy = self._copy
-        if copy is not None and keeps_places and 0 <= copy.step <= step:
+        copy, leads_there = self._copy, self._backend.records_steps  # without records only a base would
+        if copy is not None and keeps_places and leads_there and 0 <= copy.step <= step:
             step = copy.step
         return self._backend.prepare_rollback(step, nearest=keeps_places)
 

@@ -47,16 +47,17 @@ class LivingScript(NoScriptState):
 def reachable_step(store: LocalStore, state: LiveState, step: int, nearest: bool = False) -> int:
     """Return ``step`` if log records lead to it from a snapshot. Reads headers, and changes nothing.
 
-    With ``nearest`` a step that nothing leads to gives way to that of the first snapshot after it. Raises ``NoCommit``
-    if there is none, and ``RunMismatch`` if the model had another form then.
+    With ``nearest`` a step that nothing leads to gives way to the newest one before it that is there, or else to that
+    of the first snapshot after it. Raises ``NoCommit`` if there is none, and ``RunMismatch`` if the model had another
+    form then.
     """
     refs, problems = store.line(), list[str]()
     later = sorted(ref.step for ref in refs if ref.step > step)[: 1 if nearest else 0]
     for wanted in (step, *later):
-        line = line_to(store, wanted, problems)
+        line = line_to(store, wanted, problems, nearest)
         if line is not None:
             line.refuse_other_model(state)
-            return wanted
+            return line.step
     oldest = f"The oldest base is of step {refs[-1].step}." if refs else "There is no base."
     raise NoCommit(
         f"{store.root} has nothing recorded that leads to step {step}, so the process stays at its step."
@@ -65,11 +66,13 @@ def reachable_step(store: LocalStore, state: LiveState, step: int, nearest: bool
     )
 
 
-def line_to(store: LocalStore, step: int, problems: list[str]) -> Lineage | None:
+def line_to(store: LocalStore, step: int, problems: list[str], nearest: bool = False) -> Lineage | None:
     """Return the line from the newest snapshot whose records lead to ``step``, by headers alone; None without one.
 
-    Adds to ``problems`` why other snapshots do not.
+    With ``nearest`` steps up to ``step`` may lack records, as with ``every`` other than 1: the line then ends at the
+    newest step that has them. Adds to ``problems`` why other snapshots do not lead there.
     """
+    found: Lineage | None = None
     for ref in (ref for ref in store.line() if ref.step <= step):
         try:
             line = Lineage.of(store, store.load(ref), step)
@@ -79,7 +82,9 @@ def line_to(store: LocalStore, step: int, problems: list[str]) -> Lineage | None
         if line.step == step:
             return line
         problems.append(f"After step {line.step} the records end.")
-    return None
+        if found is None or line.step > found.step:
+            found = line
+    return found if nearest else None
 
 
 def refuse_places(things: Mapping[str, Any]) -> None:

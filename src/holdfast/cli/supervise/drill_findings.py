@@ -60,6 +60,15 @@ class Steps:
         """Return the last line of each step of ``stream``."""
         return {line["step"]: line for line in self.lines.get(stream, []) if line["event"] == STEP}
 
+    def left(self, stream: str, line: Line) -> list[Line]:
+        """Return the earlier lines of the step of ``line``, which a rollback has abandoned."""
+        found = [
+            each
+            for each in self.lines.get(stream, [])
+            if (each["event"], each["step"]) == (STEP, line["step"])
+        ]
+        return found[:-1]
+
     def began(self, stream: str) -> Line | None:
         """Return the line of a stream's first opening."""
         return next((line for line in self.lines.get(stream, []) if line["event"] == BEGUN), None)
@@ -127,7 +136,9 @@ def _first_in(stream: str, whole: Steps, other: Steps) -> Difference | None:
         if line["event"] == BEGUN:
             resumed = line["step"]
             there = there if resumed else whole.began(stream)
-        if there is not None and not _is_alike(line, there):
+        if there is not None and not any(
+            _is_alike(line, each) for each in (there, *whole.left(stream, line))
+        ):
             return Difference(stream, line, there, resumed, _drawn_from(list(steps.values())))
     return None
 

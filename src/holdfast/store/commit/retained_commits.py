@@ -150,7 +150,7 @@ class RetainedCommits(RunReader):
         self._prune_timelines()
 
     def _prune_timelines(self) -> None:
-        """Remove the timeline records that lead to no commit and no segment any more.
+        """Remove the timeline records that lead to no commit, no segment and no copy of weights any more.
 
         A record that a power cut brings back leads nowhere either.
         """
@@ -158,6 +158,7 @@ class RetainedCommits(RunReader):
         commits = self.commits()
         used = {ref.timeline for ref in commits}
         used |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
+        used |= {ref.timeline for ref in copies_in(self.disk)}
         newest, present = max(self.timeline_ids(), default=0), newest_tip(commits, records)
         gone = unneeded_timelines(records, used, newest, present)
         for timeline in gone:

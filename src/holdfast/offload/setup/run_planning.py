@@ -240,11 +240,13 @@ def _within_budget(
 ) -> tuple[StepRules, RunPlan]:
     """Return the plan of ``rules``, or of rules that wait for the norm where a choice does not fit.
 
-    Without a budget a choice has to fit into ``room``, the bytes that are free now.
+    Without a budget a choice has to fit into ``room``, the bytes that are free now. A choice for which nothing may be
+    read ahead would be slower than waiting.
     """
     try:
         plan = planned(rules)
-        if not rules.chooses or room is None or plan.memory is None or plan.memory.host_bytes <= room:
+        fits = room is None or plan.memory is None or plan.memory.host_bytes <= room
+        if not rules.chooses or (fits and plan.placement.saving.loads_ahead):
             return rules, plan
     except DoesNotFit:
         if not rules.chooses:

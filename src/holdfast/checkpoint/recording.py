@@ -178,7 +178,9 @@ class LogBackend(DurabilityBackend):
         self.begun = True
         pace = self._make_pace(self._recorder)
         newest = self._store.newest_base
-        if found is not None and found.same_cut and newest is not None:
+        goes_on = found is not None and found.same_cut and newest is not None
+        # A base is made by all ranks or by none, and one may know of damage that others have not met.
+        if all(self._training.ranks.everyone(goes_on)) and newest is not None:
             pace.continue_after(newest.step, newest.oldest_step)
         else:
             pace.save_snapshot(self._training.steps_done)

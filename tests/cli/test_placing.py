@@ -277,7 +277,7 @@ def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
 @pytest.mark.slow
 def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
     """An evaluation takes eight micro-batches together."""
-    tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.1GB")
+    tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "0.98GB")
     tight += ("--clipping", "none")
     found = plan(*tight)
     assert "of host memory with everything on the SSD" in found["engine_today"]["error"]

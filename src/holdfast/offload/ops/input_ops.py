@@ -92,7 +92,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
         flat, view = run.residency.lend(nbytes, "inputs")
     boundary.host = unpacked(flat, boundary.forms)
     scratch, offset = run.input_scratch.slot(place, nbytes)
-    return scratch.read(offset, view, **of(op))
+    future, lent = scratch.read(offset, view, **of(op)), [flat]
+    # A page of filler has no tensor that keeps its memory from being lent again while it is read.
+    future.add_done_callback(lambda _: lent.clear())
+    return future
 
 
 def used(run: Runtime, block: int, micro_batch: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from buckets import emptied, served
 from dist.world import World, ended
 from holdfast.errors import DiskFailed
+from holdfast.events import read_events
 from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log.chain import verify_records
 from holdfast.store.reader import RunReader
@@ -159,3 +162,25 @@ def test_records_of_other_ranks_do_not_count_where_the_base_before_them_went_unc
 
 def failing(*_):
     raise DiskFailed("the network is gone")
+
+
+def test_a_lost_pair_comes_from_the_bucket(world, tmp_path, bucket):
+    order = {
+        "kind": "fsdp",
+        "root": tmp_path / "run",
+        "nodes": [0, 1, 2, 3],
+        "steps": 12,
+        "remote": str(bucket),
+    }
+    said = world.run(4, base_every=4, kill=["all", 9], wait_each_step=True, copied_at=8, **order)
+    assert said[0]["copied"] >= 8
+    for lost in (1, 2):
+        shutil.rmtree(tmp_path / f"run-{lost}")
+    rest = ended(world.run(4, **order))
+    assert {each["resumed"] for each in rest} == {8}
+    assert rest[0]["digests"]["8"] == said[0]["digests"]["8"]
+    [found] = [e for e in read_events(tmp_path / "run-0" / "events.jsonl") if e["event"] == "shares"]
+    assert found["tiers"]["rank-00001"] == "bucket" and found["tiers"]["rank-00003"] == "own disk"
+    reader = RunReader(bucket)
+    assert all(reader.verify(reader.load(ref)) == [] for ref in reader.commits())
+    assert verify_records(reader, reader.head()) == (12, [])

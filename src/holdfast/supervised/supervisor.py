@@ -10,6 +10,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from ..store.disk import Disk
+
 NAME = "supervisor"
 """The file in the folder of the command that it holds a lock of."""
 
@@ -30,14 +32,4 @@ class Supervisor:
 
 def is_supervised(folder: Path) -> bool:
     """Return whether the command that made ``folder`` still runs."""
-    try:
-        fd = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return Disk(folder).is_locked(NAME)

@@ -93,7 +93,7 @@ $(PEERS)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 
 $(TITAN)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
-	grep -v -E '^(fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
+	grep -v -E '^(datasets|fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
 	$(TITAN)/bin/pip $(PIP_INSTALL) torch
 	$(TITAN)/bin/pip $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
 	@touch $@

@@ -91,6 +91,10 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("model.dropout=1", "must be at least 0 and below 1"),
         ("data.validation_fraction=0.6", "must lie between 0 and 0.5"),
         ("data.text=", "data.text"),
+        ("data.validation=0.1", "a share of data.text is data.validation_fraction"),
+        ("data.packing=true", 'must be "off" or "on" or "lengths"'),
+        ("train.patience=2", "train.patience = 2: needs train.validate_every"),
+        ("train.keep_best=true", "train.keep_best = true: needs train.validate_every"),
         ("run.dir=", "run.dir"),
         ("run.seed=-1", "must lie between 0"),
     ],
@@ -208,7 +212,14 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "clipping",
     }
     train = {f"train.{name}" for name in (*train, "dtype")}
-    assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", "offload.drives", *train}
+    assert marked["stated"] == {
+        "data.packing",
+        "model.dropout",
+        "offload.order",
+        "offload.device",
+        "offload.drives",
+        *train,
+    }
 
 
 def test_the_printed_configuration_says_what_may_change():

@@ -63,6 +63,12 @@ class DataConfig:
         "stdlib", "Python's own library, or a file, a folder, a glob; JSON and packed files, too"
     )
     validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
+    validation: str = _key("", 'held-out text, as data.text; "" is validation_fraction of that')
+    packing: Literal["off", "on", "lengths"] = _key(
+        "off",
+        'or "on": several samples in a row; "lengths": sorted',
+        stated=True,
+    )
 
     def __post_init__(self) -> None:
         _require(self.text != "", "data.text", self.text, 'name a file, a folder, a glob or "stdlib"')
@@ -127,14 +133,22 @@ class TrainConfig:
     dtype: Dtype = _key(
         "auto", "to compute in: bf16, or fp32 if faster here; fp16 has a loss scale", stated=True
     )
+    validate_every: int = _key(0, "steps between validations; 0 is before and after alone")
+    patience: int = _key(0, "validations without a lowest loss, then the run ends; 0 is never")
+    keep_best: bool = _key(False, "the weights with the lowest loss, in RUN/best")
 
     def __post_init__(self) -> None:
         count = self.micro_batches
         _require(count == "auto" or count >= 1, "train.micro_batches", count, 'must be at least 1, or "auto"')
         for key in ("steps", "micro_batch_size", "rank"):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
-        for key in ("warmup_steps", "weight_decay", "clip_norm", "mlp_tokens"):
+        for key in ("warmup_steps", "weight_decay", "clip_norm", "mlp_tokens", "validate_every", "patience"):
             _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "must not be negative")
+        for key in ("patience", "keep_best"):
+            value = getattr(self, key)
+            _require(
+                self.validate_every > 0 or not value, f"train.{key}", value, "needs train.validate_every"
+            )
         rate = self.learning_rate
         _require(rate == "auto" or rate > 0, "train.learning_rate", rate, "must be above 0")
         if self.optimizer == "mezo":
@@ -271,6 +285,8 @@ def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
     return from_values(values)
 
 
+OTHER_KEYS = {"data.validation": "; a share of data.text is data.validation_fraction"}
+"""A hint for a value of another type, by key."""
 PLACES = ("run.dir", "model.path", "offload.ssd", "offload.drives")
 """Keys of paths, in which ``~`` is the home directory; ``data.text`` is expanded where it is used."""
 
@@ -419,7 +435,7 @@ def _convert(key: str, hint: Any, value: object) -> object:
         return str(value)  # a size without a unit
     else:
         nouns = {int: "a whole number", bool: "true or false", str: 'text in quotes, like "this"'}
-        _require(type(value) is hint, key, value, f"must be {nouns[hint]}")
+        _require(type(value) is hint, key, value, f"must be {nouns[hint]}{OTHER_KEYS.get(key, '')}")
     return value
 
 

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from holdfast.data.chats import Chat
 from holdfast.data.corpus import Corpus
 from holdfast.data.documents import Document, chunks, form_of, records
 from holdfast.errors import BadInput
@@ -108,7 +109,8 @@ GOOD = ONE.encode() + b"\n"
         ("a.json", b"[\n" + GOOD, r"a\.json:3 is no JSON: its array has no end"),
         ("a.json", b"[\n" + GOOD + b",\n{,}]", r"a\.json:4 is no JSON"),
         ("a.json", b"[" + GOOD + b"]\n1", r"a\.json:3 is no JSON: something follows its array"),
-        ("a.json", b'{\n "messages": []}', r'a\.json:1 has neither .* it has messages'),
+        ("a.json", b'{\n "texts": []}', r'a\.json:1 has neither .* it has texts'),
+        ("a.json", b'{\n "messages": []}', r'a\.json:1 has no conversation'),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is no whole gzip file"),
         ("a.txt.gz", packed(b"text")[:10] + b"\xff" * 20, r"a\.txt\.gz is no whole gzip file: .* block type"),
         ("a.txt.gz", packed(b"text" * 99)[:-9], r"a\.txt\.gz is no whole gzip file"),
@@ -118,6 +120,53 @@ def test_bad_text_is_named_by_place(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput, match=said):
         read(tmp_path / name)
+
+
+def said_by(role, **more):
+    return {"role": role, **({"content": "a"} | more)}
+
+
+CALL = {"name": "f", "arguments": "{"}
+AGAIN = '{"messages": [{"role": "user", "role": "system", "content": "a"}]}'
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": [said_by("asistant")]}, r'a\.jsonl:2, message 1, has the "role" "asistant"'),
+        ({"messages": [said_by("user")]}, r"a\.jsonl:2 has no message of the assistant"),
+        ({"messages": [said_by("user"), {"role": "assistant"}]}, 'message 2, has no "content"'),
+        ({"messages": ["a"]}, "message 1, is no object"),
+        ({"messages": [said_by("user", content="\ud83d")]}, r'a\.jsonl:2 has \\ud83d in "messages"'),
+        ({"messages": [said_by("user", content=[{"type": "image"}])]}, "message 1, has .* images"),
+        ({"messages": [said_by("assistant", weight=0)]}, 'has "weight", which is not read'),
+        ({"messages": [said_by("assistant", tool_calls=[CALL])]}, 'call of f whose "arguments" are no JSON'),
+        ({"messages": [said_by("assistant", tool_calls=[{}])]}, 'without the "name" of its function'),
+        ({"messages": [said_by("assistant")], "text": "b"}, 'has "messages" and "text"'),
+        ({"messages": [said_by("assistant")], "tools": "f"}, '"tools" that are no list'),
+        (AGAIN, r'a\.jsonl:2 has an object in "messages" that has a key twice'),
+    ],
+)
+def test_wrong_conversation_is_named_by_line_and_message(tmp_path, record, said):
+    line = record if isinstance(record, str) else json.dumps(record)
+    (tmp_path / "a.jsonl").write_bytes(GOOD + line.encode())
+    with pytest.raises(BadInput, match=said):
+        read(tmp_path / "a.jsonl")
+
+
+def test_conversation_is_read_as_templates_take_it(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [said_by("user", content=parts, name=None), {"role": "assistant", "tool_calls": [call]}]
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"messages": messages, "tools": [{"name": "f"}], "prompt": "p"})
+    )
+    [record] = records(tmp_path / "a.jsonl")
+    called = {"type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
+    assert record.chat == Chat(
+        [{"role": "user", "content": "ab"}, {"role": "assistant", "tool_calls": [called]}], [{"name": "f"}]
+    )
+    assert (record.text, record.prompt) == ("", None)
 
 
 def test_duplicate_keys_elsewhere_are_no_matter(tmp_path):

@@ -205,7 +205,11 @@ def test_tokens_of_an_older_run_are_kept(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n{"prompt": "b"}\n', r"a\.jsonl:3 has neither"),
         ("a.jsonl", b'{"text": "a"\n', r"a\.jsonl:1 is no JSON"),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1 has neither .*; it has no keys"),
-        ("a.jsonl", b'{"text": "a"}\n{"prompt": "b", "completion": "c"}\n', "pairs are samples of their own"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"prompt": "b", "completion": "c"}\n',
+            "pairs and conversations are samples of",
+        ),
         ("a.txt", b"abc\xff", r"a\.txt:1 is no text in UTF-8"),
         ("a.txt", b"ab", "the text has 4 tokens, which makes 0 samples of 8 tokens; at least 1"),
         ("a.jsonl", b'{"prompt": "long enough", "completion": "c"}\n', "has 0 samples"),

@@ -31,9 +31,9 @@ def text(tmp_path_factory):
     return path
 
 
-def start(ranks, run, text, **sets):
+def start(ranks, run, text, sizes=SIZES, **sets):
     """The command, in a process group of its own; by itself, or under torchrun."""
-    keys = SIZES | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
+    keys = sizes | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
     words = ["-m", "holdfast", "train"]
     words += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -108,6 +108,15 @@ def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: boo
         _say(about, source, destination, export)
 
 
+def write_folder(source: str, destination: Path) -> None:
+    """Write the weights that ``source`` names as a folder of Hugging Face, and print nothing."""
+    how = ConvertOptions(to="huggingface")
+    export = _export_of(source, source_of(source, open_run), how)
+    refuse_unequal(export.source, export.source.atoms.values())
+    _write(export, destination, how, lambda nbytes: None)
+    export.finish(destination)
+
+
 @dataclass(frozen=True)
 class Export:
     """The tensors of ``source`` to write; for a folder with an ``adapter``, only the adapter's tensors."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
 from ..quantities import MiB, counted
-from .documents import is_packed
+from .documents import TABLE, form_of, is_packed
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that hold other people's code, or tests."""
@@ -54,6 +54,11 @@ class Corpus:
                 raise BadInput(
                     f"the text {text!r} holds {path}, which is packed, and bytes are read where they lie. Unpack it or"
                     " leave it out."
+                )
+            if form_of(path) == TABLE:
+                raise BadInput(
+                    f"the text {text!r} holds {path}, which is a table, and bytes are read where they lie. Its rows are"
+                    " read for the model of a folder: --model FOLDER."
                 )
         sized = [(path, path.stat().st_size) for path in paths]
         self.context = context
@@ -139,11 +144,15 @@ class Windows:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.corpus.window(self.number(index))
+
+    def number(self, index: int) -> int:
+        """Return the number of window ``index`` in the whole text."""
         if not 0 <= index < self._length:
             raise IndexError(f"window {index} of {self._length}")
         if self._held_out:
-            return self.corpus.window((index + 1) * self._stride - 1)
-        return self.corpus.window(index + index // (self._stride - 1))
+            return (index + 1) * self._stride - 1
+        return index + index // (self._stride - 1)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

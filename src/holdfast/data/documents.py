@@ -1,8 +1,9 @@
 """The documents in text files, read piece by piece, with errors that name file, line and byte.
 
 The name of a file gives its form, in any case: ``.jsonl`` and ``.ndjson`` hold one JSON object a line, ``.json`` an
-array of objects or objects one after another, all others plain text. ``.gz`` or ``.zst`` at the end marks a compressed
-file. Text is UTF-8, with or without a byte order mark. Anything else raises ``BadInput``.
+array of objects or objects one after another, ``.parquet`` and ``.arrow`` a table with one record a row, all others
+plain text. ``.gz`` or ``.zst`` at the end marks a compressed file. Text is UTF-8, with or without a byte order mark.
+Anything else raises ``BadInput``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import BadInput
+from .chats import Chat, chat_of
+from .tables import rows_of
 
-LINES, VALUES, PLAIN = "lines", "values", "plain"
-FORMS = {".jsonl": LINES, ".ndjson": LINES, ".json": VALUES}
+LINES, VALUES, TABLE, PLAIN = "lines", "values", "table", "plain"
+FORMS = {".jsonl": LINES, ".ndjson": LINES, ".json": VALUES, ".parquet": TABLE, ".arrow": TABLE}
 PACKED = (".gz", ".zst")
 OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
@@ -32,15 +35,19 @@ OTHER_MARKS = {
 
 The longer ones come first, since they begin with the shorter ones.
 """
-KEYS = ("text", "prompt", "completion")
+KEYS = ("text", "prompt", "completion", "messages", "tools")
 
 
 class Document(NamedTuple):
-    """A document; of a pair, ``prompt`` comes before ``text``. ``where`` is its file and line."""
+    """A document; of a pair, ``prompt`` comes before ``text``. ``where`` is its file and line.
+
+    Of a conversation there is ``chat`` alone, and ``text`` is empty.
+    """
 
     text: str
     prompt: str | None
     where: str
+    chat: Chat | None = None
 
 
 def form_of(path: Path) -> str:
@@ -56,7 +63,11 @@ def is_packed(path: Path) -> bool:
 
 
 def records(path: Path) -> Iterator[Document]:
-    """Yield the records of a file of JSON."""
+    """Yield the records of a file of JSON, or of a table."""
+    if form_of(path) == TABLE:
+        for number, row in rows_of(path):
+            yield _record(_Object(row.items()), f"{path}, row {number}")
+        return
     if form_of(path) == LINES:
         for number, line in _lines(path):
             if line.strip():
@@ -259,14 +270,40 @@ def _record(value: Any, where: str) -> Document:
         if sum(name == key for name, _ in pairs) > 1:
             raise BadInput(f'{where} has "{key}" twice. Leave one of them out.')
         _refuse_halves(key, told.get(key), where)
-    if isinstance(told.get("text"), str):
+    is_text, is_pair = _are_texts(told, "text"), _are_texts(told, "prompt", "completion")
+    if told.get("messages") is not None:
+        if is_text or is_pair:
+            other = '"text"' if is_text else '"prompt" and "completion"'
+            raise BadInput(f'{where} has "messages" and {other}. Leave out what is not meant.')
+        messages, tools = (_plain(told.get(key), key, where) for key in ("messages", "tools"))
+        return Document("", None, where, chat_of(messages, tools, where))
+    if is_text:
         return Document(told["text"], None, where)
-    if isinstance(told.get("prompt"), str) and isinstance(told.get("completion"), str):
+    if is_pair:
         return Document(told["completion"], told["prompt"], where)
     raise BadInput(
-        f'{where} has neither "text" nor "prompt" and "completion", as text in quotes; it has'
+        f'{where} has neither "messages" nor "text" nor "prompt" and "completion", as text in quotes; it has'
         f" {', '.join(told) or 'no keys'}"
     )
+
+
+def _are_texts(told: dict[str, Any], *keys: str) -> bool:
+    return all(isinstance(told.get(key), str) for key in keys)
+
+
+def _plain(value: Any, key: str, where: str) -> Any:
+    """Return ``value`` with dicts for its objects. Raises ``BadInput`` where an object has a key twice."""
+    if isinstance(value, _Object):
+        found = {name: _plain(each, key, where) for name, each in value}
+        if len(found) < len(value):
+            raise BadInput(f'{where} has an object in "{key}" that has a key twice. Leave one of them out.')
+        return found
+    if isinstance(value, list):
+        return [_plain(each, key, where) for each in value]
+    if isinstance(value, dict):  # of a table
+        return {name: _plain(each, key, where) for name, each in value.items() if each is not None}
+    _refuse_halves(key, value, where)
+    return value
 
 
 def _refuse_halves(key: str, text: Any, where: str) -> None:

@@ -2,8 +2,8 @@
 
 Documents are encoded one after the other into one long row of ids, which is divided into windows of ``context``. Window
 ``k`` begins with the last id of the window before, so a model that shifts its labels predicts each id once per epoch.
-Lines with a prompt and a completion are samples of their own, and only the completion is a target. Every n-th window or
-sample is held out.
+Lines with a prompt and a completion, and conversations, are samples of their own, and only the completion, or the turns
+of the assistant, are targets. Every n-th window or sample is held out.
 
 Text gets the tokens that it has as a whole: a completion is encoded together with its prompt, and a piece of a long
 document with the text around it. Kept ids are used only if they are complete and were made of the same files by the
@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -27,13 +28,17 @@ from torch import Tensor
 
 from ..errors import BadInput, Damaged, DiskFailed
 from ..quantities import MiB, counted
-from ..regular_files import load_json, open_regular, read_regular
+from ..regular_files import home_path, load_json, open_regular, read_regular
 from ..store.disk import Disk, write_durably
+from .chats import Chat
 from .corpus import Windows, find_files, split
 from .documents import PLAIN, chunks, form_of, records
+from .tables import tables_of
 
 IGNORED = -100
 """The label of an id that is not a target."""
+NO_TARGET = 1 << 31
+"""The bit of a stored id of a conversation that is not a target."""
 IDS, SAMPLES, ABOUT = "ids.u32", "samples.i64", "about.json"
 PIECE_CHARACTERS = 1 << 16
 """The approximate characters that are encoded at once; a piece ends with a line."""
@@ -69,6 +74,17 @@ class Encoder(Protocol):
         """Return the ids and their ends, or None if the tokenizer does not know where tokens end."""
         ...
 
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: Any, where: str, /
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation, and for each whether it is a target. Raises ``BadInput``."""
+        ...
+
+    @property
+    def template_digest(self) -> str:
+        """The identity of what writes conversations as text."""
+        ...
+
 
 class TextPiece(NamedTuple):
     """Text to be encoded, a document or a part of one.
@@ -83,6 +99,13 @@ class TextPiece(NamedTuple):
     prompt: str | None = None
     before: str = ""
     after: str = ""
+    chat: Chat | None = None
+    where: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of text: "text", "pairs" or "chats"."""
+        return "chats" if self.chat is not None else "text" if self.prompt is None else "pairs"
 
 
 @dataclass(eq=False)
@@ -90,7 +113,7 @@ class Tokens:
     """Encoded text.
 
     ``training`` and ``validation`` are map-style datasets of ``{"input_ids", "labels"}``, int64 of ``context`` ids,
-    or fewer where samples are pairs.
+    or fewer where samples are pairs or conversations.
     """
 
     paths: list[Path]
@@ -102,7 +125,10 @@ class Tokens:
     samples: np.ndarray
     """One row per pair: its first id, the ids of its prompt, its ids in all. No rows where the text is in windows."""
     pairs: bool
+    """True if samples are pairs or conversations."""
     pad: int
+    chats: bool = False
+    """True if ids have the bit ``NO_TARGET``."""
     training: Windows = field(init=False)
     validation: Windows = field(init=False)
 
@@ -127,9 +153,17 @@ class Tokens:
         else:
             start, prompt, length = self.samples[index].tolist()
         ids = torch.from_numpy(self.ids[start : start + length].astype(np.int64))
-        labels = ids.clone()
-        labels[:prompt] = IGNORED
+        if self.chats:
+            masked, ids = ids >= NO_TARGET, ids % NO_TARGET
+            labels = ids.masked_fill(masked, IGNORED)
+        else:
+            labels = ids.clone()
+            labels[:prompt] = IGNORED
         return {"input_ids": ids, "labels": labels}
+
+    def length(self, index: int) -> int:
+        """Return the number of ids of sample ``index`` of the whole text."""
+        return int(self.samples[index, 2]) if self.pairs else self.context
 
     def stack(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return a micro-batch.
@@ -166,24 +200,37 @@ def encoded(
     """
     if context < 2:
         raise BadInput(f"model.context = {context}: a sample of less than 2 tokens predicts nothing")
-    root, paths = find_files(text)
+    root, paths = _files_of(text)
     stats = [(path, path.stat()) for path in paths]
     sized = [(path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     about: dict[str, Any] | None
     first: dict[str, Any] = {"files": sized, "tokenizer": encoder.digest, "context": context}
     of = first | {"encoding": ENCODING}
     about = _kept(folder, [json.loads(json.dumps(each)) for each in (of, first)])
+    template = None if about is None else about.get("template")
+    if template is not None and template != encoder.template_digest:
+        about = None
     if about is None:
         before_encoding()
         about = {"of": of, **_encode(paths, encoder, folder, context)}
         write_durably(Disk(folder), ABOUT, json.dumps(about).encode(), why="token index")
     fingerprint = {"tokens": about["ids"], "samples": about["samples"], "xxh3": about["xxh3"]}
+    if about.get("template") is not None:
+        fingerprint["template"] = about["template"]
     return Tokens(
         [path for path, stat in stats if stat.st_size], sum(size for _, size, _ in sized), context,
         validation_fraction, fingerprint | {"tokenizer": encoder.digest},
         _mapped(folder / IDS, np.uint32, about["ids"]),
         _mapped(folder / SAMPLES, np.int64, 3 * about["samples"]).reshape(-1, 3), about["pairs"], encoder.pad,
+        about.get("template") is not None,
     )  # fmt: skip
+
+
+def _files_of(text: str) -> tuple[Path, list[Path]]:
+    """Return the files of a text as ``find_files`` does, or the tables of a saved dataset. Raises ``BadInput``."""
+    folder = home_path(text)
+    tables = tables_of(folder) if folder.is_dir() else None
+    return find_files(text) if tables is None else (folder, tables)
 
 
 def _mapped(path: Path, dtype: Any, count: int) -> np.ndarray:
@@ -210,43 +257,87 @@ def _digest(folder: Path) -> str:
 
 
 def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> dict[str, Any]:
-    """Write the ids and the samples. Only a few pieces are in memory at once."""
+    """Write the ids and the samples. Only a few pieces are in memory at once, and wrong input leaves nothing there."""
+    made = [each for each in (folder.parent, folder) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    kinds, left_out, ids, samples, texts = set[bool](), 0, 0, 0, _Texts(encoder)
+    parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # a run may be reading the present files
     try:
-        parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # a run may be reading the present files
-        with open(parts[0], "wb") as into, open(parts[1], "wb") as rows:
-            every = chain.from_iterable(map(_pieces, paths))
-            while pieces := list(islice(every, PIECES_AT_ONCE)):
-                kinds |= {piece.prompt is not None for piece in pieces}
-                if len(kinds) == 2:
-                    raise BadInput(
-                        "the text has lines with prompt and completion and other text besides. Name the one or the"
-                        " other: pairs are samples of their own, text is cut into windows."
-                    )
-                for piece, prompt, found in texts.ids_of(pieces):
-                    if piece.prompt is None:
-                        ids += _write(into, found)
-                    elif prompt >= context:
-                        left_out += 1
-                    else:
-                        found = found[:context]
-                        _write(rows, [ids, prompt, len(found)], "<i8")
-                        ids, samples = ids + _write(into, found), samples + 1
+        count = _write_parts(paths, encoder, parts, context)
         for name in (IDS, SAMPLES):
             Disk(folder).rename(f"{name}.part", name)
+    except BadInput:
+        for part in parts:
+            part.unlink(missing_ok=True)
+        for each in reversed(made):
+            with suppress(OSError):
+                each.rmdir()
+        raise
     except OSError as error:
         raise DiskFailed(
             f"the text could not be encoded into {folder}: {error}. Nothing of the run was touched."
         ) from error
-    if left_out:
+    if count.left_out:
         warnings.warn(
-            f"{left_out:,} of {samples + left_out:,} samples are left out: their prompts alone have model.context ="
-            f" {context} tokens or more",
+            f"{count.left_out:,} of {count.samples + count.left_out:,} samples are left out: their prompts alone have"
+            f" model.context = {context} tokens or more",
             stacklevel=3,
         )
-    about = {"ids": ids, "samples": samples, "pairs": kinds == {True}}
+    if count.cut and count.kind == "chats":
+        warnings.warn(
+            f"{count.cut:,} of {count.samples:,} conversations are longer than model.context = {context} tokens, and"
+            " are cut there",
+            stacklevel=3,
+        )
+    about: dict[str, Any] = {"ids": count.ids, "samples": count.samples, "pairs": count.kind in ("pairs", "chats")}
+    if count.kind == "chats":
+        about["template"] = encoder.template_digest
     return about | {"xxh3": _digest(folder)}
+
+
+@dataclass
+class _Written:
+    """The numbers of ids and samples, of samples without room for a target and of those that were cut; their kind."""
+
+    ids: int = 0
+    samples: int = 0
+    left_out: int = 0
+    cut: int = 0
+    kind: str = "text"
+
+
+def _write_parts(paths: list[Path], encoder: Encoder, parts: list[Path], context: int) -> _Written:
+    kinds, texts, count = set[str](), _Texts(encoder), _Written()
+    with open(parts[0], "wb") as into, open(parts[1], "wb") as rows:
+        every = chain.from_iterable(map(_pieces, paths))
+        while pieces := list(islice(every, PIECES_AT_ONCE)):
+            kinds |= {piece.kind for piece in pieces}
+            if len(kinds) > 1:
+                _refuse_kinds(kinds)
+            for piece, prompt, found in texts.ids_of(pieces):
+                if piece.kind == "text":
+                    count.ids += _write(into, found)
+                elif prompt >= context:
+                    count.left_out += 1
+                else:
+                    count.cut += len(found) > context
+                    found = found[:context]
+                    _write(rows, [count.ids, prompt, len(found)], "<i8")
+                    count.ids, count.samples = count.ids + _write(into, found), count.samples + 1
+    count.kind = next(iter(kinds), "text")
+    return count
+
+
+def _refuse_kinds(kinds: set[str]) -> NoReturn:
+    names = {
+        "pairs": "lines with prompt and completion",
+        "chats": "lines with messages",
+        "text": "other text",
+    }
+    there = [names[kind] for kind in ("pairs", "chats", "text") if kind in kinds]
+    raise BadInput(
+        f"the text has {' and '.join(there)} besides. Name the one or the other: pairs and conversations are samples"
+        " of their own, text is cut into windows."
+    )
 
 
 def _write(into: BinaryIO, values: Sequence[int], dtype: str = "<u4") -> int:
@@ -266,6 +357,10 @@ class _Texts:
 
     def ids_of(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[TextPiece, int, list[int]]]:
         """Yield each piece with the number of its ids that are prompt, and its ids."""
+        if pieces[0].chat is not None:
+            for piece in pieces:
+                yield (piece, *self._of_chat(piece))
+            return
         texts = [(piece.prompt or piece.before) + piece.text + piece.after for piece in pieces]
         found = self._encoder.encode_with_ends(texts)
         if found is None:
@@ -280,6 +375,14 @@ class _Texts:
                 prompt = next((n for n, end in enumerate(ends) if end > len(piece.prompt)), len(ids))
             begin = self._encoder.begin if piece.opens else []
             yield piece, len(begin) + prompt, begin + own + (self._encoder.end if piece.closes else [])
+
+    def _of_chat(self, piece: TextPiece) -> tuple[int, list[int]]:
+        """Return the number of ids before the first target, and the ids with the bit of those that are none."""
+        assert piece.chat is not None
+        ids, targets = self._encoder.encode_chat(*piece.chat, piece.where)
+        assert max(ids) < NO_TARGET
+        marked = [each if target else each | NO_TARGET for each, target in zip(ids, targets, strict=True)]
+        return targets.index(True), marked
 
     def _continued(self, piece: TextPiece, ids: list[int], ends: list[int]) -> list[int]:
         """Return the ids of a piece that continue those of the piece before.
@@ -319,7 +422,7 @@ class _Texts:
 def _pieces(path: Path) -> Iterator[TextPiece]:
     if form_of(path) != PLAIN:
         for record in records(path):
-            yield TextPiece(record.text, True, True, record.prompt)
+            yield TextPiece(record.text, True, True, record.prompt, chat=record.chat, where=record.where)
         return
     before, opens = "", True
     ahead = chunks(path, PIECE_CHARACTERS)

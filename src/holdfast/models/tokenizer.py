@@ -7,6 +7,7 @@ own. Called by the recipe of ``holdfast train``.
 from __future__ import annotations
 
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import xxhash
 
 from ..errors import BadInput
 from ..offload.exit_hook import deferred
+from .chat_template import ChatTemplate
 from .pretrained import checked, transformers_for
 
 FILES = (
@@ -52,6 +54,7 @@ class Tokenizer:
         pad = self._own.pad_token_id
         self.pad = pad if pad is not None else (self.end or [0])[0]
         self.digest = _digest(path)
+        self._path = path
 
     def __len__(self) -> int:
         return len(self._own)
@@ -84,6 +87,25 @@ class Tokenizer:
         found = self._own(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ends = [[end for _, end in offsets] for offsets in found["offset_mapping"]]
         return list(zip(found["input_ids"], ends, strict=True))
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises ``BadInput`` if there is none."""
+        return ChatTemplate(self._own, self._path)
+
+    @property
+    def template_digest(self) -> str:
+        """The identity of the chat template. Raises ``BadInput`` if there is none."""
+        return self.template.digest
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: Any, where: str
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation and, for each, whether the assistant writes it.
+
+        Raises ``BadInput``, which begins with ``where``.
+        """
+        return self.template.encode(messages, tools, where)
 
     def decode(self, ids: list[int]) -> str:
         return self._own.decode(ids, skip_special_tokens=True)

@@ -117,6 +117,13 @@ def kept_micro_batches(config: Config) -> int | None:
     return None
 
 
+def kept_packing(config: Config) -> str | None:
+    """Return ``data.packing`` of the run that ``config`` continues; None if there is no such run."""
+    run = Path(config.run.dir)
+    kept = record_of_run(run, state_directory(run, config))
+    return None if kept is None else kept.data.packing
+
+
 def state_directory(run: Path, config: Config | None) -> Path:
     """Return where the state of ``run`` is, according to its configuration."""
     return Path(config.offload.ssd) if config is not None and config.offload.ssd else run

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 from ...config import Config, ModelConfig, literal
 from ...data.corpus import Corpus, Windowed
 from ...data.loader import Stack
-from ...data.tokens import encoded
+from ...data.packing import packed_batch, takes_positions
+from ...data.tokens import Tokens, encoded
 from ...errors import BadInput, ConfigError
 from ...models.decoder import Decoder, DecoderConfig
 from ...models.keeping import MODEL, checked, keep, kept_folder
@@ -89,16 +90,20 @@ class ByteRecipe:
     prompt, prompt_ids = PROMPT, list(PROMPT.encode())
 
     def __init__(self, config: Config) -> None:
-        data, rows = config.data, config.train.micro_batch_size
+        data, rows, context = config.data, config.train.micro_batch_size, config.model.context
         self.corpus: Windowed = Corpus(
-            data.text, context=config.model.context, validation_fraction=data.validation_fraction
+            data.text, context=context, validation_fraction=_held_out_fraction(config)
         )
+        if data.validation:
+            self.corpus.validation = Corpus(
+                data.validation, context=context, validation_fraction=0.0
+            ).training
         with empty_parameters():
             decoder = Decoder(decoder_config(config))
         self.model: nn.Module = decoder
         self._embedding = decoder.embed.weight
         self.stack: Stack = default_collate
-        zeros = torch.zeros(rows, config.model.context, dtype=torch.int64)
+        zeros = torch.zeros(rows, context, dtype=torch.int64)
         self.sample = {"tokens": zeros, "targets": zeros}
 
     def embeddings(self) -> set[int]:
@@ -134,25 +139,42 @@ class FolderRecipe:
         self.source: Weights | None = Weights(self._folder, self.model)  # read by a run without a commit
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
-        context = config.model.context
         check_place(self._run)
         refuse_foreign_checkpoint(self._run)
-        text = encoded(
-            config.data.text, tokenizer, self._run / "tokens", context=context,
-            validation_fraction=config.data.validation_fraction,
-            before_encoding=lambda: say(f"encoding the text {config.data.text}"),
-        )  # fmt: skip
+        text = self._encoded(config, config.data.text, "tokens", _held_out_fraction(config), say)
+        if config.data.validation:
+            held_out = self._encoded(config, config.data.validation, "held-out-tokens", 0.0, say)
+            _refuse_another_kind(config, text, held_out)
+            text.validation = held_out.training
         self.corpus: Windowed = text
         self.stack: Stack = text.stack
-        zeros = torch.zeros(config.train.micro_batch_size, context, dtype=torch.int64)
-        self.sample = self.stack([{"input_ids": row, "labels": row} for row in zeros])
+        self.sample = self._sample(config, text)
         self.prompt_ids = self._first_prompt()
         self.prompt = tokenizer.decode(self.prompt_ids)
+
+    def _encoded(
+        self, config: Config, named: str, folder: str, fraction: float, say: Callable[[str], None]
+    ) -> Tokens:
+        return encoded(
+            named, self.tokenizer, self._run / folder, context=config.model.context, validation_fraction=fraction,
+            before_encoding=lambda: say(f"encoding the text {named}"),
+        )  # fmt: skip
+
+    def _sample(self, config: Config, text: Tokens) -> dict[str, Tensor]:
+        """Return a micro-batch as large as any, with the inputs that steps have."""
+        zeros = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
+        if config.data.packing == "on" and text.pairs and takes_positions(self.model):
+            rows = [
+                [{"input_ids": half, "labels": half} for half in row.tensor_split(2) if len(half)]
+                for row in zeros
+            ]
+            return packed_batch(rows, text.pad)
+        return self.stack([{"input_ids": row, "labels": row} for row in zeros])
 
     def _first_prompt(self) -> list[int]:
         text = self.corpus.validation if len(self.corpus.validation) else self.corpus.training
         ids, labels = text[0]["input_ids"].tolist(), text[0]["labels"].tolist()
-        prompt = sum(label < 0 for label in labels)
+        prompt = next((place for place, label in enumerate(labels) if label >= 0), 0)
         return ids[: prompt or PROMPT_TOKENS]
 
     def embeddings(self) -> set[int]:
@@ -174,6 +196,20 @@ class FolderRecipe:
         for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
             if kept_folder(directory) is None:
                 keep(source, directory / MODEL)
+
+
+def _held_out_fraction(config: Config) -> float:
+    """Return the share of the text that is held out: none where another text is."""
+    return 0.0 if config.data.validation else config.data.validation_fraction
+
+
+def _refuse_another_kind(config: Config, text: Tokens, held_out: Tokens) -> None:
+    if text.pairs != held_out.pairs:
+        raise BadInput(
+            f"data.text = {literal(config.data.text)} and data.validation = {literal(config.data.validation)}: one is"
+            " text, the other has samples (messages, or prompt and completion), and their losses do not compare. Give"
+            " two of one kind."
+        )
 
 
 def decoder_config(config: Config) -> DecoderConfig:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...config import Config, to_values
 from ...data.corpus import Windowed
-from ...data.loader import SampleLoader, micro_batches_of, step_loader
+from ...data.loader import SampleLoader, micro_batches_of
 from ...distributed import Ranks
 from ...errors import BadInput, ConfigError, Damaged, NoCommit
 from ...events import EventLog, read_events
@@ -43,18 +43,22 @@ from ...supervised.attempt import in_drill, training_directory
 from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
+from .best_weights import BEST, keep_weights
+from .early_stopping import Validations, kept_losses
 from .engine_build import make_engine
 from .kept_config import (
     changes_to_run,
     describe,
     kept_dtype,
     kept_micro_batches,
+    kept_packing,
     state_directory,
     write_record,
 )
 from .micro_batch_choice import require_planned_steps, with_chosen_count
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
+from .row_packing import loader_of, with_possible_packing, with_verified_packing
 from .sizing import Wish, may_change, shared_out, sized
 
 VALIDATION_SAMPLES = 64
@@ -81,7 +85,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         say_here = partial(say, console)
         config = ranks.first_does(lambda: sized(config, stated, wish, ranks.world_size, say_here))
     allowed = stated if wish is None else {*stated, *may_change(stated)}
-    config = ranks.first_does(lambda: with_kept_count(config))
+    config = ranks.first_does(lambda: with_kept_packing(with_kept_count(config)))
     with ranks.agreeing():
         if config.train.micro_batches == "auto":
             require_planned_steps(config, ranks.world_size)
@@ -98,15 +102,11 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
     recipe = shared_recipe(ranks, config, console)
+    _refuse_nothing_held_out(config, recipe)
+    config = with_possible_packing(config, recipe, partial(say, console))
     config = with_chosen_count(config, recipe, partial(say, console))
     micro_batches = share_of(config, ranks)
-    loader = step_loader(
-        recipe.corpus,
-        config.train.micro_batch_size,
-        micro_batches,
-        seed=config.run.seed,
-        stack=recipe.stack,
-    )
+    loader = loader_of(config, recipe, micro_batches)
     events = EventLog(run / "events.jsonl" if ranks.rank == 0 else None)
 
     def confirm(preflight: Preflight) -> None:
@@ -127,6 +127,9 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         )
     with engine:
         ranks.first_does(lambda: (recipe.keep(), write_record(config)))
+        if engine.steps_done == 0 or "data.packing" in changed:
+            config = with_verified_packing(config, engine, recipe, loader, partial(say, console))
+            ranks.first_does(lambda: write_record(config))
         Job(config, ranks, console, recipe, loader, engine, events).run(changed)
 
 
@@ -157,6 +160,13 @@ def with_kept_count(config: Config) -> Config:
     return replace(config, train=replace(config.train, micro_batches=kept_micro_batches(config) or "auto"))
 
 
+def with_kept_packing(config: Config) -> Config:
+    """Return ``config`` with "lengths" for "on" if the run has found that its model does not keep samples apart."""
+    if config.data.packing != "on" or kept_packing(config) != "lengths":
+        return config
+    return replace(config, data=replace(config.data, packing="lengths"))
+
+
 def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
     """Return the recipe. The first rank encodes the text if necessary, and the others find it.
 
@@ -166,7 +176,8 @@ def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
         first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
     with ranks.agreeing():
         recipe = first or recipe_of(config, refuse_encoding_here)
-    agree(ranks, "texts", recipe.corpus.fingerprint, SAME)
+    held_out = recipe.corpus.validation.fingerprint
+    agree(ranks, "texts", {**recipe.corpus.fingerprint, "held out": held_out}, SAME)
     return recipe
 
 
@@ -186,6 +197,7 @@ class Job:
         self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.stopped_by = ""
+        self.validations = self.kept_validations()
         prediction = engine.preflight.prediction
         self.panel = TrainingPanel(
             console,
@@ -212,7 +224,7 @@ class Job:
                     "failed", step=self.engine.steps_done, error=f"{type(error).__name__}: {error}"
                 )
                 raise
-            if self.engine.steps_done < self.config.train.steps:
+            if self.engine.steps_done < self.config.train.steps and not self.validations.is_over:
                 self.report_stop(self.stopped_by)
             else:
                 self.report_end(before, time.perf_counter() - started, stop)
@@ -230,12 +242,14 @@ class Job:
     def take_steps(self, stop: StopRequest) -> None:
         """Train to the last step, or until a stop is requested, and commit the reached step."""
         with self.panel:
-            while self.engine.steps_done < self.config.train.steps:
+            while self.engine.steps_done < self.config.train.steps and not self.validations.is_over:
                 self.stopped_by = self.first_reason(stop.requested)
                 if self.stopped_by:
                     break
                 self.engine.step(next(self.loader))
                 self.panel.step(self.engine.last)
+                if self.validation_is_due() and self.engine.steps_done < self.config.train.steps:
+                    self.say_loss(self.held_out_loss())
             if self.config.durability.every:
                 self.engine.save()
                 self.panel.durable(self.engine.durable_step)
@@ -244,11 +258,26 @@ class Job:
         """Return the first rank's reason to stop, or an empty text. Collective: every rank must call this."""
         return next(filter(None, self.ranks.everyone(why)), "")
 
+    def kept_validations(self) -> Validations:
+        """Return the losses on held-out text of the run so far. Collective: every rank must call this."""
+        text, run = self.recipe.corpus.validation.fingerprint, Path(self.config.run.dir)
+        kept = self.ranks.first_does(lambda: kept_losses(run, text, self.engine.steps_done))
+        return Validations(self.config.train.patience, text, kept)
+
+    def validation_is_due(self) -> bool:
+        every = self.config.train.validate_every
+        return every > 0 and self.engine.steps_done % every == 0
+
     def validate(self) -> dict[str, Any] | None:
+        """Return ``held_out_loss``, and show that it is computed. Collective: every rank must call this."""
+        with self.console.status("reading held-out text"):
+            return self.held_out_loss()
+
+    def held_out_loss(self) -> dict[str, Any] | None:
         """Return the current loss on held-out text as an event; None without held-out text.
 
-        Each rank computes its share of the micro-batches, or all if they do not divide evenly. Collective: every rank
-        must call this.
+        Each rank computes its share of the micro-batches, or all if they do not divide evenly. A loss that is due is
+        kept by the run. Collective: every rank must call this.
         """
         samples = held_out_samples(self.recipe.corpus)
         if not samples:
@@ -256,10 +285,20 @@ class Job:
         batches = micro_batches_of(samples, self.config.train.micro_batch_size, self.recipe.stack)
         if len(batches) % self.ranks.world_size == 0:
             batches = batches[self.ranks.rank :: self.ranks.world_size]
-        with self.console.status("reading held-out text"):
-            event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
+        event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
+        if self.validation_is_due():
+            self.keep_loss(**event)
         return event
+
+    def keep_loss(self, step: int, loss: float) -> None:
+        """Keep a loss on held-out text and, as far as configured, the weights if it is the lowest."""
+        run = Path(self.config.run.dir)
+        is_lowest = self.validations.add(step, loss)
+        if is_lowest and step and self.config.train.keep_best:
+            self.engine.save()
+            first_alone(self.ranks, lambda: keep_weights(run, step))
+        self.ranks.first_does(lambda: self.validations.write(run))
 
     def report_stop(self, signal_name: str) -> None:
         done, durable = self.engine.steps_done, self.engine.durable_step
@@ -269,8 +308,9 @@ class Job:
 
     def report_end(self, before: dict[str, Any] | None, seconds: float, stop: StopRequest) -> None:
         done = self.engine.steps_done
-        self.say(f"Finished step {done:,} of {done:,}, {self.kept()}, after {format_seconds(seconds)}.")
+        self.say(f"{self.end_text()}, {self.kept()}, after {format_seconds(seconds)}.")
         after = self.validate()
+        self.say_lowest()
         if before is not None and after is not None:
             first = first_validation(self.events.path) or before
             self.say(
@@ -287,6 +327,30 @@ class Job:
             "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
         )
         say_how_to_go_on(self.console, self.config, extend_to=2 * done)
+
+    def end_text(self) -> str:
+        done, steps = self.engine.steps_done, self.config.train.steps
+        if done == steps:
+            return f"Finished step {done:,} of {done:,}"
+        patience = self.config.train.patience
+        return (
+            f"Ended after step {done:,} of {steps:,}, since {patience} validation losses in a row were no lowest ones"
+            " (train.patience)"
+        )
+
+    def say_loss(self, event: dict[str, Any] | None) -> None:
+        """Print a loss on held-out text in the course of training."""
+        if event is not None and self.validations.best is not None:
+            lowest = ", the lowest so far" * (self.validations.best[0] == event["step"])
+            self.say(f"Validation loss {event['loss']:.3f} at step {event['step']:,}{lowest}.")
+
+    def say_lowest(self) -> None:
+        """Print the lowest loss on held-out text, if the run has more than one."""
+        best = self.validations.best
+        if best is not None and len(self.validations.losses) > 1:
+            folder = Path(self.config.run.dir) / BEST / f"step-{best[0]}"
+            where = f"; its weights are in {folder}" * folder.is_dir()
+            self.say(f"The lowest validation loss was {best[1]:.3f}, at step {best[0]:,}{where}.")
 
     def last_words(self) -> str:
         """Return the text that is printed when the run is left at once."""
@@ -407,6 +471,15 @@ def share_of(config: Config, ranks: Ranks) -> int:
             f" as divide it, or set another number, of all ranks together{same * (number != whole)}"
         )
     return whole // ranks.world_size
+
+
+def _refuse_nothing_held_out(config: Config, recipe: Recipe) -> None:
+    every = config.train.validate_every
+    if every and not len(recipe.corpus.validation):
+        raise ConfigError(
+            f"train.validate_every = {every}: nothing is held out. Give data.validation, or a data.validation_fraction"
+            " above 0 in another run"
+        )
 
 
 def refuse_encoding_here(what: str) -> None:

@@ -1,0 +1,39 @@
+"""The losses on held-out text: which is the lowest, when a run is over, and what of them a resume takes."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.cli.train.early_stopping import Validations, kept_losses
+
+TEXT = {"tokens": 9}
+
+
+def test_run_is_over_after_losses_that_are_no_lowest():
+    """An equal loss and one that is no number are none."""
+    losses = Validations(3, TEXT, {})
+    found = [losses.add(step, loss) for step, loss in enumerate((math.nan, 3.0, 4.0, 2.0, math.nan, 2.0))]
+    assert found == [False, True, False, True, False, False]
+    assert losses.best == (3, 2.0) and not losses.is_over
+    losses.add(9, 5.0)
+    assert losses.is_over and losses.best == (3, 2.0)
+    losses.patience = 0
+    assert not losses.is_over
+
+
+def test_losses_without_a_number_end_a_run():
+    losses = Validations(2, TEXT, {0: math.nan})
+    assert losses.best is None and not losses.is_over
+    losses.add(1, math.inf)
+    assert losses.is_over
+
+
+def test_losses_of_later_steps_and_other_text_are_left_out(tmp_path):
+    Validations(2, TEXT, {0: 3.5, 10: math.nan, 20: 2.25}).write(tmp_path)
+    kept = kept_losses(tmp_path, TEXT, 15)
+    assert kept.keys() == {0, 10} and kept[0] == 3.5 and math.isnan(kept[10])
+    assert kept_losses(tmp_path, TEXT, 20)[20] == 2.25
+    assert kept_losses(tmp_path, {"tokens": 8}, 20) == {}
+    (tmp_path / "validation.json").write_text("{")
+    assert kept_losses(tmp_path, TEXT, 20) == {}
+    assert kept_losses(tmp_path / "nowhere", TEXT, 20) == {}

@@ -1,9 +1,9 @@
 """How many real tokens a second a run has with packing, sorted lengths and padding, on chats of very unlike lengths.
 
-    python benchmarks/packing.py [--width 256] [--blocks 4] [--context 1024] [--rows 8] [--steps 6] [--folder FOLDER]
+    python benchmarks/packing.py [--width 128] [--blocks 4] [--context 1024] [--rows 8] [--steps 4] [--folder FOLDER]
                                  [--keep] [--small]
 
-Conversations are made up: one to four turns, with lengths that are log-normal. Most are short and some are as long as
+Conversations are made up: one turn or a few, with lengths that are log-normal. Most are short and a few are as long as
 the context. A Llama of transformers trains on them out of core in fp32, all arms in turn in the same engine, with the
 same rows in a micro-batch: ``padded`` as samples come, ``lengths`` with the samples of a step sorted, ``packed``. Real
 tokens are those that are not padding. Prints a table (median of the steps), the difference between the losses of the
@@ -66,10 +66,10 @@ def write_chats(path: Path, count: int) -> None:
     made = random.Random(0)
     with path.open("w") as file:
         for _ in range(count):
-            messages = []
-            for _ in range(made.randint(1, 4)):
-                for role, middle in (("user", 3.0), ("assistant", 3.6)):
-                    length = int(made.lognormvariate(middle, 1.0)) + 1
+            messages: list[dict[str, str]] = []
+            while not messages or made.random() < 0.3:
+                for role, middle in (("user", 2.5), ("assistant", 3.5)):
+                    length = int(made.lognormvariate(middle, 1.2)) + 1
                     messages.append(
                         {"role": role, "content": "".join(made.choices("etaoin shrdlu", k=length))}
                     )
@@ -123,11 +123,11 @@ def measure(options: Any, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = options_of(__doc__ or "")
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
-    parser.add_argument("--steps", type=int, default=6, help="of each arm")
+    parser.add_argument("--steps", type=int, default=4, help="of each arm")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     options = parser.parse_args()
     if options.small:

@@ -288,7 +288,11 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
             " are cut there",
             stacklevel=3,
         )
-    about: dict[str, Any] = {"ids": count.ids, "samples": count.samples, "pairs": count.kind in ("pairs", "chats")}
+    about: dict[str, Any] = {
+        "ids": count.ids,
+        "samples": count.samples,
+        "pairs": count.kind in ("pairs", "chats"),
+    }
     if count.kind == "chats":
         about["template"] = encoder.template_digest
     return about | {"xxh3": _digest(folder)}

@@ -227,3 +227,69 @@ def test_a_sample_of_one_token_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"model\.context = 1"):
         encoded(str(tmp_path / "a.txt"), Bytes(), tmp_path / "kept", context=1)
     assert not (tmp_path / "kept").exists()
+
+
+class Turns(Bytes):
+    """A turn is its first letter and its bytes; those of the assistant, with an end mark, are targets."""
+
+    template_digest = "turns"
+
+    def encode_chat(self, messages, tools, where):
+        self.calls += 1
+        ids, targets = [], []
+        for message in messages:
+            own = [*message["content"].encode(), END]
+            ids += [ord(message["role"][0]), *own]
+            targets += [False, *[message["role"] == "assistant"] * len(own)]
+        return ids, targets
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": each} for n, each in enumerate(contents)]}
+
+
+def test_targets_of_a_conversation_are_kept(tmp_path):
+    path = lines(
+        tmp_path / "chats.jsonl",
+        chat("a", "bc", "d", "e"),
+        chat("a question that is long", "b"),
+        chat("a", "bcdefghijklmn"),
+    )
+    with pytest.warns(UserWarning) as told:
+        text = encoded(str(path), Turns(), tmp_path / "kept", context=14)
+    assert [str(each.message).partition(" model")[0] for each in told] == [
+        "1 of 3 samples are left out: their prompts alone have",
+        "1 of 2 conversations are longer than",
+    ]
+    first, second = (text.training[index] for index in range(2))
+    assert first["input_ids"].tolist() == [*b"ua", END, *b"abc", END, *b"ud", END, *b"ae", END]
+    assert first["labels"].tolist() == [IGNORED] * 4 + [*b"bc", END] + [IGNORED] * 4 + [*b"e", END]
+    assert second["labels"].tolist() == [IGNORED] * 4 + [*b"bcdefghijk"]
+    assert (text.length(0), text.length(1)) == (13, 14)
+
+
+def test_conversations_are_encoded_again_for_another_template(tmp_path):
+    path, encoder = lines(tmp_path / "chats.jsonl", chat("a", "b")), Turns()
+
+    def made():
+        return encoded(str(path), encoder, tmp_path / "kept", context=9).fingerprint
+
+    first = made()
+    assert made() == first and encoder.calls == 1
+    encoder.template_digest = "other turns"
+    assert made() != first and encoder.calls == 2
+
+
+def test_wrong_text_leaves_nothing_behind(tmp_path):
+    """And what was kept before stays."""
+    path, kept = lines(tmp_path / "chats.jsonl", chat("a", "b"), {"text": "c"}), tmp_path / "run" / "kept"
+    with pytest.raises(BadInput, match="lines with messages and other text besides"):
+        encoded(str(path), Turns(), kept, context=9)
+    assert not kept.parent.exists()
+    first = encoded(str(lines(path, chat("a", "b"))), Turns(), kept, context=9).fingerprint
+    with pytest.raises(BadInput):
+        encoded(str(lines(tmp_path / "other.jsonl", chat("a"))), Turns(), kept, context=9)
+    assert sorted(each.name for each in kept.iterdir()) == sorted((tokens.IDS, tokens.SAMPLES, tokens.ABOUT))
+    calls = Turns()
+    assert encoded(str(path), calls, kept, context=9).fingerprint == first and calls.calls == 0

@@ -92,7 +92,7 @@ def test_position_continues_packed_and_sorted(text):
 
 
 def test_first_tokens_are_no_targets(text):
-    row = [text.training[0], text.training[1]]
+    row = [text.training[0] | {"labels": text.training[0]["input_ids"]}, text.training[1]]
     batch = packed_batch([row, row[:1]], PAD)
     first, second = (len(sample["labels"]) for sample in row)
     assert "attention_mask" not in batch
@@ -103,7 +103,11 @@ def test_first_tokens_are_no_targets(text):
     assert batch["labels"][:, [0, first]].tolist() == [[IGNORED] * 2] * 2
     assert batch["labels"][0, 1:first].tolist() == row[0]["labels"][1:].tolist()
     assert batch["labels"][1, first:].tolist() == [IGNORED] * second
-    assert row[0]["labels"][0] == IGNORED and packed_rows(lambda n: 3, 7, 2, 7) == ([[7, 8], [9, 10]], 4)
+    assert row[0]["labels"][0] != IGNORED, "the sample stays as it is"
+
+
+def test_step_ends_before_the_first_sample_without_room():
+    assert packed_rows(lambda n: 3, 7, 2, 7) == ([[7, 8], [9, 10]], 4)
 
 
 def losses(model, batch):

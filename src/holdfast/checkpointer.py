@@ -320,7 +320,8 @@ class Checkpointer:
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
             leads = self._peers is not None and self._peers.leads
-            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads)
+            following = self._backend.following(self._store, asked)
+            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads, following)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)

@@ -9,7 +9,7 @@ other than 1 there may be no records, and a step counts as durable once a snapsh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from .log.record_builder import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
+from .recovery.following import Follower
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
@@ -61,6 +62,7 @@ class LogBackend(DurabilityBackend):
         self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
         self._pace: SnapshotScheduler | None = None
+        self._follower: Follower | None = None
 
     @property
     def recorder(self) -> Recorder:
@@ -121,19 +123,37 @@ class LogBackend(DurabilityBackend):
     @property
     def recovered_by(self) -> str:
         recovery = self._recovery
-        replayed = f" and {counted(recovery.replayed_records, 'record')} replayed" * bool(
-            recovery.replayed_records
-        )
+        records = counted(recovery.replayed_records, "record")
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
+        if recovery.reached is not None:
+            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}"
+        replayed = f" and {records} replayed" * bool(recovery.replayed_records)
         tiers = "" if self._nodes is None else self._nodes.source_text
         return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{f' ({tiers})' * bool(tiers)}"
 
     # Start
 
+    def following(self, store: LocalStore, asked: ResumeRequest) -> AbstractContextManager[Any]:
+        """Return the context in which a standby waits: one in which its state follows the run, where it can.
+
+        It cannot on several ranks, without a shared directory, or where an older step is asked for.
+        """
+        training = self._training
+        if (
+            not training.ranks.alone
+            or self._peers is not None
+            or asked.target is not None
+            or asked.continuing
+        ):
+            return nullcontext()
+        self._follower = Follower(store, training.state, training.update_again)
+        return self._follower
+
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         training, self._store = self._training, store
         self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         seen = self._entered(store, asked)
+        follower, self._follower = self._follower, None
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
@@ -141,6 +161,7 @@ class LogBackend(DurabilityBackend):
         found = recover(
             seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=training.update_again, watch=recovery,
+            reached=None if follower is None else follower.reached,
         )  # fmt: skip
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())

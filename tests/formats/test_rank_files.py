@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Partial
@@ -80,6 +81,21 @@ def test_files_of_ranks_are_one_state_again(tmp_path, division, names):
     assert source.format == "rank files" and source.progress["scheduler"]["last_epoch"] == 2
     with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
         checkpointer.resume(source=folder)
+    assert state_of(here) == state_of(there)
+
+
+def test_folders_of_dcp_for_model_and_optimizer_are_one_state(tmp_path):
+    """As accelerate and its Trainer save an FSDP model otherwise."""
+    there, here = trained(), trained(seed=2)
+    state = by_kind(there, ACCELERATE)
+    folder = tmp_path / "checkpoint-2"
+    for kind, name in (("model", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+        dcp.save({kind: state[kind]}, checkpoint_id=folder / name, no_dist=True)
+    torch.save({"last_epoch": 2}, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    assert open_source(folder).progress["scheduler"] == {"last_epoch": 2}
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        assert checkpointer.resume(source=folder) == 2
     assert state_of(here) == state_of(there)
 
 
@@ -275,19 +291,59 @@ def test_a_hostile_pickle_beside_distributed_tensors_runs_nothing(tmp_path):
     assert not mark.exists()
 
 
-@pytest.fixture
-def described():
-    """A distributed tensor of torch's as the reader describes it, of the second of two ranks."""
-    with as_rank(1, 2):
-        mesh, placements = fully_sharded(2)()
+def description(rank, world, divide):
+    """A distributed tensor of torch's as the reader describes it, of one rank."""
+    with as_rank(rank, world):
+        mesh, placements = divide()
         tensor = torch.distributed.tensor.distribute_tensor(
             torch.ones(5, 2), mesh, placements, src_data_rank=None
         )
         file = io.BytesIO()
         torch.save({"w": tensor}, file)
     with zipfile.ZipFile(file) as archive:
-        data = archive.read("archive/data.pkl")
-    return pickles.load(data, "a file")["w"]
+        return pickles.load(archive.read("archive/data.pkl"), "a file")["w"]
+
+
+@pytest.fixture
+def described():
+    return description(1, 2, fully_sharded(2))
+
+
+def without_order(spec):
+    """Before torch recorded in which order axes divide."""
+    spec.fields.pop("shard_order", None)
+
+
+def with_flat_layout(spec):
+    """As torch 2.9 has a mesh."""
+    without_order(spec)
+    layout = spec.fields["mesh"].fields["_layout"]
+    axes = layout.fields.pop("axes")
+    layout.fields["shape"] = tuple(n for axis in axes for n in axis.get("shape"))
+    layout.fields["stride"] = tuple(n for axis in axes for n in axis.get("stride"))
+
+
+def with_tensor(spec):
+    """As torch 2.8 and before has a mesh."""
+    without_order(spec)
+    mesh = spec.fields["mesh"].fields
+    axes = mesh.pop("_layout").get("axes")
+    shape = tuple(n for axis in axes for n in axis.get("shape"))
+    strides = tuple(n for axis in axes for n in axis.get("stride"))
+    mesh["mesh"] = pickles.Tensor(pickles.Storage("0", "I32", 4), 0, shape, strides)
+    mesh["_flatten_mesh_list"] = mesh.pop("_flatten_rank_map")
+    mesh.pop("_rank")
+
+
+@pytest.mark.parametrize("older", [without_order, with_flat_layout, with_tensor])
+@pytest.mark.parametrize("division", ["twice", "strided", "hybrid", "both dims"])
+def test_descriptions_of_earlier_versions_of_torch_mean_the_same(division, older):
+    world, divide = DIVISIONS[division]
+    for rank in range(world):
+        here = description(rank, world, divide)
+        now = local_tensor(here, "w", {})
+        older(here.fields["_spec"])
+        assert local_tensor(here, "w", {}) == now and now.rank == rank
 
 
 def test_a_description_says_its_region_and_rank(described):

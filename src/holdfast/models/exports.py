@@ -20,10 +20,10 @@ from torch import nn
 
 from ..errors import BadInput, RunMismatch
 from ..formats.entry_matching import groups_of
+from ..formats.naming import as_folder, by_model
 from ..formats.source import Source
 from .decoder import DecoderConfig
 from .keeping import ADAPTER_CONFIG
-from .naming import as_folder, by_model
 from .pretrained import empty_model
 
 _ADDED = re.compile(

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..formats.entry_matching import Allowed
+from ..formats.naming import Converted, by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
 from ..formats.source import StoredArray
 from ..offload.exit_hook import deferred
@@ -26,7 +27,6 @@ from ..state.capture import Captured
 from ..state.plain_tensors import FROM_NAME
 from . import quantised_weights
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
-from .naming import Converted, by_model
 
 
 def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Module, Weights]:

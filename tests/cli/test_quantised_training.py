@@ -18,9 +18,13 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 import tiny_folders  # noqa: E402  (needs transformers)
-from tiny_folders import TEXT, write_folder, write_quantised  # noqa: E402
+from tiny_folders import TEXT, write_folder, write_quantised, write_tokenizer  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:.is_gradient_checkpointing")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:MatMul8bitLt",
+    "ignore:.is_gradient_checkpointing",
+    "ignore:steps are predicted by their floating-point",
+)
 
 TINY = {
     "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
@@ -109,7 +113,7 @@ def test_transposed_weights_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_run_packs_its_base_resumes_and_is_exported(tmp_path, train, holdfast, kind):
     folder, run, whole = write_folder(tmp_path / "folder"), tmp_path / "run", tmp_path / "whole"
     for steps in (1, 3):
@@ -120,7 +124,7 @@ def test_a_run_packs_its_base_resumes_and_is_exported(tmp_path, train, holdfast,
     assert losses(run) == losses(whole)
     assert holdfast("verify", run).code == 0
     assert (
-        str(run / "base") in holdfast("show", run).out
+        len(list((run / "data").glob("*.reference"))) >= 3
     )  # the base is there once, and the commits refer to it
 
     assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
@@ -140,7 +144,7 @@ def test_a_run_packs_its_base_resumes_and_is_exported(tmp_path, train, holdfast,
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         run / "base", dtype=torch.float32, device_map="cpu"
     )
-    plain = plain.dequantize(torch.float32)
+    plain = plain.dequantize(torch.float32).float()
     expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
     assert differing(merged.state_dict(), expected.state_dict()) == []
     assert torch.equal(logits(merged.eval()), logits(expected.eval()))
@@ -163,6 +167,7 @@ def stored_adapter(run):
 @pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_a_folder_that_is_packed_already_trains_adapters(tmp_path, train, holdfast, kind):
     folder, run = write_quantised(tmp_path, kind), tmp_path / "run"
+    write_tokenizer(folder)
     for steps in (1, 2):
         result = train(run, folder, steps)
         assert result.code == 0, result.err

@@ -31,7 +31,9 @@ def test_there_are_five():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing", "ignore:steps are predicted by their floating"
+)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_runs_and_its_commands_too(tmp_path, monkeypatch, holdfast, path):
     """Twice: the second sitting continues the first."""

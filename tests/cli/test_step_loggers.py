@@ -6,13 +6,14 @@ import socket
 import struct
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.cli.train.step_loggers import StepLoggers, refuse_missing_loggers
 from holdfast.config import LogConfig
 from holdfast.errors import BadInput
-from holdfast.events import read_events
+from holdfast.events import EventLog, read_events
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -49,6 +50,29 @@ def test_steps_done_again_are_there_once_in_tensorboard(tmp_path):
     assert tensorboard_curve(tmp_path, "train/loss") == [(1, 3.0), (2, 12.0), (3, 11.0), (4, 10.0)]
     assert tensorboard_curve(tmp_path, "train/tokens per second")[0] == (1, 32.0)
     assert tensorboard_curve(tmp_path, "validation/loss") == [(0, 5.0)]
+
+
+def test_steps_done_again_are_logged_once_to_weights_and_biases(tmp_path, monkeypatch):
+    """It takes nothing back: what an earlier sitting logged is not logged again, and the id stays."""
+    begun, logged = [], []
+
+    def init(**options):
+        begun.append(options)
+        return SimpleNamespace(
+            log=lambda values, step: logged.append((step, values["train/loss"])), finish=int
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    events = EventLog(tmp_path / "events.jsonl")
+    for first, last in ((1, 3), (2, 4)):  # killed when step 1 was durable
+        loggers = StepLoggers(LogConfig(wandb="mine"), tmp_path, first - 1, {"run.seed": 0})
+        for number in range(first, last + 1):
+            events.emit("step", step=number)
+            loggers.step(step(number, 9.0 - number))
+        loggers.close()
+    assert logged == [(1, 8.0), (2, 7.0), (3, 6.0), (4, 5.0)]
+    assert [each["mode"] for each in begun] == ["offline", "offline"]
+    assert begun[0]["id"] == begun[1]["id"] and begun[0]["project"] == "mine"
 
 
 def test_what_a_step_lacks_is_no_point(tmp_path):

@@ -78,14 +78,28 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # PEFT sets it right by itself
-            return peft.get_peft_model(model, config)
+        made = adapted(model, config, NAME)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"lora.targets = {literal(how.targets)}: PEFT makes no such adapters on the model in {folder}:"
             f" {str(error).splitlines()[0]}"
         ) from error
+    wrapped = [name for name, layer in lora_layers(made) if type(layer).__name__ == "ParamWrapper"]
+    if wrapped:
+        raise ConfigError(
+            f"lora.targets = {literal(how.targets)}: on the model in {folder} PEFT would adapt the fused weights of"
+            f" {wrapped[0]}, by changing them as the model runs, which is not done out of core. Name linear layers,"
+            " such as --set lora.targets=[q_proj,v_proj]."
+        )
+    return made
+
+
+def adapted(model: nn.Module, config: Any, name: str) -> Any:
+    """Return ``model`` as PEFT adapts it, in place, with the adapter ``name`` of PEFT's configuration ``config``."""
+    with warnings.catch_warnings():  # what PEFT corrects by itself
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        return peft_for("lora.rank").get_peft_model(model, config, adapter_name=name)
 
 
 def set_magnitudes(model: nn.Module, weights: Weights) -> None:

@@ -30,7 +30,7 @@ from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
 from .keeping import ADAPTER_CONFIG
-from .lora_adapters import peft_for
+from .lora_adapters import adapted, peft_for
 from .pretrained import empty_model
 from .quantised_weights import unpacks_weight
 
@@ -68,7 +68,7 @@ def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | Non
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter))
         config.base_model_name_or_path = None  # the model is built from a copy of its configuration
-        model = peft.get_peft_model(empty_model(folder, plain=True), config, adapter_name=name)
+        model = adapted(empty_model(folder, plain=True), config, name)
     except (ValueError, TypeError, KeyError) as error:
         raise BadInput(
             f"{adapter / ADAPTER_CONFIG} cannot be used on the model of {folder}: {error}"

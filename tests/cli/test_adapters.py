@@ -29,6 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ig
 TINY = {
     "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
     "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
     "data.validation_fraction": 0,
 }  # fmt: skip
 LORA = ("lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.dropout=0.2")
@@ -147,6 +149,7 @@ def test_a_run_of_adapters_is_not_written_as_a_model(tmp_path, run, holdfast):
         assert result.code == 2 and said in result.err and not (tmp_path / "out.pt").exists()
 
 
+@pytest.mark.slow
 def test_merging_asks_for_adapters(tmp_path, train, holdfast, llama):
     assert train(tmp_path / "run", llama, 1).code == 0
     result = holdfast("convert", tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--merge")

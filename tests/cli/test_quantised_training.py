@@ -23,12 +23,13 @@ from tiny_folders import TEXT, write_folder, write_quantised, write_tokenizer  #
 pytestmark = pytest.mark.filterwarnings(
     "ignore:MatMul8bitLt",
     "ignore:.is_gradient_checkpointing",
-    "ignore:steps are predicted by their floating-point",
 )
 
 TINY = {
     "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
     "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
     "data.validation_fraction": 0, "lora.rank": 4, "lora.dropout": 0.1,
 }  # fmt: skip
 WAYS = {

@@ -19,6 +19,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.to
 TINY = {
     "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 1,
     "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
 }  # fmt: skip
 OF_RECIPE = {
     "pretrain": {"model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1},

@@ -19,6 +19,8 @@ TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
     "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.dtype": "fp32",
     "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
 }  # fmt: skip
 
 
@@ -113,6 +115,7 @@ def test_a_logger_that_fails_is_left_out_with_one_warning(tmp_path):
     assert [number for _, number in points] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:no more is logged")
 def test_a_logger_that_cannot_begin_does_not_end_training(tmp_path, holdfast):
     pytest.importorskip("tensorboard")

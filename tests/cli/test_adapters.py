@@ -166,6 +166,15 @@ def test_losses_are_those_of_peft_in_a_plain_loop(tmp_path, train, holdfast, tex
     sets += [f"lora.{kind}=true"] if kind != "lora" else []
     assert train(run, folder, 3, *sets, "durability.retain=9").code == 0
     assert holdfast("convert", f"{run}@0", tmp_path / "begins", "--to", "peft").code == 0
+    told = json.loads((tmp_path / "begins/adapter_config.json").read_text())
+    asked = {
+        "lora_dropout": 0.2,
+        "use_rslora": kind == "rslora",
+        "use_dora": kind == "dora",
+        "lora_alpha": 8,
+        "r": 4,
+    }
+    assert {key: told[key] for key in asked} == asked
     model = with_adapter(folder, tmp_path / "begins", is_trainable=True).train()
     fresh = peft.get_peft_model(
         base_of(folder),

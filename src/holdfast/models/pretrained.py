@@ -7,6 +7,7 @@ run keeps it. transformers is imported when a folder is opened, and nothing is d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..formats.entry_matching import Allowed
 from ..formats.naming import Converted, by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
+from ..formats.restore import read_tensors
 from ..formats.source import StoredArray
 from ..offload.exit_hook import deferred
 from ..offload.model.blocks import empty_parameters
 from ..quantities import shown
 from ..sources import OpenedSource
 from ..state.capture import Captured
+from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from . import quantised_weights
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
@@ -59,21 +62,24 @@ def transformers_for(what: str) -> Any:
         ) from error
 
 
-def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) -> nn.Module:
+def empty_model(
+    path: Path, *, as_saved: bool = False, quantised: bool = False, plain: bool = False
+) -> nn.Module:
     """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
 
     It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
     that. Raises ``ModelNotSupported`` for models that need code of their own, and for quantised weights. With
-    ``quantised``, weights that bitsandbytes has quantised and those in fp8 are accepted.
+    ``quantised``, weights that bitsandbytes has quantised and those in fp8 are accepted. With ``plain``, the model is
+    the one that was quantised.
     """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
-    if (packed := told.get("quantization_config")) and not quantised:
+    if (packed := told.get("quantization_config")) and not (quantised or plain):
         raise ModelNotSupported(
             f"{path} holds quantised weights (quantization_config), which cannot be trained. Give the folder that they"
-            " were made from, or train adapters on it: holdfast.pretrained(FOLDER), and PEFT."
+            " were made from, or train adapters on it: --set lora.rank=16, or holdfast.pretrained(FOLDER) and PEFT."
         )
-    if packed:
+    if packed and not plain:
         quantised_weights.refuse_unknown(path, packed)
     if told.get("auto_map"):
         raise ModelNotSupported(
@@ -94,7 +100,7 @@ def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) 
             f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
     model.config.use_cache = False
-    if packed:
+    if packed and not plain:
         with deferred(), empty_parameters():
             quantised_weights.insert_quantised_layers(model, path)
     return model.train()
@@ -154,6 +160,20 @@ class Weights:
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         found = {name: source.place(name) for name in self._named}
         return {id(self._named[name]): place for name, place in found.items() if place is not None}
+
+    def read(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+        """Yield the values that the folder has for each of the model's ``parameters``, in the parameter's dtype.
+
+        Raises ``RunMismatch`` if it has none.
+        """
+        source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
+        names = {id(each): name for name, each in reversed(self._named.items())}
+        for parameter in parameters:
+            name = names[id(parameter)]
+            if (stored := source.atoms.get(f"{name}/param")) is None:
+                raise RunMismatch(f"{self.path} has no {name}. Is its config.json of other weights?")
+            [value] = read_tensors(source, [(stored, Region.whole(stored.atom.shape))])
+            yield value.to(parameter.dtype)
 
     def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""

@@ -15,7 +15,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.status import Status
 from torch import Tensor
 
-from ...config import Config, to_values
+from ...config import Config, LogConfig, to_values
 from ...data.corpus import Windowed
 from ...data.loader import SampleLoader, micro_batches_of, step_loader
 from ...distributed import Ranks
@@ -56,6 +56,7 @@ from .micro_batch_choice import require_planned_steps, with_chosen_count
 from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .sizing import Wish, may_change, shared_out, sized
+from .step_loggers import StepLoggers, refuse_missing_loggers
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
@@ -97,6 +98,8 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
+    with ranks.agreeing():
+        refuse_missing_loggers(config.log)
     recipe = shared_recipe(ranks, config, console)
     config = with_chosen_count(config, recipe, partial(say, console))
     micro_batches = share_of(config, ranks)
@@ -127,7 +130,9 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         )
     with engine:
         ranks.first_does(lambda: (recipe.keep(), write_record(config)))
-        Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+        job = Job(config, ranks, console, recipe, loader, engine, events)
+        with closing(job.loggers):
+            job.run(changed)
 
 
 def in_attempt(config: Config) -> Config:
@@ -186,6 +191,8 @@ class Job:
         self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.stopped_by = ""
+        first, log = engine.steps_done, config.log if ranks.rank == 0 else LogConfig()
+        self.loggers = StepLoggers(log, Path(config.run.dir), first, to_values(config))
         prediction = engine.preflight.prediction
         self.panel = TrainingPanel(
             console,
@@ -236,6 +243,7 @@ class Job:
                     break
                 self.engine.step(next(self.loader))
                 self.panel.step(self.engine.last)
+                self.loggers.step(self.engine.last)
             if self.config.durability.every:
                 self.engine.save()
                 self.panel.durable(self.engine.durable_step)
@@ -259,6 +267,7 @@ class Job:
         with self.console.status("reading held-out text"):
             event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
+        self.loggers.validation(event)
         return event
 
     def report_stop(self, signal_name: str) -> None:

@@ -34,7 +34,11 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_s
 
 @pytest.mark.parametrize(
     "options",
-    [EVALUATED, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}, {"label_smoothing_factor": 0.1}],
+    [
+        EVALUATED,
+        pytest.param({"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
+    ],
     ids=["evaluated", "unclipped", "smoothed"],
 )
 def test_the_log_is_that_of_the_unmodified_trainer(tmp_path, options):
@@ -94,6 +98,7 @@ def test_the_loss_is_the_classs_own(tmp_path):
     assert trainer.calls == plain.calls == 22
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_are_those_of_the_class(tmp_path):
     def count(predicted):
         return {"right": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
@@ -153,16 +158,16 @@ def whole(kind, root):
 @pytest.mark.parametrize(
     "kind, step, event",
     [
-        ("plain", 0, "on_step_begin"),
-        ("plain", 2, "on_optimizer_step"),
+        pytest.param("plain", 0, "on_step_begin", marks=pytest.mark.slow),
+        pytest.param("plain", 2, "on_optimizer_step", marks=pytest.mark.slow),
         ("plain", 3, "on_step_end"),
-        ("plain", 4, "on_epoch_begin"),
-        ("plain", 4, "on_epoch_end"),
-        ("plain", 5, "on_substep_end"),
-        ("plain", 8, "on_train_end"),
-        ("evaluated", 3, "on_evaluate"),
+        pytest.param("plain", 4, "on_epoch_begin", marks=pytest.mark.slow),
+        pytest.param("plain", 4, "on_epoch_end", marks=pytest.mark.slow),
+        pytest.param("plain", 5, "on_substep_end", marks=pytest.mark.slow),
+        pytest.param("plain", 8, "on_train_end", marks=pytest.mark.slow),
+        pytest.param("evaluated", 3, "on_evaluate", marks=pytest.mark.slow),
         ("evaluated", 6, "on_prediction_step"),
-        ("own loss", 5, "on_step_end"),
+        pytest.param("own loss", 5, "on_step_end", marks=pytest.mark.slow),
         pytest.param("workers", 5, "on_step_end", marks=pytest.mark.slow),
     ],
 )
@@ -177,6 +182,7 @@ def test_an_interrupted_training_ends_the_same(tmp_path, tmp_path_factory, kind,
     assert getattr(trainer, "calls", None) == calls
 
 
+@pytest.mark.slow
 def test_a_step_that_is_durable_is_not_computed_again(tmp_path):
     with pytest.raises(Interrupted):
         script(tmp_path, "own loss", Interrupt(3, "on_step_end")).train()
@@ -188,6 +194,7 @@ def test_a_step_that_is_durable_is_not_computed_again(tmp_path):
     assert trainer.calls == 22
 
 
+@pytest.mark.slow
 def test_a_run_goes_before_a_checkpoint(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     with pytest.raises(BadInput, match="has no step yet"):
@@ -200,6 +207,7 @@ def test_a_run_goes_before_a_checkpoint(tmp_path):
     assert [entry["step"] for entry in logged(trainer)] == [*range(1, 9), 8]
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     options = EVALUATED | {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True}
     plain, trainer = (
@@ -214,6 +222,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_is_left_to_the_engine(tmp_path):
     plain, trainer = (
         make(Trainer, tmp_path / "a"),
@@ -268,6 +277,7 @@ def test_classes_that_cannot_work_are_refused():
         offloaded(Trainer, normalize="tokens")
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_refused(tmp_path):
     with pytest.raises(Interrupted):
         script(tmp_path, "plain", Interrupt(3)).train()
@@ -275,6 +285,7 @@ def test_another_batch_size_is_refused(tmp_path):
         make(offloaded(Trainer), tmp_path, per_device_train_batch_size=3).train()
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_begins_from_its_folder(tmp_path):
     model().save_pretrained(tmp_path / "folder")
     empty, weights = holdfast.pretrained(tmp_path / "folder")

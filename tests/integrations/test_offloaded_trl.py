@@ -27,7 +27,7 @@ WORDS = TEXT.split()
 USUAL = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 0.01,
     "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-    "dataloader_pin_memory": False, "bf16": False, "max_length": 24, "eval_strategy": "steps", "eval_steps": 2,
+    "dataloader_pin_memory": False, "bf16": False, "max_length": 48, "eval_strategy": "steps", "eval_steps": 2,
     "log_level": "error",
 }  # fmt: skip
 
@@ -37,9 +37,9 @@ def words(first, count=6):
 
 
 PAIRS = {
-    "prompt": [words(i) for i in range(10)],
-    "chosen": [" " + words(3 * i + 1) for i in range(10)],
-    "rejected": [" " + words(5 * i + 2, 4) for i in range(10)],
+    "prompt": [words(i, 3) for i in range(10)],
+    "chosen": [" " + words(3 * i + 1, 3) for i in range(10)],
+    "rejected": [" " + words(5 * i + 2, 2) for i in range(10)],
 }
 
 

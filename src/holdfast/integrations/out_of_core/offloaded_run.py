@@ -50,10 +50,10 @@ class OffloadedTraining(Training):
         self._loss = threading.local()
         """The loss that the micro-batch on this thread would go backward from."""
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        super().__exit__(kind, *rest)
-        if self.engine is not None and kind is not None:
-            self.engine.__exit__(kind, *rest)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.engine is not None and error[0] is not None:
+            self.engine.__exit__(*error)
 
     # Opening
 
@@ -61,11 +61,12 @@ class OffloadedTraining(Training):
         """Open or resume the run. Optimizer and schedule exist, and no step of this call was done."""
         trainer = self._trainer
         optimizer: Any = trainer.optimizer
+        assert trainer.model is not None
         self._watch_loader(loader)
         self._watch_attributes()
         optimizer.step = MethodType(_left_to_the_engine, optimizer)
         norm = trainer.args.max_grad_norm
-        usual = {
+        usual: dict[str, Any] = {
             "device": str(trainer.args.device),
             "precision": precision_of(trainer),
             "clipping": norm if norm and norm > 0 else float("inf"),

@@ -108,8 +108,8 @@ class OffloadedSteps(Trainer):
         if resume_from_checkpoint:
             prefer_run(run, resume_from_checkpoint)
         self.args.activation_checkpointing = False  # the engine computes blocks again by itself
-        with OffloadedTraining(self, run, self._engine_options) as training:
-            self._offloaded = training
+        self._offloaded = OffloadedTraining(self, run, self._engine_options)
+        with self._offloaded:
             return super().train(None, *args, **kwargs)
 
     # Steps
@@ -118,9 +118,10 @@ class OffloadedSteps(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
         """Create optimizer and schedule, and open the engine in the place of accelerate's preparation."""
-        assert self._offloaded is not None
+        assert self._offloaded is not None and self.model is not None
         if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None  # type: ignore[bad-override]
+            self._created_lr_scheduler = False
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = self.model

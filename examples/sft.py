@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 import datasets
+import torch
 import transformers
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
@@ -28,6 +29,7 @@ def main() -> None:
         args=SFTConfig(
             args.out, max_steps=args.steps, per_device_train_batch_size=2, gradient_accumulation_steps=4,
             learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none",
+            use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=datasets.load_dataset("json", data_files=args.pairs, split="train"),
         processing_class=transformers.AutoTokenizer.from_pretrained(args.folder),

@@ -23,10 +23,10 @@ VOCABULARY, SAMPLES = 50, 22
 
 
 class Texts(Dataset):
-    """Sample ``i`` is a function of ``i``, of one length in ten; of its labels a part does not count."""
+    """Sample ``i`` is a function of ``i``, with ``noise`` of the global generator too. Some labels do not count."""
 
-    def __init__(self, samples: int = SAMPLES, first: int = 0) -> None:
-        self.samples, self.first = samples, first
+    def __init__(self, samples: int = SAMPLES, first: int = 0, noise: bool = False) -> None:
+        self.samples, self.first, self.noise = samples, first, noise
 
     def __len__(self) -> int:
         return self.samples
@@ -36,6 +36,8 @@ class Texts(Dataset):
             raise IndexError(i)
         generator = torch.Generator().manual_seed(self.first + i)
         tokens = torch.randint(0, VOCABULARY, (10,), generator=generator)
+        if self.noise:
+            tokens[torch.randint(0, 10, ())] = 0
         labels = tokens.clone()
         labels[: int(torch.randint(0, 8, (), generator=generator))] = -100
         return {"input_ids": tokens, "labels": labels}
@@ -63,10 +65,11 @@ def arguments(output: object, **options: Any) -> dict[str, Any]:
 
 def make(kind: type[Trainer], output: object, *, callbacks: Any = (), **options: Any) -> Any:
     """The script up to ``train()``: 4 steps an epoch, the last of them of two micro-batches."""
-    given = {name: options.pop(name) for name in ("model", "compute_metrics") if name in options}
+    given = {"train_dataset": Texts()} | {
+        name: options.pop(name) for name in ("model", "compute_metrics", "train_dataset") if name in options
+    }
     return kind(
         args=TrainingArguments(**arguments(output, **options)),
-        train_dataset=Texts(),
         eval_dataset=Texts(7, 100),
         callbacks=list(callbacks),
         **{"model": given.pop("model", None) or model(), **given},

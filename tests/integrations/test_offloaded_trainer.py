@@ -17,7 +17,7 @@ import holdfast  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
 from holdfast.integrations.transformers import HoldfastCallback, offloaded  # noqa: E402
 from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
-from offloaded_script import everything, logged, make, model  # noqa: E402
+from offloaded_script import Texts, everything, logged, make, model  # noqa: E402
 from survive_run import digest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
@@ -140,6 +140,7 @@ KINDS = {
     "evaluated": EVALUATED | {"logging_steps": 2},
     "workers": {"dataloader_num_workers": 2},
     "own loss": {},
+    "noise": {"train_dataset": Texts(noise=True)},
 }
 
 
@@ -168,6 +169,8 @@ def whole(kind, root):
         pytest.param("evaluated", 3, "on_evaluate", marks=pytest.mark.slow),
         ("evaluated", 6, "on_prediction_step"),
         pytest.param("own loss", 5, "on_step_end", marks=pytest.mark.slow),
+        pytest.param("noise", 2, "on_step_end", marks=pytest.mark.slow),
+        pytest.param("noise", 4, "on_step_end", marks=pytest.mark.slow),
         pytest.param("workers", 5, "on_step_end", marks=pytest.mark.slow),
     ],
 )

@@ -74,7 +74,7 @@ def offload(
     schedule: str = "vertical",
     order: str = "plain",
     clipping: float | Clipping | None = None,
-    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
+    normalize: Literal["micro_batches", "tokens", "sum"] | Callable[[Any], float] = "micro_batches",
     sample: Any = None,
     micro_batches: int = 1,
     loss_fn: Callable[..., Any] | None = None,
@@ -128,9 +128,10 @@ def offload(
             bits.
         clipping: Bound of the gradient norm, or a ``Clipping`` that also says how.
         normalize: What a micro-batch counts in the step's gradient: all the same; or with ``"tokens"`` its target
-            tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number. A
-            model that shifts labels does not count the first label of each row; whether it does is found out once, by a
-            forward pass of two micro-batches.
+            tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number;
+            with ``"sum"`` the losses are added as they are, for losses that are divided already. A model that shifts
+            labels does not count the first label of each row; whether it does is found out once, by a forward pass of
+            two micro-batches.
         sample: A micro-batch as ``step`` takes it (a tuple needs its ``loss_fn``); its values do not matter. With
             ``micro_batches``, the number per step, it lets memory be predicted before anything runs. ``"auto"``
             fractions and a ``budget`` need both.

@@ -54,6 +54,20 @@ class ForwardEnd:
     value: Any
 
 
+@dataclass
+class OwnCall:
+    """A micro-batch whose forward pass and loss are a function of the script, which calls the model once itself."""
+
+    run: Callable[[], Any]
+    """Returns the loss in a step. It brings the inputs to the device by itself."""
+    inputs: Mapping[str, Any]
+    """The tensors of the micro-batch, to count tokens and to compare sizes."""
+    results: dict[str, Any]
+    """Results of the step for its commit, as JSON: one dict that all own calls of a step fill."""
+    takes_loss: bool = False
+    """True if ``run`` takes nothing but the loss of the model, so that logits need not exist whole."""
+
+
 class _Signal:
     """A signal from one thread to another, made of a bare lock, which an interrupt cannot leave half taken."""
 
@@ -324,6 +338,8 @@ def checked_batches(
 
 
 def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    if isinstance(batch, OwnCall):
+        return batch
     if isinstance(batch, Mapping):
         if loss_fn is not None:
             raise BadInput(
@@ -351,6 +367,8 @@ def late_call(
 
 def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:
     """Return a call: ``model(**inputs)`` for a mapping; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
+    if isinstance(inputs, OwnCall):
+        return inputs.run
     if isinstance(inputs, Mapping):
         return lambda: model(**inputs)
     if loss_fn is None:

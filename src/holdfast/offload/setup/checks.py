@@ -29,7 +29,7 @@ def check_choices(schedule: str, order: str, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
-        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
+        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens", "sum")),
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")

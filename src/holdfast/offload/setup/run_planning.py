@@ -82,7 +82,7 @@ class Arguments:
     schedule: str
     order: str
     clipping: Clipping
-    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float]
+    normalize: Literal["micro_batches", "tokens", "sum"] | Callable[[Any], float]
     sample: Any
     micro_batches: int
     loss_fn: Callable[..., Any] | None

@@ -11,6 +11,7 @@ has ended: the system closes its connections at once, however it ended.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -33,6 +34,8 @@ JOIN_SECONDS = 10.0
 """The longest time that a closing rank waits for its guests to say goodbye."""
 EXIT_SECONDS = 3.0
 """The longest time that a process which ends without ``close`` waits for other ranks."""
+END_SECONDS = 0.5
+"""The longest time that a process which ends so waits for a thread to end."""
 _REQUEST, _SENT, _REPLY, _ANSWER, _LAST, _NEVER = range(6)
 """Tags of messages. ``_LAST`` is that of a guest's last message; nothing is sent with ``_NEVER``."""
 
@@ -67,6 +70,9 @@ class PeerChannel:
         ]
         for thread in (self._thread, *self._watchers):
             thread.start()
+        atexit.register(
+            self._end_watching
+        )  # before that of a recorder, which the interpreter therefore ends first
 
     def ask(
         self, rank: int, request: Request, sent: memoryview | None = None, into: memoryview | None = None
@@ -115,6 +121,7 @@ class PeerChannel:
             each.join(JOIN_SECONDS)
         self._is_ending = True
         if not any(each.is_alive() for each in (thread, *self._watchers)):
+            atexit.unregister(self._end_watching)
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
 
@@ -133,10 +140,21 @@ class PeerChannel:
         """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
         self._is_ending = True
         nothing = torch.empty(1, dtype=torch.uint8)
-        with suppress(RuntimeError):
-            self._group.recv([nothing], (self._rank + 1) % self._group.size(), _NEVER).wait(
-                timedelta(milliseconds=1)
-            )
+        for rank in range(self._group.size()):  # a wait for one that has ended does not run out of time
+            if rank != self._rank:
+                with suppress(RuntimeError):
+                    self._group.recv([nothing], rank, _NEVER).wait(timedelta(milliseconds=1))
+
+    def _end_watching(self) -> None:
+        """End the threads that wait in a receive, at the end of a process that did not call ``close``.
+
+        A connection that breaks later would bring them back to an interpreter that has ended, which aborts the process.
+        """
+        threads = [each for each in (self._thread, *self._watchers) if each is not None and each.is_alive()]
+        if threads:
+            self._abort()
+        for each in threads:
+            each.join(END_SECONDS)
 
     def _watch(self, guest: int, lost: Callable[[int], None]) -> None:
         """Receive the last message of ``guest``, or learn that its process has ended without one."""

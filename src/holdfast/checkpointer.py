@@ -68,7 +68,7 @@ from .store.commit.retention import Keep
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
-from .supervised.attempt import in_drill, training_directory
+from .supervised.attempt import in_drill, shared_directory
 from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
 from .supervised.witness import Witness
 
@@ -155,7 +155,7 @@ class Checkpointer:
         """
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
-        run = training_directory(run) if disk is None else run
+        run = shared_directory(run, ranks, nodes is not None) if disk is None else run
         remote, nodes = (None, None) if in_drill() else (remote, nodes)
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
@@ -595,8 +595,9 @@ class Checkpointer:
             step: None is the newest step that ``step()`` has ended, so that an unfinished iteration is undone.
 
         Raises ``NoCommit`` if nothing recorded leads to the step, and ``BadInput`` for what only a new process could
-        restore: a replica, residuals of error feedback, or a loader that is not its own iterator. Nothing is changed
-        then. After any other error the process has to end, and another one resumes.
+        restore: replicas of several ranks, residuals of error feedback, or a loader that is not its own iterator.
+        Nothing is changed then. After any other error the process has to end, and another one resumes. With a replica
+        only a snapshot leads to its step, and None is the exception.
         """
         self._refuse_unusable()
         return self._go_back(self.steps_done if step is None else step, keeps_places=False)

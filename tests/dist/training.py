@@ -472,6 +472,7 @@ def train(
         if len(fellows) > 1:
             meeting.tell(f"dying-{step}")
             wait_until(lambda: meeting.have(f"dying-{step}", fellows))
+        say(died=time.time())
         os.kill(os.getpid(), signal.SIGKILL)
 
     if (

@@ -17,7 +17,6 @@ from typing import Any
 from holdfast import failpoints
 
 from ..accelerators import devices_of
-from ..errors import BadInput
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
@@ -165,8 +164,7 @@ class LogBackend(DurabilityBackend):
         )  # fmt: skip
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
-        if self._nodes is not None:
-            found.same_cut = self._nodes.settle(found.point, seen) and found.same_cut
+        self._settle(found, seen)
         if asked.target is None and isinstance(store.root, Path):
             training.ranks.all_do(
                 partial(retained_state.refuse_to_leave, store.root, store, found.point.step)
@@ -183,6 +181,11 @@ class LogBackend(DurabilityBackend):
         assert isinstance(store, NodeStore)
         self._nodes = NodeRun(self._peers, ranks, store, self._events.emit, self._options.deadline_seconds)
         return self._nodes.view(asked.target)
+
+    def _settle(self, found: RecoveryResult, seen: LocalStore) -> None:
+        """Note where records may not follow what was recovered from ``seen``, since some share lacks a copy."""
+        if self._nodes is not None:
+            found.same_cut = self._nodes.settle(found.point, seen) and found.same_cut
 
     def begin(self, found: RecoveryResult | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
@@ -273,7 +276,7 @@ class LogBackend(DurabilityBackend):
             deadline_seconds=options.deadline_seconds,
         )  # fmt: skip
         if self._nodes is not None:
-            self._nodes.fail = self.agreement.fail
+            self._nodes.fail, self._nodes.lost = self.agreement.fail, self.agreement.lost
             self._nodes.watch_exit()
 
     def _stored_bytes(self) -> int:
@@ -391,47 +394,54 @@ class LogBackend(DurabilityBackend):
     def copies_differ(self) -> bool:
         return self.pace.copies_differ
 
-    def refuse_rollback(self) -> None:
-        if self._nodes is not None:
-            raise BadInput(
-                "a run without a shared directory (nodes=) cannot go back without a restart. End all ranks, and start"
-                " them again with resume(before=...)."
-            )
-
     def prepare_rollback(self, step: int, nearest: bool) -> int:
-        ranks, store, state = self._training.ranks, self._store, self._training.state
-        ranks.all_do(self.recorder.drain)
-        self.pace.abandon()
-        return min(ranks.all_do(lambda: reachable_step(store, state, step, nearest)))
+        ranks, state = self._training.ranks, self._training.state
+        self.pace.abandon(ranks)
+        seen = self._seen(step)
+        return min(ranks.all_do(lambda: reachable_step(seen, state, step, nearest)))
+
+    def _seen(self, target: int) -> LocalStore:
+        """Return the run as it can be read: the directory, or that of all nodes.
+
+        Collective: every rank must call this.
+        """
+        return self._store if self._nodes is None else self._nodes.view(target)
 
     def go_back(
         self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
     ) -> RecoveryResult:
-        training, store = self._training, self._store
+        training = self._training
         ranks, state, script = training.ranks, training.state, LivingScript(training.script, restores)
         self._end_timeline()
-        line = line_to(store, step, []) if copy is not None and copy.is_of(step, state) else None
+        seen = self._seen(step)
+        line = line_to(seen, step, []) if copy is not None and copy.is_of(step, state) else None
         has_line = ranks.everyone(line is not None)
-        if copy is not None and line is not None and all(has_line):
-            self._recovery = RecoveryProgress()
-            copy.restore(state)
-            return recovered_at(store, state, script, line, ranks=ranks, after_update=training.update_again)
         self._recovery = recovery = RecoveryProgress()
-        found = recover(
-            store, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
-            watch=recovery,
-        )  # fmt: skip
-        training.rates = recovery.rates
+        if copy is not None and line is not None and all(has_line):
+            copy.restore(state)
+            found = recovered_at(seen, state, script, line, ranks=ranks, after_update=training.update_again)
+        else:
+            found = recover(
+                seen, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
+                watch=recovery,
+            )  # fmt: skip
+            training.rates = recovery.rates
+        self._settle(found, seen)
         return found
 
     def _end_timeline(self) -> None:
-        """End what records the current timeline. The run stays locked, and staging buffers stay allocated."""
-        self.part(orderly=True)
+        """End what records the current timeline. The run stays locked, and staging buffers stay allocated.
+
+        Nodes keep their connections, over which the recovery reads.
+        """
+        super().part(orderly=True)
         self.agreement = None
         self.close()
         self._journal.cut()
         self.pace.bases.release()
         self._pace = None
+        if self._nodes is not None:
+            self._nodes.end_timeline()
         self._store.close_units()
         self._sealer = RecordBuilder(self._training.state, shortens=True)
 

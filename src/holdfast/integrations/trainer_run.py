@@ -52,6 +52,8 @@ class Training:
     """
 
     elastic = True
+    has_loop = True
+    """A flag for the ``Checkpointer``: what is restored here does not move the trainer's loop."""
     redoes = True
     """A flag for the ``Checkpointer``: a resume repeats what came after the last step."""
 

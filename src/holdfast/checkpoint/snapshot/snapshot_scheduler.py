@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...distributed import Ranks
 from ...events import tell
 from ...quantities import PAGE, format_bytes
 from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
@@ -424,14 +425,24 @@ class SnapshotScheduler:
         self._emit("every", step=step, was=1, every=1, why=why)
         warnings.warn(why, stacklevel=6)
 
-    def abandon(self) -> None:
-        """Give up the snapshot under way; on return none is being published. Collective: every rank must call this."""
-        self._recorder.drain()
-        self._see_published()
+    def abandon(self, ranks: Ranks) -> None:
+        """Give up the snapshot under way; on return none is being published. An error on one rank is one on all.
+
+        Collective: every rank must call this.
+        """
+
+        def drain() -> None:
+            self._recorder.drain()
+            self._see_published()
+
+        def give_up() -> None:
+            self.bases.give_up()
+            self._recorder.drain()
+
+        ranks.all_do(drain)
         if self._together is not None:
             self._together.nothing_else()
-        self.bases.give_up()
-        self._recorder.drain()
+        ranks.all_do(give_up)
 
     def close(self) -> None:
         """Give up a snapshot that is not fully copied. Called once nothing more is written."""

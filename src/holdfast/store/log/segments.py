@@ -43,6 +43,19 @@ class SegmentRef(NamedTuple):
     def path(self) -> str:
         return f"journal/{self.stream}/step-{self.first_step:012d}.t{self.timeline:04d}.log"
 
+    @classmethod
+    def of_path(cls, path: str) -> SegmentRef:
+        """Return the segment at ``path``. Raises ``ValueError`` for another file.
+
+        >>> SegmentRef.of_path("journal/rank-00000/step-000000000007.t0002.log")
+        SegmentRef(timeline=2, first_step=7, stream='rank-00000')
+        """
+        _, stream, name = path.split("/")
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{path!r} is no segment")
+        return cls(int(match[2]), int(match[1]), stream)
+
 
 @dataclass(frozen=True)
 class StoredRecord:

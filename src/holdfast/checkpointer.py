@@ -54,11 +54,11 @@ from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
 from .checkpoint.sigterm import SigTerm
+from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_for, refuse_bad_drives
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, describe_lost_steps, tell
-from .io.queue import IOQueue
 from .quantities import GiB
 from .regular_files import home_path
 from .saved_weights import SavedWeights
@@ -115,6 +115,9 @@ class Checkpointer:
         remote: s3://BUCKET/PREFIX, to which the run is copied beside training; ``keep`` holds there, too.
         nodes: ``run`` is a directory on each node's own disk, and a partner node keeps a copy of every share. A step is
             then durable when both have it.
+        drives: Directories on further SSDs, each for this run alone (created if absent). Bases and log records are
+            spread over them and the run's directory in proportion to their rates, which are measured once. All ranks
+            give the same list, of directories that all of them see.
         disk: Stands in for the file system in tests.
     """
 
@@ -147,6 +150,7 @@ class Checkpointer:
         replica: bool | str | Path = False,
         remote: str | None = None,
         nodes: LocalDisks | None = None,
+        drives: Sequence[str | Path] = (),
         disk: Any = None,
     ) -> None:
         """Check the arguments and prepare the run. Raises ``BadInput`` or a subclass, with nothing written.
@@ -156,7 +160,7 @@ class Checkpointer:
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
         run = training_directory(run) if disk is None else run
-        remote, nodes = (None, None) if in_drill() else (remote, nodes)
+        remote, nodes, drives = (None, None, ()) if in_drill() else (remote, nodes, drives)
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -182,7 +186,9 @@ class Checkpointer:
                 if disk is None:
                     check_place(run)
                     refuse_foreign_checkpoint(run)
-            refuse_unequal(ranks, remote=remote, every=every, grace_seconds=grace_seconds)
+                refuse_bad_drives(run, drives, replica, nodes, disk)
+            places = places_of_drives(drives)
+            refuse_unequal(ranks, remote=remote, every=every, grace_seconds=grace_seconds, drives=places)
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
             try:
@@ -194,12 +200,12 @@ class Checkpointer:
                         refuse_no_room_for_best(self._options, self._training.state)
                     self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
-                    self._backend = self._make_backend(run, replica)
+                    self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
             except BaseException:
                 self._training.release()
                 raise
-        self._queue = IOQueue()
+        self._queue = queue_for(drives)
         self._store = self._make_store(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
         self._optimizer_hooks.begins = self._training.begins_step
@@ -224,10 +230,13 @@ class Checkpointer:
         The time in which a lossy codec changes gradients counts as training and is not included.
         """
 
-    def _make_backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
+    def _make_backend(
+        self, run: str | Path, replica: bool | str | Path, drives: Sequence[str | Path]
+    ) -> DurabilityBackend:
         """Return what keeps the steps: log records, or a replica."""
         if replica is False:
-            return LogBackend(self._training, self._options, self._events, self._peers)
+            spread = RunDrives(drives, self._ranks)
+            return LogBackend(self._training, self._options, self._events, self._peers, spread)
         place = shared_memory.MEMORY if replica is True else home_path(replica)
         return ReplicaBackend(self._training, self._options, self._events, run=run, memory=place)
 

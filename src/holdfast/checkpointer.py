@@ -99,6 +99,8 @@ class Checkpointer:
             adapted, so that failures cost least within ``recovery_seconds`` and ``bandwidth_share``.
         recovery_seconds: Bound of the time that a recovery takes.
         bandwidth_share: Bound of the share of the disk's bandwidth that writing takes.
+        mean_seconds_between_failures: How often the run is expected to fail, for the intervals that are chosen. By
+            default one failure a day is assumed at first, and restarts show what it is.
         storage: Bound of the bytes of the run on the disk. By default 20 times the state.
         keep: Which snapshots are retained, with how many of the log records. ``best=`` ranks by ``step(metrics=)``.
         when_behind: What ``step`` does when the disk is behind. ``"block"`` waits. ``"skip"`` continues without log
@@ -139,6 +141,7 @@ class Checkpointer:
         base_every: int | None = None,
         recovery_seconds: float = 300.0,
         bandwidth_share: float = 0.5,
+        mean_seconds_between_failures: float | None = None,
         storage: int | str | None = None,
         keep: Keep | None = None,
         when_behind: Literal["block", "skip", "commit"] = "block",
@@ -172,6 +175,7 @@ class Checkpointer:
                     bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
                     bytes_per_step=BASE_BYTES_PER_STEP, wait_each_step=wait_each_step,
                     grace_seconds=grace_seconds, has_replica=replica is not False,
+                    mean_seconds_between_failures=mean_seconds_between_failures,
                 )  # fmt: skip
                 self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
@@ -188,7 +192,11 @@ class Checkpointer:
                     refuse_foreign_checkpoint(run)
                 refuse_bad_drives(run, drives, replica, nodes, disk)
             places = places_of_drives(drives)
-            refuse_unequal(ranks, remote=remote, every=every, grace_seconds=grace_seconds, drives=places)
+            mean = mean_seconds_between_failures
+            refuse_unequal(
+                ranks, remote=remote, every=every, grace_seconds=grace_seconds, drives=places,
+                mean_seconds_between_failures=mean,
+            )  # fmt: skip
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
             try:

@@ -228,7 +228,7 @@ class LogBackend(DurabilityBackend):
         training, options, emit = self._training, self._options, self._events.emit
         means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
-            options.when_behind, training.after_update is not None,
+            options.when_behind, training.after_update is not None, options.mean_seconds_between_failures,
         )  # fmt: skip
         together = (
             None

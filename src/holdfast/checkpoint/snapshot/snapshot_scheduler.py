@@ -57,6 +57,8 @@ class SnapshotResources:
     when_behind: str = "block"
     updates_after: bool = False
     """True if the script changes tensors after each step (``after_update``), frozen ones perhaps."""
+    mean_seconds_between_failures: float | None = None
+    """The time between failures that the user expects; None to estimate it from restarts."""
 
 
 class SnapshotScheduler:
@@ -338,7 +340,7 @@ class SnapshotScheduler:
         believed = prior(max(full, PAGE), record_bytes, self._means.bytes_per_step, rate, frozen)
         if self._at_once:  # all ranks have to compute the same step
             told = told or FIRST_STEPS
-        self.tuner = Tuner(told, limits, believed)
+        self.tuner = Tuner(told, limits, believed, self._means.mean_seconds_between_failures)
         self._recorder.expect(self.tuner.steps)
         if self._together is not None:
             self._together.room.divide()

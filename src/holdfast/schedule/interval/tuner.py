@@ -39,12 +39,22 @@ MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
 
 
 class Tuner:
-    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``)."""
+    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``).
 
-    def __init__(self, told: int | None, limits: Limits, prior: MeasuredCosts) -> None:
+    A ``mean_seconds_between_failures`` that the user gave is believed whatever restarts show.
+    """
+
+    def __init__(
+        self,
+        told: int | None,
+        limits: Limits,
+        prior: MeasuredCosts,
+        mean_seconds_between_failures: float | None = None,
+    ) -> None:
         self.steps = told or FIRST_STEPS
         self.limits = limits
         self._told = told is not None
+        self._mean = mean_seconds_between_failures
         self._estimates = Estimates(prior, keep=KEEP)
         self._sizes = {name: getattr(prior, name) for name in ("full_bytes", "frozen_bytes", "record_bytes")}
         self._replay_seen = False
@@ -56,6 +66,8 @@ class Tuner:
     def measured(self) -> MeasuredCosts:
         """The current estimates."""
         believed = replace(self._estimates.measured, **self._sizes)
+        if self._mean is not None:
+            believed = replace(believed, mean_seconds_between_failures=self._mean)
         if not self._replay_seen:  # an optimizer takes about a tenth of a step
             believed = replace(believed, replay_seconds=believed.step_seconds / 10)
         return believed

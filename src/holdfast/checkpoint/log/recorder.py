@@ -35,6 +35,8 @@ BOUND = 8
 """The most steps that may be on their way to the disk."""
 MAX_DELAY_SECONDS = 1.0
 """The longest time that a finalized step waits for others."""
+NEWEST = 0.1
+"""The weight of the newest record in the mean size of records."""
 
 
 @dataclass
@@ -121,6 +123,8 @@ class Recorder:
         """The newest step whose record, and every one before it, survives power loss."""
         self.header_bytes = 4 * PAGE
         """Approximate bytes of a record's header: those of the largest in the last write."""
+        self.record_bytes = 0.0
+        """Mean bytes of the last records as they were written, without headers; 0 before there is one."""
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
@@ -431,7 +435,10 @@ class Recorder:
             if steps:
                 self._written_step = steps[-1].step
                 self.durable_step = self.durable_step if self._held else self._written_step
-                self.written_bytes += sum(len(part) for record in records for part in record.parts)
+                for record in records:
+                    nbytes = sum(map(len, record.parts))
+                    self.written_bytes += nbytes
+                    self.record_bytes += (nbytes - self.record_bytes) * (NEWEST if self.record_bytes else 1.0)
                 self.write_seconds += time.perf_counter() - started
             self._busy_since = None
             self._changed.notify_all()

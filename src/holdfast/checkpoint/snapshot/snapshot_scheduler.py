@@ -317,7 +317,7 @@ class SnapshotScheduler:
     def fits(self, nbytes: int) -> bool:
         """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""
         if self.tuner is not None:
-            self.tuner.records_are(nbytes)
+            self.tuner.records_are(round(self._recorder.record_bytes), captured_bytes=nbytes)
         nbytes += self._recorder.header_bytes  # approximate
         if self._together is not None:
             return self._together.room.fits(nbytes)
@@ -353,6 +353,8 @@ class SnapshotScheduler:
         self.tuner.replayed(
             recovery.loaded_bytes, recovery.load_seconds, recovery.replayed_records, recovery.replay_seconds
         )
+        if recovery.num_records:
+            self.tuner.records_are(recovery.record_bytes // recovery.num_records)
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
         """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds of waiting."""

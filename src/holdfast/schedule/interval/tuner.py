@@ -56,7 +56,8 @@ class Tuner:
         self._told = told is not None
         self._mean = mean_seconds_between_failures
         self._estimates = Estimates(prior, keep=KEEP)
-        self._sizes = {name: getattr(prior, name) for name in ("full_bytes", "frozen_bytes", "record_bytes")}
+        sizes = ("full_bytes", "frozen_bytes", "record_bytes", "captured_bytes")
+        self._sizes = {name: getattr(prior, name) for name in sizes}
         self._replay_seen = False
         self._num_steps = self._steps_since = 0
         self._seconds = self._record_stall = 0.0
@@ -113,8 +114,10 @@ class Tuner:
         """Note that the run was restarted ``times`` times before this process, in ``seconds``."""
         self._estimates.ran(max(seconds, 0.0), times)
 
-    def records_are(self, nbytes: int) -> None:
-        self._sizes["record_bytes"] = nbytes
+    def records_are(self, nbytes: int, captured_bytes: int = 0) -> None:
+        """Note that records have ``nbytes`` on the disk, and ``captured_bytes`` in memory; 0 is not known."""
+        known = {"record_bytes": nbytes, "captured_bytes": captured_bytes}
+        self._sizes |= {name: value for name, value in known.items() if value}
 
     def retuned(self) -> IntervalChange | None:
         """Return another number of steps, if a snapshot or the first steps have shown that it is better by enough."""

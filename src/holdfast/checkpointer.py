@@ -31,6 +31,7 @@ from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace
+from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
 from .checkpoint.log.step_log import StepLog
 from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
@@ -120,6 +121,8 @@ class Checkpointer:
         drives: Directories on further SSDs, each for this run alone (created if absent). Bases and log records are
             spread over them and the run's directory in proportion to their rates, which are measured once. All ranks
             give the same list, of directories that all of them see.
+        helper_cpus: CPUs for the threads that hash, compress and write, such as ``[6, 7]``. ``"auto"`` takes those that no
+            rank of this host is confined to, if there are any. Other threads are not touched.
         disk: Stands in for the file system in tests.
     """
 
@@ -154,6 +157,7 @@ class Checkpointer:
         remote: str | None = None,
         nodes: LocalDisks | None = None,
         drives: Sequence[str | Path] = (),
+        helper_cpus: HelperCpus = None,
         disk: Any = None,
     ) -> None:
         """Check the arguments and prepare the run. Raises ``BadInput`` or a subclass, with nothing written.
@@ -168,6 +172,7 @@ class Checkpointer:
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
         with ranks.closing_on_error():
+            cpus = chosen_cpus(helper_cpus, ranks, replica)
             with ranks.agreeing():  # an error on one rank is an error on all
                 self._options = Options(
                     codec=codec, keep=keep, every=every, base_every=base_every, when_behind=when_behind,
@@ -175,7 +180,7 @@ class Checkpointer:
                     bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
                     bytes_per_step=BASE_BYTES_PER_STEP, wait_each_step=wait_each_step,
                     grace_seconds=grace_seconds, has_replica=replica is not False,
-                    mean_seconds_between_failures=mean_seconds_between_failures,
+                    mean_seconds_between_failures=mean_seconds_between_failures, helper_cpus=cpus,
                 )  # fmt: skip
                 self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
@@ -213,7 +218,7 @@ class Checkpointer:
             except BaseException:
                 self._training.release()
                 raise
-        self._queue = queue_for(drives)
+        self._queue = queue_for(drives, self._options.helper_cpus)
         self._store = self._make_store(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
         self._optimizer_hooks.begins = self._training.begins_step

@@ -57,6 +57,8 @@ class Options:
     """Seconds from a SIGTERM to the end of the process; None for no bound."""
     mean_seconds_between_failures: float | None = None
     """The time between failures that the user expects; None to estimate it from restarts."""
+    helper_cpus: tuple[int, ...] = ()
+    """CPUs of the threads that write beside training; none leaves them where they are."""
     has_replica: bool = False
     """True if a replica keeps the steps, and not log records."""
 

@@ -220,7 +220,7 @@ class LogBackend(DurabilityBackend):
         return Recorder(
             self._journal, pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
-            pack=training.codec.pack,
+            pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
 
     def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:

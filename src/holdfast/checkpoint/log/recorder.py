@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from holdfast import failpoints
 
 from ...accelerators import use_device
 from ...errors import BadInput, WriterHung
+from ...io.cpu_affinity import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
 from ...store.log.journal import JournalWriter, Record
@@ -103,7 +104,7 @@ class Recorder:
     """Writer of finalized steps to ``journal``, ``group`` steps at once.
 
     ``pool`` gets their staging buffers back. ``pack`` turns the JSON and the parts of a step into the parts that are
-    written.
+    written. The thread runs on ``cpus``, if any are given.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class Recorder:
         group: int = 1,
         deadline_seconds: float = 300.0,
         pack: Callable[[dict[str, Any], tuple[memoryview, ...]], tuple[memoryview, ...]] = _as_they_are,
+        cpus: Collection[int] = (),
     ) -> None:
-        self._pack = pack
+        self._pack, self._cpus = pack, cpus
         self._journal, self._pool, self.group = journal, pool, group
         self._deadline = deadline_seconds
         self.durable_step = durable_step
@@ -351,6 +353,7 @@ class Recorder:
 
     def _work(self) -> None:
         one_torch_thread()
+        use_cpus(self._cpus)
         for device in self._pool.devices[:1]:
             use_device(device)
         while True:

@@ -11,13 +11,15 @@ the new places. Everything but payload and records stays in the run's directory.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...distributed import Ranks
 from ...errors import BadInput
 from ...events import tell
+from ...io.cpu_affinity import use_cpus
 from ...io.queue import DriveQueues, IOQueue
 from ...measure.drive_rates import device_of, nearest, rate_of, spread, warn_of_one_file_system
 from ...store.disk import AnyDisk, Disk
@@ -81,9 +83,10 @@ class RunDrives:
         return [self.all[place].folder for place in places]
 
 
-def queue_for(drives: Sequence[str | Path]) -> IOQueue:
-    """Return the queue that moves all bytes of a run that may use ``drives``."""
-    return DriveQueues([]) if drives else IOQueue()
+def queue_for(drives: Sequence[str | Path], cpus: Collection[int]) -> IOQueue:
+    """Return the queue that moves all bytes of a run that may use ``drives``. Its threads run on ``cpus``, if given."""
+    prepare = partial(use_cpus, cpus)
+    return DriveQueues([], prepare=prepare) if drives else IOQueue(prepare=prepare)
 
 
 def places_of_drives(drives: Sequence[str | Path]) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""A Checkpointer over several drives: every bit that it has on one, bases and records spread by what the drives take, and
-one run for whoever reads it."""
+"""A Checkpointer over several drives: every bit that it has on one, bases and records spread by what the drives take,
+and one run for whoever reads it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def rates(monkeypatch):
 class Loop:
     """A training of many equal layers, some of them frozen."""
 
-    def __init__(self, root, used=(), seed=0, frozen=6, **options):
+    def __init__(self, root, used=(), seed=0, frozen=6, layers=18, **options):
         torch.manual_seed(seed)
-        self.model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(18)])
+        self.model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
         for layer in self.model[:frozen]:
             layer.requires_grad_(False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
@@ -152,14 +152,20 @@ def test_every_step_of_a_run_over_drives_comes_back(tmp_path, rates):
 def test_bases_and_records_are_spread_by_what_drives_take(tmp_path, rates, name, rate):
     root = tmp_path / "run"
     rates |= {"fast": 3e9}
-    train(root, 30, [tmp_path / name], frozen=0, base_every=1000)
+    train(root, 12, [tmp_path / name], frozen=0, layers=40, base_every=1000)
     share = rate / (rate + 1e9)
     for manifest in manifests(root):
         base = files_of(root, manifest)
         assert base[name] / sum(base.values()) == pytest.approx(share, rel=0.1)
     log = records_of(root)
     assert log[name] / sum(log.values()) == pytest.approx(share, rel=0.1)
-    assert {path.name for path in root.iterdir()} >= {"commits", "index", "timelines", "drives.json", "events.jsonl"}
+    assert {path.name for path in root.iterdir()} >= {
+        "commits",
+        "index",
+        "timelines",
+        "drives.json",
+        "events.jsonl",
+    }
     there = {path.name.rpartition(".")[2] for path in (tmp_path / name).iterdir()}
     assert there == {"safetensors", "log", "json"} and (tmp_path / name / OWNER).exists()
 
@@ -190,7 +196,7 @@ def test_frozen_files_are_named_again_where_they_are(tmp_path, rates):
 def test_a_run_goes_on_with_any_other_list_of_drives_and_leaves_former_ones_empty(tmp_path, rates):
     root, one, two = tmp_path / "run", tmp_path / "one", tmp_path / "two"
     states = train(root, 3)
-    for used in [one], [one], [two, one], [two], []:
+    for used in [one], [one], [two, one], [two], [], []:
         states |= train(root, 7, used)
         assert files_of(root).keys() == {"data", *(path.name for path in used)}
         assert verify_records(reader := LocalStore.read(root), reader.head())[1] == []
@@ -390,7 +396,10 @@ def test_a_drive_of_another_run_and_one_with_other_files_are_refused(tmp_path, r
 
 def test_two_drives_on_one_file_system_are_a_warning(tmp_path, monkeypatch, rates):
     monkeypatch.setattr(run_drives, "device_of", lambda directory: 1)
-    with pytest.warns(UserWarning, match="are on one file system"), Loop(tmp_path / "run", [tmp_path / "one"]):
+    with (
+        pytest.warns(UserWarning, match="are on one file system"),
+        Loop(tmp_path / "run", [tmp_path / "one"]),
+    ):
         pass
 
 

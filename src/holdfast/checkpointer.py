@@ -121,8 +121,8 @@ class Checkpointer:
         drives: Directories on further SSDs, each for this run alone (created if absent). Bases and log records are
             spread over them and the run's directory in proportion to their rates, which are measured once. All ranks
             give the same list, of directories that all of them see.
-        helper_cpus: CPUs for the threads that hash, compress and write, such as ``[6, 7]``. ``"auto"`` takes those that no
-            rank of this host is confined to, if there are any. Other threads are not touched.
+        helper_cpus: CPUs for the threads that hash, compress and write, such as ``[6, 7]``. ``"auto"`` takes those that
+            no rank of this host is confined to, if there are any. Other threads are not touched.
         disk: Stands in for the file system in tests.
     """
 

@@ -303,7 +303,7 @@ def test_what_cannot_be_kept_together_is_refused_with_nothing_written(tmp_path, 
 
 @pytest.mark.parametrize("every", [1, "auto"])
 def test_a_time_between_failures_that_was_given_is_what_intervals_are_chosen_by(tmp_path, every):
-    loop, checkpointer = start(tmp_path, every=every, mean_seconds_between_failures=90.0)
+    _, checkpointer = start(tmp_path, every=every, mean_seconds_between_failures=90.0)
     with checkpointer:
         checkpointer.resume()
         assert checkpointer._backend.pace.tuner.measured.mean_seconds_between_failures == 90.0

@@ -49,7 +49,9 @@ def masks(root, mask, given):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = json.loads(child.stdout)
-    helpers = {name: cpus for name, cpus in found.items() if name.startswith(("holdfast-recorder", "holdfast-io"))}
+    helpers = {
+        name: cpus for name, cpus in found.items() if name.startswith(("holdfast-recorder", "holdfast-io"))
+    }
     assert len(helpers) == 5
     others = {name: cpus for name, cpus in found.items() if name not in helpers}
     assert {"MainThread", "own"} <= others.keys()
@@ -100,10 +102,10 @@ def test_cores_of_other_ranks_of_the_host_are_not_spare(monkeypatch):
 @pytest.mark.parametrize(
     "given, options, text",
     [
-        ("all", {}, "neither \"auto\" nor a list of CPU numbers"),
-        ([], {}, "neither \"auto\" nor a list of CPU numbers"),
-        ([0.5], {}, "neither \"auto\" nor a list of CPU numbers"),
-        (7, {}, "neither \"auto\" nor a list of CPU numbers"),
+        ("all", {}, 'neither "auto" nor a list of CPU numbers'),
+        ([], {}, 'neither "auto" nor a list of CPU numbers'),
+        ([0.5], {}, 'neither "auto" nor a list of CPU numbers'),
+        (7, {}, 'neither "auto" nor a list of CPU numbers'),
         ([100_000], {}, "the system allows this process the CPUs"),
         ("auto", {"replica": True}, "helper_cpus= with replica= is not offered"),
     ],
@@ -112,6 +114,10 @@ def test_what_is_no_list_of_allowed_cpus_is_refused(tmp_path, given, options, te
     model = nn.Linear(3, 3)
     with pytest.raises(BadInput, match=text):
         holdfast.Checkpointer(
-            tmp_path / "run", model=model, optimizer=torch.optim.SGD(model.parameters()), helper_cpus=given, **options
+            tmp_path / "run",
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            helper_cpus=given,
+            **options,
         )
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,5 @@
-"""A loop with a checkpointer over several drives: what a power cut leaves on all of them, and kills in turn while the list
-of drives changes. What was acknowledged comes back, bit for bit."""
+"""A loop with a checkpointer over several drives: what a power cut leaves on all of them, and kills in turn while the
+list of drives changes. What was acknowledged comes back, bit for bit."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def test_every_image_of_all_drives_recovers(small, tmp_path, states, queue, list
     assert with_steps > 200
 
 
-@pytest.mark.parametrize("why", ["stripe directory", "stripes", "segment directory", "records", "unit data", "drives"])
-def test_without_any_one_sync_some_image_breaks_the_promise(
-    small, tmp_path, monkeypatch, states, queue, why
-):
+@pytest.mark.parametrize(
+    "why", ["stripe directory", "stripes", "segment directory", "records", "unit data", "drives"]
+)
+def test_without_any_one_sync_some_image_breaks_the_promise(small, tmp_path, monkeypatch, states, queue, why):
     if why == "stripes":  # the first records are on the drive alone
         rates = {"a": 9e9}
         monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: rates.get(directory.name, 1e9))

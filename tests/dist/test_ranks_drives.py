@@ -15,10 +15,14 @@ BASES = {"base_every": 3, "unit_bytes": 400}
 
 def places(root, drives):
     """The streams that have payload, and those that have records, by drive."""
-    files = {drive.name: [path.name for path in drive.iterdir() if path.name.startswith("rank-")] for drive in drives}
+    files = {
+        drive.name: [path.name for path in drive.iterdir() if path.name.startswith("rank-")]
+        for drive in drives
+    }
     files["data"] = [path.name for path in (root / "data").iterdir() if path.name.startswith("rank-")]
     return {
-        drive: {(name.split(".")[0], name.rpartition(".")[2]) for name in names} for drive, names in files.items()
+        drive: {(name.split(".")[0], name.rpartition(".")[2]) for name in names}
+        for drive, names in files.items()
     }
 
 

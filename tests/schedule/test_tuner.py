@@ -179,7 +179,7 @@ def test_a_time_between_failures_that_was_given_is_believed_whatever_restarts_sh
 
 def test_records_are_counted_as_they_are_written_and_memory_as_they_are_captured():
     """Of an embedding of which steps touch a tenth, say."""
-    limits = replace(LIMITS, storage_bytes=5 * FULL, recovery_seconds=1e9)
+    limits = replace(LIMITS, recovery_seconds=1e9)
     dense, sparse = tuner(limits=limits), tuner(limits=limits)
     dense.records_are(200_000_000)
     sparse.records_are(20_000_000, captured_bytes=200_000_000)

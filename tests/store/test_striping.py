@@ -13,7 +13,8 @@ from holdfast.store.commit.housekeeping import sweep
 from holdfast.store.disk import Disk
 from holdfast.store.drive_links import Drive
 from holdfast.store.format.checksummed_json import seal
-from holdfast.store.log import journal, segments as log, striping
+from holdfast.store.log import journal, striping
+from holdfast.store.log import segments as log
 from holdfast.store.log.journal import JournalWriter
 from holdfast.store.log.segments import read_payload, read_segment, segments, stripe_paths, trim
 from holdfast.store.log.striping import Stripes, open_segment, remove_segment, segment_bytes, segment_paths
@@ -91,7 +92,9 @@ def test_every_byte_of_a_segment_has_one_place(seed):
     assert stripes.decode(stripes.encode(), "a") == stripes
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.2, 0.3, 0.5), (1 / 3, 1 / 3, 1 / 3), (0.0, 0.4, 0.6), (0.1, 0.9)])
+@pytest.mark.parametrize(
+    "shares", [(0.5, 0.5), (0.2, 0.3, 0.5), (1 / 3, 1 / 3, 1 / 3), (0.0, 0.4, 0.6), (0.1, 0.9)]
+)
 def test_stripes_go_round_in_proportion(shares):
     stripes = Stripes.over(drives(*shares))
     sizes = stripes.sizes(10_000 * PAGE)
@@ -101,7 +104,11 @@ def test_stripes_go_round_in_proportion(shares):
 
 
 def test_a_run_on_one_drive_has_no_stripes():
-    assert Stripes.over([]) is None and Stripes.over(drives(1.0)) is None and Stripes.over(drives(1.0, 0.0)) is None
+    assert (
+        Stripes.over([]) is None
+        and Stripes.over(drives(1.0)) is None
+        and Stripes.over(drives(1.0, 0.0)) is None
+    )
 
 
 @pytest.mark.parametrize("sizes", [(), (PAGE,), (PAGE, 7 * PAGE), (3 * PAGE, 1024 * PAGE + PAGE)])
@@ -142,7 +149,9 @@ def test_a_flipped_bit_on_any_drive_is_found(tmp_path, queue, number):
     [ref] = segments(disk, STREAM)
     second = read_segment(disk, ref)[0][1]
     path = segment_paths(disk, ref.path)[number]
-    _, offset, _ = next(p for p in second.stripes.pieces(second.offset + second.header_bytes, second.end) if p[0] == number)
+    _, offset, _ = next(
+        p for p in second.stripes.pieces(second.offset + second.header_bytes, second.end) if p[0] == number
+    )
     with open(tmp_path / path, "r+b") as file:
         file.seek(offset + 5)
         byte = file.read(1)
@@ -234,7 +243,8 @@ def head(**other):
 
 
 @pytest.mark.parametrize(
-    "other", [{"folders": ["/etc"]}, {"folders": ["data/.."]}, {"order": [0]}, {"order": [0, 2]}, {"bytes": 100}]
+    "other",
+    [{"folders": ["/etc"]}, {"folders": ["data/.."]}, {"order": [0]}, {"order": [0, 2]}, {"bytes": 100}],
 )
 def test_a_page_that_names_other_places_is_damage(other):
     assert Stripes.decode(head(), "a") is not None

@@ -1,8 +1,8 @@
 """The CPUs of helper threads, which hash, compress and write beside training.
 
 Such threads take time from the cores that train. Where the system has CPUs that no training process of the run is
-confined to, each helper thread puts itself there. No other thread is touched. Called by the threads of the I/O queue and
-by the recorder.
+confined to, each helper thread puts itself there. No other thread is touched. Called by the threads of the I/O queue
+and by the recorder.
 """
 
 from __future__ import annotations

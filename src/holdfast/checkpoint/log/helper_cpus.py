@@ -1,8 +1,8 @@
 """The choice of CPUs for the threads that write beside training.
 
 "auto" takes the CPUs that the system allows and that no rank of this host is confined to, as by ``taskset`` or by a
-launcher that binds each rank to cores. Where ranks may use all CPUs, as is usual, there are none: the system's scheduler
-then knows better. Called by ``Checkpointer``, once.
+launcher that binds each rank to cores. Where ranks may use all CPUs, as is usual, there are none: the system then
+places all threads. Called by ``Checkpointer``, once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _refuse_bad(given: Any, replica: Any) -> None:
         return
     is_list = isinstance(given, (list, tuple, set, range)) and all(type(cpu) is int for cpu in given)
     if not is_list or not given:
-        raise BadInput(f'helper_cpus = {given!r} is neither "auto" nor a list of CPU numbers; leave it out for none')
+        raise BadInput(
+            f'helper_cpus = {given!r} is neither "auto" nor a list of CPU numbers; leave it out for none'
+        )
     allowed = allowed_cpus()
     if not allowed.issuperset(given):
         raise BadInput(

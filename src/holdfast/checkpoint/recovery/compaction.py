@@ -17,7 +17,6 @@ from ...store.commit.commit_writer import Written
 from ...store.commit.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ...store.commit.retention import Keep
 from ...store.drive_links import HOME
-from ...store.drive_links import HOME
 from ...store.format.manifest import FileRef, Manifest, Point
 from ...store.run_store import LocalStore
 from ..snapshot.snapshot_chunks import SnapshotChunk, divided, frozen_in, of_one_base, owned_by
@@ -174,7 +173,9 @@ def _written(
             generation = store.unit(unit.name, unit.layout, copies=1, folder=folder).generation_of(old.path)
             files[unit.name] = generation, old.checksums
         else:
-            files[unit.name] = store.write_unit(unit.name, unit.layout, image.fill, phase="base", folder=folder)
+            files[unit.name] = store.write_unit(
+                unit.name, unit.layout, image.fill, phase="base", folder=folder
+            )
     return files, of_one_base(index, point.timeline, point.step, prefix)
 
 

@@ -45,7 +45,9 @@ class RunDrives:
         if not self.all:
             return
         if not self._ranks.alone:
-            see_drives({drive.directory: nearest(Path(drive.directory)) for drive in self.all[1:]}, self._ranks)
+            see_drives(
+                {drive.directory: nearest(Path(drive.directory)) for drive in self.all[1:]}, self._ranks
+            )
         store.stripes, store.folders_for = Stripes.over(self.all), self._folders_for
         if isinstance(store.queue, DriveQueues):
             store.queue.add([store.disk.root / drive.folder for drive in self.all[1:]])

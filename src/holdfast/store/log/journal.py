@@ -27,7 +27,14 @@ from holdfast.store.format.checksummed_json import FORMAT, VERSION, seal
 from holdfast.store.format.file_names import block_spans
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log.segments import KINDS, SegmentRef
-from holdfast.store.log.striping import SegmentFile, Stripes, cut_segment, make_segment, open_segment, submitted
+from holdfast.store.log.striping import (
+    SegmentFile,
+    Stripes,
+    cut_segment,
+    make_segment,
+    open_segment,
+    submitted,
+)
 
 SEGMENT_BYTES = 256 * MiB
 """Upper bound of a segment's bytes; a group of records that needs more gets a segment of its own."""

@@ -1,9 +1,9 @@
 """Segments of the log that lie on several drives.
 
-With several drives a segment is cut into stripes of 4 MiB, which go round its files in a fixed order, so that a write of
-records keeps all drives busy, and so does reading them. Records have offsets as in one file, and this module finds their
-bytes. The first page of the segment's own file, a sealed JSON, says how the segment is cut; without such a page the
-segment is one file. The other files are ``data/drive_1/<stream>.step-<first>.t<timeline>.log``. Two invariants:
+With several drives a segment is cut into stripes of 4 MiB, which go round its files in a fixed order, so that a write
+of records keeps all drives busy, and so does reading them. Records have offsets as in one file, and this module finds
+their bytes. The first page of the segment's own file, a sealed JSON, says how the segment is cut; without such a page
+the segment is one file. The other files are ``data/drive_1/<stream>.step-<first>.t<timeline>.log``. Two invariants:
 
 1. All names and the first page are durable before a record is written.
 2. The segment's own file is removed first, so a file of stripes without it belongs to nothing.

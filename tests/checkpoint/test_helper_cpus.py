@@ -64,11 +64,13 @@ def test_helpers_leave_the_cores_that_a_process_was_confined_to(tmp_path):
     assert helpers == {tuple(CPUS[1:] or CPUS)} and others == {tuple(CPUS[:1])}
 
 
+@pytest.mark.slow
 def test_helpers_stay_where_they_are_if_training_may_use_every_core_or_nothing_is_asked(tmp_path):
     assert masks(tmp_path / "a", CPUS, "auto") == ({tuple(CPUS)}, {tuple(CPUS)})
     assert masks(tmp_path / "b", CPUS[:1], None) == ({tuple(CPUS[:1])}, {tuple(CPUS[:1])})
 
 
+@pytest.mark.slow
 def test_helpers_go_to_the_cpus_that_are_given(tmp_path):
     assert masks(tmp_path, CPUS, CPUS[-1:]) == ({tuple(CPUS[-1:])}, {tuple(CPUS)})
 

@@ -74,18 +74,18 @@ def record(folder: Path, *lists: str) -> SimDisk:
 def test_every_image_of_all_drives_recovers(small, tmp_path, states, queue, lists):
     """Names and bytes on each drive may be there or not, whatever the others have."""
     with_steps, disk = 0, record(tmp_path, *lists)
-    for image in islice(disk.images(random.Random(0), samples=3), 0, None, 2):
+    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 8):
         check(image, states, queue)
         with_steps += image.acked is not None
-    assert with_steps > 200
+    assert with_steps > 60
 
 
 @pytest.mark.parametrize(
     "why", ["stripe directory", "stripes", "segment directory", "records", "unit data", "drives"]
 )
 def test_without_any_one_sync_some_image_breaks_the_promise(small, tmp_path, monkeypatch, states, queue, why):
-    if why == "stripes":  # the first records are on the drive alone
-        rates = {"a": 9e9}
+    if why == "stripes":  # all records are on the drive
+        rates = {"a": 1e15}
         monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: rates.get(directory.name, 1e9))
     disk = record(tmp_path, "a" if why == "stripes" else "ab")
     assert why in disk.whys()

@@ -51,7 +51,7 @@ def test_ranks_leave_drives_empty(world, tmp_path):
     root, drive = tmp_path / "run", tmp_path / "one"
     before = ended(world.run(2, kind="ddp", root=root, steps=4, drives=[drive], **BASES))
     for steps in (12, 13):
-        after = ended(world.run(2, kind="ddp", root=root, steps=steps, save_at=12, **BASES))
+        after = ended(world.run(2, kind="ddp", root=root, steps=steps, save_every=6, **BASES))
         assert after[0]["resumed"] == {12: 4, 13: 12}[steps]
         assert steps == 13 or after[0]["digests"]["4"] == before[0]["digests"]["4"]
     assert not list(drive.iterdir()) and folders(Disk(root)) == ["data"]

@@ -206,6 +206,17 @@ def test_a_run_goes_on_with_any_other_list_of_drives_and_leaves_former_ones_empt
     assert not (root / "drives.json").exists() and folders(Disk(root)) == ["data"]
 
 
+def test_a_drive_stays_the_runs_while_its_records_are_needed(tmp_path, monkeypatch, rates):
+    """It has no file of a base, and is not in the list any more."""
+    monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 1 << 20)
+    root, drive = tmp_path / "run", tmp_path / "one"
+    states = train(root, 8, [drive], base_every=1000, frozen=0)
+    assert not any(drive.glob("*.safetensors")) and any(drive.glob("*.log"))
+    for _ in range(2):
+        with Loop(root, seed=1, base_every=1000, frozen=0) as loop:
+            assert loop.start == 8 and same(loop.state(), states[8])
+
+
 def test_what_is_on_drives_counts_for_the_cap(tmp_path, rates):
     root, used, cap = tmp_path / "run", [tmp_path / "one", tmp_path / "two"], 3_000_000
     with Loop(root, used, storage=cap) as loop:

@@ -40,6 +40,7 @@ from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot.host_copy import HostCopy
+from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
@@ -52,11 +53,16 @@ class LogBackend(DurabilityBackend):
     """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
 
     def __init__(
-        self, training: TrainingState, options: Options, events: EventLog, peers: NodePeers | None = None
+        self,
+        training: TrainingState,
+        options: Options,
+        events: EventLog,
+        peers: NodePeers | None = None,
+        drives: RunDrives | None = None,
     ) -> None:
         """Prepare the backend. ``peers`` is there where the nodes share no directory."""
         super().__init__(training, options, events)
-        self._peers = peers
+        self._peers, self._drives = peers, drives
         self._nodes: NodeRun | None = None
         self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
@@ -175,6 +181,8 @@ class LogBackend(DurabilityBackend):
         """Enter the run, and return what can be read of it: the same, or with all nodes' disks."""
         ranks = self._training.ranks
         if self._peers is None:
+            if self._drives is not None:
+                self._drives.decide(store)
             ranks.first_does(store.enter)
             run_store.see_alike(store, ranks)
             return store
@@ -193,6 +201,8 @@ class LogBackend(DurabilityBackend):
         point = None if found is None else found.point
         if self._nodes is None:
             run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
+            if self._drives is not None:
+                self._drives.take(self._store)
         else:
             self._nodes.begin(point, {BY: RECORDS})
         self._store.measure()
@@ -234,7 +244,7 @@ class LogBackend(DurabilityBackend):
         return Recorder(
             self._journal, pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
-            pack=training.codec.pack,
+            pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
 
     def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:
@@ -242,7 +252,7 @@ class LogBackend(DurabilityBackend):
         training, options, emit = self._training, self._options, self._events.emit
         means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
-            options.when_behind, training.after_update is not None,
+            options.when_behind, training.after_update is not None, options.mean_seconds_between_failures,
         )  # fmt: skip
         together = (
             None

@@ -29,6 +29,7 @@ from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
 from holdfast.store.node_store import NodeStore
+from holdfast.store.log.striping import segment_bytes
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 
@@ -96,7 +97,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
         for ref in going
     ]
     return Pruning(
-        tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
+        tuple(rows), tuple(m.ref for m in kept), gone, sum(segment_bytes(reader.disk, path) for path in gone),
         tuple(in_spans(lost_of(reader, before, after))), tuple(needed), tuple(before.reasons),
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from holdfast.store.commit.weights_files import copies_bytes, copies_in, copy_pa
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.log.segments import segments, streams
+from holdfast.store.log.striping import remove_segment
 from holdfast.store.reader import RunReader
 
 
@@ -146,7 +147,7 @@ class RetainedCommits(RunReader):
         alone = self._for_good() - set(self._newest())
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
-            self.disk.unlink(path)
+            remove_segment(self.disk, path)
         self._prune_timelines()
 
     def _prune_timelines(self) -> None:

@@ -41,7 +41,7 @@ def loadable(source: Source, folder: Path, *, renamed: bool) -> Source:
     find a tensor of the model, or would not use one that is written.
     """
     try:
-        return _written_for(empty_model(folder, as_saved=True), source, folder, renamed)
+        return _written_for(empty_model(folder, kind="saved"), source, folder, renamed)
     except RunMismatch as first:
         with suppress(BadInput):
             return _written_for(empty_model(folder), source, folder, renamed)

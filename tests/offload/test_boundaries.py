@@ -269,11 +269,26 @@ class SharedMapping(Model):
         return x + shared["second"] * shared["scale"] + shared["first"][1]
 
 
+class PartsOfAPrologueTensor(Model):
+    """Each block gets its part of one tensor, and code between blocks adds another; the epilogue reads both."""
+
+    class layer(Layer):
+        def forward(self, x, part):
+            return super().forward(x * torch.sigmoid(part))
+
+    def run(self, x, tokens):
+        parts = torch.tanh(self.bias[:, None] * torch.arange(1.0, self.layers + 1) + x[0, 0, :, None])
+        added = torch.sin(self.bias * 3) * x.mean()
+        for index, block in enumerate(self.blocks):
+            x = block(x, parts[:, index]) + added * (index % 2)
+        return x + parts.mean() * added
+
+
 MODELS = [
     KeywordsAndContainers, CodeBetweenBlocks, TensorOfThePrologueInEveryBlock, ParameterInEveryBlock,
     SkipConnections, EverythingInTheEpilogue, OneBlock, TwoBlocks, SameTensorTwice, InputReturnedAsItIs,
     FrozenBeginning, FrozenBetween, OddParameters, NothingButBlocks, MadeIntegers,
-    ComplexTensors, SharedMapping,
+    ComplexTensors, SharedMapping, PartsOfAPrologueTensor,
 ]  # fmt: skip
 
 

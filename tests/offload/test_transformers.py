@@ -259,6 +259,7 @@ def test_evaluations_and_predictions_have_the_balancing_loss(tmp_path):
 @pytest.mark.parametrize("setting", ["output_hidden_states", "output_attentions"])
 def test_values_of_every_block_are_refused_by_name(tmp_path, setting):
     model = build(llama)
+    model.set_attn_implementation("eager")
     setattr(model.config, setting, True)
     with pytest.raises(ModelNotSupported, match=rf"{setting} keeps values of every block .* = False"):
         offloaded(tmp_path, model)
@@ -269,7 +270,7 @@ def test_values_of_every_block_are_refused_by_name(tmp_path, setting):
 def test_routers_that_nobody_would_hear_are_refused_by_name(tmp_path, monkeypatch, why):
     model = build(lambda: mixtral(**ROUTERS))
     if why == "is compiled":
-        model.model.layers[1].compile()
+        model.model.layers[1].compile(backend="eager")
     else:
         monkeypatch.delattr("transformers.utils.output_capturing._active_collector")
     with pytest.raises(ModelNotSupported, match=rf"output_router_logits .* {why}.* = False"):

@@ -122,7 +122,7 @@ def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) ->
         return (None,)
 
     assert begin.grad_fn is not None
-    begin.grad_fn.metadata[COLLECTING] = True
+    begin.grad_fn.metadata[COLLECTING] = True  # type: ignore[index]
     begin.grad_fn.register_prehook(take)  # type: ignore[arg-type]
     return begin
 
@@ -375,7 +375,7 @@ class OriginTracker:
         seen, left = {node}, [node]
         while left:
             for before, number in left.pop().next_functions:
-                if before is None or before in seen or COLLECTING in before.metadata:
+                if before is None or before in seen or COLLECTING in before.metadata:  # type: ignore[operator]
                     continue
                 if self._segment(before) == len(self._sequences):
                     seen.add(before)

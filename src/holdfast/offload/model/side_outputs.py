@@ -8,8 +8,8 @@ Blocks run apart from the model's forward pass, and twice. Two things that model
 
 A call of a block that has such lists or mappings goes to the engine in this form:
 
-1. ``SideOutputs.enclose``, where the model calls the block: mappings become plain dicts, whose tensors are inputs of the
-   block like any other, and the argument ``DECLARED`` names them and the lists.
+1. ``SideOutputs.enclose``, where the model calls the block: mappings become plain dicts, whose tensors are inputs of
+   the block like any other, and the argument ``DECLARED`` names them and the lists.
 2. ``with_side_outputs``, where the block itself runs: mappings and lists are new ones. The block's output becomes the
    tuple of its return value, what was recorded, and the entries that were put into the mappings.
 3. ``SideOutputs.receive``, back in the model's forward: lists and mappings get their values, and the model its return
@@ -105,8 +105,8 @@ def with_side_outputs(forward: Callable[..., Any], block: str, compiled: bool) -
         counts, kinds = kwargs.pop(DECLARED)
         if counts and compiled:
             raise ModelNotSupported(
-                f"{block} is compiled, and what the model records inside of it ({', '.join(counts)}) would be lost. Leave"
-                " that out, or do not compile blocks."
+                f"{block} is compiled, and what the model records inside of it ({', '.join(counts)}) would be lost."
+                " Leave that out, or do not compile blocks."
             )
         given = {place: args[place] if isinstance(place, int) else kwargs[place] for place in kinds}
         shared = {place: kinds[place](entries) for place, entries in given.items()}

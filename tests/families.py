@@ -244,8 +244,13 @@ FAMILIES: dict[str, Family] = {
     "Zamba2ForCausalLM": Family(
         HYBRID,
         {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 4,
-         "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "num_key_value_heads": 2, "adapter_rank": 4},
-        says="layers of two classes",
+         "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "num_key_value_heads": 2, "adapter_rank": 4,
+         "tie_word_embeddings": True},
+        micro_batches=1,
+        says=(
+            "layers of two classes; weights that the hybrid ones share stay on the device; one micro-batch: the order"
+            " of the sums of shared weights depends on their number"
+        ),
     ),
     "Lfm2ForCausalLM": Family(HYBRID, {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
 

@@ -41,7 +41,7 @@ def loadable(source: Source, folder: Path, *, renamed: bool, plain: bool = False
     ``RunMismatch`` if ``from_pretrained`` would not find a tensor of the model, or would not use one that is written.
     """
     try:
-        return _written_for(empty_model(folder, as_saved=True, plain=plain), source, folder, renamed)
+        return _written_for(empty_model(folder, kind="saved", plain=plain), source, folder, renamed)
     except RunMismatch as first:
         with suppress(BadInput):
             return _written_for(empty_model(folder, plain=plain), source, folder, renamed)

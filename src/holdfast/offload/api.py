@@ -112,9 +112,9 @@ def offload(
             ``reset_parameters`` and the model's ``_init_weights`` do.
         seed: Seed of ``init`` and of random numbers inside blocks.
         blocks: Modules that are streamed, one at a time: a list of modules of the model, in the order in which they
-            run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class with
-            most bytes of parameters. A warning is given if that leaves more than half in memory and there is another
-            list.
+            run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class, or
+            of classes that repeat, with most bytes of parameters. A warning is given if that leaves more than half in
+            memory and there is another list.
         device: Where blocks are computed: "cpu", "cuda", "cuda:1".
         precision: Dtype of the compute copy, or a ``Precision`` with the loss scale of fp16.
         budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``

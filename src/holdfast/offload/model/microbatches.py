@@ -45,6 +45,8 @@ class BlockCall:
     kwargs: dict[str, Any]
     autocast: Autocast = ()
     """The autocast state that the model has set around the call."""
+    sequence: int = 0
+    """The next sequence number of autograd in the thread: nodes made before the call have lower ones."""
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Coroutine:
                 " use_reentrant=True. Give use_reentrant=False, or take requires_grad from the parameters that are not"
                 f" to be trained instead{way_out}."
             )
-        self._event = BlockCall(block, args, kwargs, autocast_state())
+        self._event = BlockCall(block, args, kwargs, autocast_state(), torch.autograd._get_sequence_nr())
         del args, kwargs
         self._hand_back()
         self._go.take()

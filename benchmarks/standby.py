@@ -4,8 +4,8 @@
 
 A script trains a GPT-2 of transformers under a ``Checkpointer``. It is killed again and again: under
 ``holdfast standby``, where a process takes over that has the model, and by itself, where it is started again at the
-moment of the kill. Seconds are from the kill to the return of ``resume()``, and to the end of the first step. Both
-load the newest base and replay the records after it, and a step itself takes time; both count.
+moment of the kill. Seconds are from the kill to the return of ``resume()``, and to the end of the first step. A process
+that is started again loads the newest base and replays the records after it; the standby has done most of that before.
 """
 
 from __future__ import annotations

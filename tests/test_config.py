@@ -97,6 +97,12 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("train.keep_best=true", "train.keep_best = true: needs train.validate_every"),
         ("run.dir=", "run.dir"),
         ("run.seed=-1", "must lie between 0"),
+        ("lora.rank=0", 'lora.rank = 0: must be at least 1, or "none"'),
+        ("lora.rank=many", 'lora.rank = "many": must be a whole number, or "none"'),
+        ("lora.dropout=0.1", "lora.dropout = 0.1: needs adapters: give lora.rank"),
+        ("lora.rank=8", "Name its folder: --model FOLDER"),
+        ("quantization.bits=5", 'quantization.bits = 5: must be "none" or 4 or 8'),
+        ("quantization.bits=4", "quantised weights cannot be trained"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_key_and_the_way_out(wrong, expected):
@@ -201,6 +207,8 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "train.optimizer",
         "train.rank",
         "train.mlp_tokens",
+        *(f"lora.{name}" for name in ("rank", "alpha", "targets", "dora", "rslora")),
+        *(f"quantization.{name}" for name in ("bits", "type", "double")),
     }
     train = {
         "micro_batches",
@@ -212,14 +220,15 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "clipping",
     }
     train = {f"train.{name}" for name in (*train, "dtype")}
-    assert marked["stated"] == {
+    alone = {
         "data.packing",
         "model.dropout",
+        "lora.dropout",
         "offload.order",
         "offload.device",
         "offload.drives",
-        *train,
     }
+    assert marked["stated"] == alone | train
 
 
 def test_the_printed_configuration_says_what_may_change():

@@ -31,6 +31,7 @@ from .checkpoint.capture.state_digests import all_digests
 from .checkpoint.compression.codecs import Codec, Exact
 from .checkpoint.durability import DurabilityBackend, ResumeRequest
 from .checkpoint.grace import Grace
+from .checkpoint.log.helper_cpus import HelperCpus, chosen_cpus
 from .checkpoint.log.step_log import StepLog
 from .checkpoint.loss_guard import GuardOptions, LossGuard
 from .checkpoint.metrics import checked, is_among_best
@@ -54,11 +55,11 @@ from .checkpoint.recovery.run_recovery import RecoveryResult
 from .checkpoint.replica import shared_memory
 from .checkpoint.replicating import ReplicaBackend
 from .checkpoint.sigterm import SigTerm
+from .checkpoint.snapshot.run_drives import RunDrives, places_of_drives, queue_for, refuse_bad_drives
 from .checkpoint.training_state import TrainingState, is_no_place
 from .distributed import Ranks
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog, describe_lost_steps, tell
-from .io.queue import IOQueue
 from .quantities import GiB
 from .regular_files import home_path
 from .saved_weights import SavedWeights
@@ -68,7 +69,7 @@ from .store.commit.retention import Keep
 from .store.node_store import NodeStore
 from .store.path_checks import check_place, refuse_foreign_checkpoint
 from .store.run_store import LocalStore
-from .supervised.attempt import in_drill, training_directory
+from .supervised.attempt import in_drill, shared_directory
 from .supervised.standing_by import refuse_replica, say_closed, say_opened, wait_for_run
 from .supervised.witness import Witness
 
@@ -99,6 +100,8 @@ class Checkpointer:
             adapted, so that failures cost least within ``recovery_seconds`` and ``bandwidth_share``.
         recovery_seconds: Bound of the time that a recovery takes.
         bandwidth_share: Bound of the share of the disk's bandwidth that writing takes.
+        mean_seconds_between_failures: How often the run is expected to fail, for the intervals that are chosen. By
+            default one failure a day is assumed at first, and restarts show what it is.
         storage: Bound of the bytes of the run on the disk. By default 20 times the state.
         keep: Which snapshots are retained, with how many of the log records. ``best=`` ranks by ``step(metrics=)``.
         when_behind: What ``step`` does when the disk is behind. ``"block"`` waits. ``"skip"`` continues without log
@@ -115,6 +118,11 @@ class Checkpointer:
         remote: s3://BUCKET/PREFIX, to which the run is copied beside training; ``keep`` holds there, too.
         nodes: ``run`` is a directory on each node's own disk, and a partner node keeps a copy of every share. A step is
             then durable when both have it.
+        drives: Directories on further SSDs, each for this run alone (created if absent). Bases and log records are
+            spread over them and the run's directory in proportion to their rates, which are measured once. All ranks
+            give the same list, of directories that all of them see.
+        helper_cpus: CPUs for the threads that hash, compress and write, such as ``[6, 7]``. ``"auto"`` takes those that
+            no rank of this host is confined to, if there are any. Other threads are not touched.
         disk: Stands in for the file system in tests.
     """
 
@@ -136,6 +144,7 @@ class Checkpointer:
         base_every: int | None = None,
         recovery_seconds: float = 300.0,
         bandwidth_share: float = 0.5,
+        mean_seconds_between_failures: float | None = None,
         storage: int | str | None = None,
         keep: Keep | None = None,
         when_behind: Literal["block", "skip", "commit"] = "block",
@@ -147,6 +156,8 @@ class Checkpointer:
         replica: bool | str | Path = False,
         remote: str | None = None,
         nodes: LocalDisks | None = None,
+        drives: Sequence[str | Path] = (),
+        helper_cpus: HelperCpus = None,
         disk: Any = None,
     ) -> None:
         """Check the arguments and prepare the run. Raises ``BadInput`` or a subclass, with nothing written.
@@ -155,12 +166,13 @@ class Checkpointer:
         """
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
-        run = training_directory(run) if disk is None else run
-        remote, nodes = (None, None) if in_drill() else (remote, nodes)
+        run = shared_directory(run, ranks, nodes is not None) if disk is None else run
+        remote, nodes, drives = (None, None, ()) if in_drill() else (remote, nodes, drives)
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
         with ranks.closing_on_error():
+            cpus = chosen_cpus(helper_cpus, ranks, replica)
             with ranks.agreeing():  # an error on one rank is an error on all
                 self._options = Options(
                     codec=codec, keep=keep, every=every, base_every=base_every, when_behind=when_behind,
@@ -168,6 +180,7 @@ class Checkpointer:
                     bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds, direct=direct,
                     bytes_per_step=BASE_BYTES_PER_STEP, wait_each_step=wait_each_step,
                     grace_seconds=grace_seconds, has_replica=replica is not False,
+                    mean_seconds_between_failures=mean_seconds_between_failures, helper_cpus=cpus,
                 )  # fmt: skip
                 self._events.fit_into(self._options.storage_bytes)
                 self._training = TrainingState(
@@ -182,7 +195,13 @@ class Checkpointer:
                 if disk is None:
                     check_place(run)
                     refuse_foreign_checkpoint(run)
-            refuse_unequal(ranks, remote=remote, every=every, grace_seconds=grace_seconds)
+                refuse_bad_drives(run, drives, replica, nodes, disk)
+            places = places_of_drives(drives)
+            mean = mean_seconds_between_failures
+            refuse_unequal(
+                ranks, remote=remote, every=every, grace_seconds=grace_seconds, drives=places,
+                mean_seconds_between_failures=mean,
+            )  # fmt: skip
             refuse_with_nodes(ranks, nodes, replica, disk)
             self._peers = None if nodes is None else NodePeers(ranks, nodes, deadline_seconds, remote)
             try:
@@ -194,12 +213,12 @@ class Checkpointer:
                         refuse_no_room_for_best(self._options, self._training.state)
                     self._training.state.refuse_unsupported_state()
                     refuse_unrecorded(devices_of(p.parameter for p in self._training.state.parameters))
-                    self._backend = self._make_backend(run, replica)
+                    self._backend = self._make_backend(run, replica, drives)
                     self._remote = self._make_remote(run, remote, keep)
             except BaseException:
                 self._training.release()
                 raise
-        self._queue = IOQueue()
+        self._queue = queue_for(drives, self._options.helper_cpus)
         self._store = self._make_store(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._optimizer_hooks = self._backend.optimizer_hooks(self._take_slot, clip_norm)
         self._optimizer_hooks.begins = self._training.begins_step
@@ -224,10 +243,13 @@ class Checkpointer:
         The time in which a lossy codec changes gradients counts as training and is not included.
         """
 
-    def _make_backend(self, run: str | Path, replica: bool | str | Path) -> DurabilityBackend:
+    def _make_backend(
+        self, run: str | Path, replica: bool | str | Path, drives: Sequence[str | Path]
+    ) -> DurabilityBackend:
         """Return what keeps the steps: log records, or a replica."""
         if replica is False:
-            return LogBackend(self._training, self._options, self._events, self._peers)
+            spread = RunDrives(drives, self._ranks)
+            return LogBackend(self._training, self._options, self._events, self._peers, spread)
         place = shared_memory.MEMORY if replica is True else home_path(replica)
         return ReplicaBackend(self._training, self._options, self._events, run=run, memory=place)
 
@@ -320,7 +342,8 @@ class Checkpointer:
         asked = ResumeRequest(target, step is not None, exactness == "continuation", show)
         try:
             leads = self._peers is not None and self._peers.leads
-            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads)
+            following = self._backend.following(self._store, asked)
+            wait_for_run(self._store.root, self._ranks, self._options.deadline_seconds, leads, following)
             if self._peers is None:
                 self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
@@ -594,8 +617,9 @@ class Checkpointer:
             step: None is the newest step that ``step()`` has ended, so that an unfinished iteration is undone.
 
         Raises ``NoCommit`` if nothing recorded leads to the step, and ``BadInput`` for what only a new process could
-        restore: a replica, residuals of error feedback, or a loader that is not its own iterator. Nothing is changed
-        then. After any other error the process has to end, and another one resumes.
+        restore: replicas of several ranks, residuals of error feedback, or a loader that is not its own iterator.
+        Nothing is changed then. After any other error the process has to end, and another one resumes. With a replica
+        only a snapshot leads to its step, and None is the exception.
         """
         self._refuse_unusable()
         return self._go_back(self.steps_done if step is None else step, keeps_places=False)

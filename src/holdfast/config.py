@@ -31,8 +31,12 @@ Count = int | Literal["auto"]
 """A whole number, or "auto": chosen for this machine when a run begins, and kept by the run."""
 Rate = float | Literal["auto"]
 """A number, or "auto": the usual value for the optimizer."""
+Rank = int | Literal["none"]
+"""The rank of adapters; with "none" there are none."""
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 """The compute dtype, or "auto": bf16, but fp32 on a machine that is faster in it."""
+PROJECTING = ("apollo", "apollo-mini", "grass")
+"""Optimizers that project gradients of matrices to a lower rank."""
 USUAL_RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
 """The highest learning rates for "auto"; for other optimizers it is ``USUAL_RATE``."""
 USUAL_RATE = 3e-4
@@ -255,6 +259,66 @@ class DurabilityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The section ``[lora]``: adapters of PEFT on a frozen model of ``model.path``."""
+
+    rank: Rank = _key("none", 'of adapters, which alone are trained; "none" trains the model', fixed=True)
+    alpha: Rate = _key("auto", 'adapters are scaled by alpha / rank; "auto" is twice the rank', fixed=True)
+    targets: tuple[str, ...] = _key(
+        ("all-linear",), 'layers by the ends of their names, like "q_proj"', fixed=True
+    )
+    dropout: float = _key(0.0, "probability, on what an adapter reads", stated=True)
+    dora: bool = _key(False, "a trained magnitude for each output of a layer", fixed=True)
+    rslora: bool = _key(False, "scale by alpha / sqrt(rank)", fixed=True)
+
+    def __post_init__(self) -> None:
+        rank, alpha = self.rank, self.alpha
+        _require(rank == "none" or rank >= 1, "lora.rank", rank, 'must be at least 1, or "none"')
+        _require(alpha == "auto" or alpha > 0, "lora.alpha", alpha, "must be above 0")
+        _require(bool(self.targets), "lora.targets", self.targets, "name layers")
+        alone = "all-linear" not in self.targets or len(self.targets) == 1
+        _require(alone, "lora.targets", self.targets, '"all-linear" stands alone')
+        _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must be at least 0 and below 1")
+        if rank == "none":
+            for key in fields(AdapterConfig):
+                value = getattr(self, key.name)
+                _require(value == key.default, f"lora.{key.name}", value, "needs adapters: give lora.rank")
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if the run trains adapters."""
+        return self.rank != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """The section ``[quantization]``: how bitsandbytes packs the frozen weights under adapters."""
+
+    bits: Literal["none", 4, 8] = _key("none", "of a frozen weight under adapters: 4, 8 (int8)", fixed=True)
+    type: Literal["nf4", "fp4"] = _key("nf4", "of 4-bit values", fixed=True)
+    double: bool = _key(True, "quantise the scales of 4-bit values, too", fixed=True)
+
+    def __post_init__(self) -> None:
+        if self.bits != 4:
+            for name, usual in (("type", "nf4"), ("double", True)):
+                value = getattr(self, name)
+                _require(value == usual, f"quantization.{name}", value, "is for quantization.bits = 4")
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the run quantises the model's weights."""
+        return self.bits != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """The section ``[log]``: programs that show curves, fed beside the run's own events."""
+
+    tensorboard: bool = _key(False, "write the run's curves for TensorBoard, in RUN/tensorboard")
+    wandb: str = _key("", 'project of Weights & Biases, written offline in RUN/wandb; "" is off')
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. ``Config()`` is the default run; sections are built by keyword.
 
@@ -269,6 +333,26 @@ class Config:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     io: IOConfig = field(default_factory=IOConfig)
     durability: DurabilityConfig = field(default_factory=DurabilityConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.lora.are_wanted and not self.model.path:
+            rank = literal(self.lora.rank)
+            raise ConfigError(
+                f"lora.rank = {rank}: adapters are for a trained model. Name its folder: --model FOLDER."
+            )
+        if self.lora.are_wanted and self.train.optimizer in PROJECTING:
+            raise ConfigError(
+                f"train.optimizer = {literal(self.train.optimizer)} projects the gradients of large matrices, and"
+                f' those of adapters have lora.rank = {self.lora.rank} rows or columns already. Take "adamw".'
+            )
+        if self.quantization.is_wanted and not self.lora.are_wanted:
+            raise ConfigError(
+                f"quantization.bits = {self.quantization.bits}: quantised weights cannot be trained. Train adapters on"
+                " them, with --set lora.rank=16, or leave [quantization] out."
+            )
 
 
 def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
@@ -418,6 +502,8 @@ def _convert(key: str, hint: Any, value: object) -> object:
         _require(value in get_args(hint), key, value, "must be " + " or ".join(map(literal, get_args(hint))))
     elif hint == Fraction:
         return value if value == "auto" else _convert(key, float, value)
+    elif hint == Rank:
+        _require(type(value) is int or value == "none", key, value, 'must be a whole number, or "none"')
     elif hint == Count:
         _require(type(value) is int or value == "auto", key, value, 'must be a whole number, or "auto"')
     elif hint is float:

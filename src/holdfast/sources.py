@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint.recovery.run_recovery import recover, require_intact_snapshot
 from .checkpoint.training_state import TrainingState
@@ -22,6 +24,7 @@ from .distributed import Ranks
 from .errors import BadInput
 from .formats import packs
 from .formats.coverage_check import refuse_unequal
+from .formats.entry_keys import unwrapped
 from .formats.entry_matching import Allowed, ExpectedTensor, Match, match
 from .formats.load import check_all
 from .formats.restore import kept_by, needs_of, read_tensors, restore, set_hyper_parameters
@@ -175,12 +178,38 @@ def begin_from(start: From, training: TrainingState, emit: Callable[..., None]) 
         _begin_from_run(target, training)
         return
     source = opened_alike(start, ranks)
+    if start.rules is None and not start.rename:
+        source = _on_all(ranks, partial(under_names_of, training.model, source))
     if not ranks.alone:
         check_between(ranks, source, start.place, partial(needs_of, training.state, source, start))
     training.steps_done, differences = ranks.all_do(lambda: _bring(training, source, start))[ranks.rank]
     emit("began_from", path=str(start.path), step=training.steps_done, told=differences)
     for text in differences:
         warnings.warn(f"beginning from {text}", stacklevel=4)
+
+
+def under_names_of(model: nn.Module, source: Source) -> Source:
+    """Return ``source`` under the names that ``model`` has, if it is a folder of Hugging Face under other names.
+
+    transformers stores some models otherwise than it holds them: a mixture of experts by single experts, or under names
+    of earlier versions. Its own conversions are applied, as ``from_pretrained`` does. Any other source, and one whose
+    names are those of ``model``, is returned unchanged. Raises ``Damaged`` if the folder's tensors do not fit together.
+    """
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    folder = Path(source.path)
+    names = {stored.atom.name for stored in source.atoms.values()}
+    parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    here = parameters | {unwrapped(name): buffer for name, buffer in model.named_buffers()}
+    is_of_transformers = hasattr(model, "base_model_prefix") and hasattr(model, "config")
+    weights_alone = all(stored.atom.slot in ("param", "buffer") for stored in source.atoms.values())
+    if not is_of_transformers or not weights_alone or not (folder / "config.json").is_file():
+        return source
+    if parameters.keys() <= names:
+        return source
+    from .formats.naming import by_model  # imported here so that other sources do without transformers
+
+    return by_model(source, model, here)
 
 
 def opened_alike(start: From, ranks: Ranks) -> Source:
@@ -200,6 +229,13 @@ def opened_alike(start: From, ranks: Ranks) -> Source:
             " Say which: RUN@STEP."
         )
     return opened[0]
+
+
+def _on_all(ranks: Ranks, make: Callable[[], Source]) -> Source:
+    """Return what ``make`` makes on this rank. Collective: every rank must call this. Raises on all ranks."""
+    made: list[Source] = []
+    ranks.all_do(lambda: made.append(make()))
+    return made[0]
 
 
 def check_between(

@@ -299,3 +299,30 @@ def test_what_cannot_be_kept_together_is_refused_with_nothing_written(tmp_path, 
     with pytest.raises(BadInput, match=message):
         Checkpointer(tmp_path / "run", model=model, optimizer=ADAMW(model.parameters()), **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("every", [1, "auto"])
+def test_a_time_between_failures_that_was_given_is_what_intervals_are_chosen_by(tmp_path, every):
+    _, checkpointer = start(tmp_path, every=every, mean_seconds_between_failures=90.0)
+    with checkpointer:
+        checkpointer.resume()
+        assert checkpointer._backend.pace.tuner.measured.mean_seconds_between_failures == 90.0
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"mean_seconds_between_failures": 0}, "must be a positive number of seconds"),
+        ({"mean_seconds_between_failures": float("inf")}, "must be a positive number of seconds"),
+        ({"mean_seconds_between_failures": "1h"}, "must be a positive number of seconds"),
+        ({"mean_seconds_between_failures": True}, "must be a positive number of seconds"),
+        ({"mean_seconds_between_failures": 60, "base_every": 3}, "with base_every= nothing is chosen"),
+        ({"mean_seconds_between_failures": 60, "every": 3}, "with every= nothing is chosen"),
+        ({"mean_seconds_between_failures": 60, "replica": True}, "with replica= nothing is chosen"),
+    ],
+)
+def test_a_time_between_failures_that_nothing_is_chosen_by_is_refused(tmp_path, options, text):
+    loop = make(ADAMW)
+    with pytest.raises(BadInput, match=text):
+        Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, **options)
+    assert not (tmp_path / "run").exists()

@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.nodes.local_disks import LocalDisks, NodeLayout, node_here
-from holdfast.checkpoint.nodes.share_places import (
+from holdfast.distributed import stream_of
+from holdfast.errors import BadInput
+from holdfast.store.format.manifest import FileRef, Manifest, RankShare, object_path
+from holdfast.store.share_places import (
     OWN,
     PARTNER,
+    Holdings,
     missing_streams,
     newest_complete,
     payload_places,
     segment_places,
     tiers_of,
 )
-from holdfast.distributed import stream_of
-from holdfast.errors import BadInput
-from holdfast.store.format.manifest import FileRef, Manifest, RankShare
-from holdfast.store.node_store import Holdings
-from holdfast.store.remote.pushing import object_path
 
 layouts = st.lists(st.integers(1, 3), min_size=2, max_size=5).flatmap(
     lambda sizes: st.tuples(

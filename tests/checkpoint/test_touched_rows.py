@@ -331,3 +331,19 @@ def test_a_record_whose_rows_contradict_it_ends_the_run_at_the_step_before(tmp_p
         again.train(6)
         again.checkpointer.close()
     assert same(again.states[6], run.states[6])
+
+
+def test_intervals_are_chosen_by_what_records_take_on_the_disk(tmp_path):
+    """Before the first record of a new process, by those that it has read."""
+    run = Run(tmp_path).train(6)
+    tuner = run.checkpointer._backend.pace.tuner
+    run.checkpointer.wait()
+    written = sum(record.payload_bytes for record in records_of(tmp_path).values()) / 6
+    run.train(7)
+    assert tuner.measured.record_bytes == pytest.approx(written, rel=0.1)
+    assert written < 0.3 * dense_bytes(run.model)
+    assert tuner.measured.staged_bytes >= dense_bytes(run.model)
+    run.checkpointer.close(save=False)
+    again = Run(tmp_path)
+    assert again.checkpointer._backend.pace.tuner.measured.record_bytes == pytest.approx(written, rel=0.1)
+    again.checkpointer.close(save=False)

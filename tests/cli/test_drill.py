@@ -32,7 +32,7 @@ from holdfast.cli.supervise.drill_findings import (
     self_reason,
 )
 from holdfast.errors import BadInput
-from holdfast.supervised.attempt import VARIABLE, Attempt, training_directory
+from holdfast.supervised.attempt import VARIABLE, Attempt, shared_directory, training_directory
 from holdfast.supervised.script_values import DATA, GENERATOR, VALUE, script_values
 
 DRILLED = Path(__file__).parents[1] / "drilled"
@@ -298,3 +298,24 @@ def test_page_shows_what_a_drill_prints(monkeypatch, tmp_path, random_kept):
     job._tell_difference(verdict, first_difference(first, killed), Reason("kind", "text", "way out"))
     told = out.getvalue().splitlines()[0].replace("step 4", "step 8").replace("step 3", "step 7")
     assert told in page
+
+
+def test_ranks_with_a_directory_on_each_node_share_one_in_a_drill(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    Attempt(tmp_path, 5).write()
+    first: list[Path] = []
+
+    class Both:
+        """Two ranks, of which the first does everything."""
+
+        def everyone(self, value):
+            return [value, value]
+
+        def first_does(self, what):
+            first.extend([] if first else [what()])
+            return first[0]
+
+    for run in ("node-0/run", "node-1/run"):
+        assert shared_directory(run, Both(), has_nodes=True) == first[0]
+    assert len(Attempt(tmp_path, 5).opened()) == 1
+    assert shared_directory("node-1/run", Both(), has_nodes=False) != first[0]

@@ -263,6 +263,19 @@ def test_adapter_is_loaded_by_peft(tmp_path, holdfast):
     )
 
 
+def test_run_of_a_script_is_merged_as_peft_merges_it(tmp_path, holdfast):
+    _, model, run = with_adapter(tmp_path, use_dora=True, modules_to_save=["lm_head"])
+    more = ["--to", "huggingface", "--merge", "--model", tmp_path / "adapter"]
+    result = holdfast("convert", run, tmp_path / "out", *more)
+    assert result.code == 0, result.err
+    merged, tokens = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        torch.arange(20)[None],
+    )
+    expected = model.merge_and_unload().eval()
+    assert torch.equal(merged.eval()(tokens).logits, expected(tokens).logits)
+
+
 @pytest.mark.parametrize("of_weights", [False, True], ids=["run", "copy of weights"])
 def test_adapter_alone_is_written_of_a_run_and_of_its_weights(tmp_path, holdfast, of_weights):
     """A copy of weights has what trains, which is the adapter."""

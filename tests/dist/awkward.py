@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from dist.awkward_decoder import (
     loss_of,
     optimizer_of,
 )
+from formats.rank_writers import ACCELERATE, save_by_dcp, save_live
 from holdfast import From, offload
 from holdfast.checkpoint.replica import replica_client, replica_process
 from holdfast.checkpointer import Checkpointer
@@ -227,10 +229,12 @@ def train(
     source: str | None = None,
     rename: dict[str, str] | None = None,
     fails_after: int | None = None,
+    rank_files: str | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
-    step ``fails_after`` the script fails. ``rename`` is for the names in ``source``."""
+    step ``fails_after`` the script fails. ``rename`` is for the names in ``source``.
+    At the end each rank saves what it holds in the folder ``rank_files``."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
@@ -260,6 +264,9 @@ def train(
             done = checkpointer.resume(source=start)
             say(resumed=done)
             go_on(done, checkpointer.step)
+    if rank_files is not None:
+        save_live(Path(rank_files), model, optimizer, rank, world_size, ACCELERATE)
+        save_by_dcp(f"{rank_files}-dcp", model, optimizer)
     say(finished=True, losses=losses, digests=found)
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist.training import left_here, whole_state, wrapped
+from dist.training import full, left_here, whole_state, wrapped
+from holdfast.checkpoint.nodes.local_disks import LocalDisks
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
 from holdfast.store.commit.retention import Keep
+from holdfast.store.run_store import LocalStore
 
 
 def accumulate(model: Any, kind: str) -> None:
@@ -40,11 +42,16 @@ def main(
     bad_at: list[int] | None = None,
     refused: dict[str, int] | None = None,
     every: int = 1,
+    nodes: list[int] | None = None,
+    copy_every: int | None = None,
+    fails_on: int | None = None,
+    forgets_base: int | None = None,
 ) -> None:
     """Train to ``steps``.
 
     ``back`` has a step at which all go back, by its text. At ``bad_at`` (a rank and a step) the guard is told of a bad
-    loss there, after the forward pass. ``refused`` has the step that each rank asks for, which is refused on all.
+    loss there, after the forward pass. ``refused`` has the step that each rank asks for, which is refused on all. The
+    rank ``fails_on`` has an error as it gives up a base under way; ``forgets_base`` knows of no base that is whole.
     """
     snapshot_chunks.UNIT_BYTES = 100
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
@@ -57,10 +64,18 @@ def main(
     model.zero_grad()
     how: dict[str, Any] = {"base_every": 3} if every == 1 else {"every": every}
     how["keep"] = Keep(last=9)  # however fast bases are published, the steps that are gone back to stay
+    if nodes is not None:
+        root, how["nodes"] = f"{root}-{nodes[rank]}", LocalDisks(node=nodes[rank])
+    if forgets_base is not None:
+        how["deadline_seconds"] = 20
+    if forgets_base == rank:
+        LocalStore.newest_base = property(lambda self: None)  # type: ignore[assignment]
     with Checkpointer(root, model=model, optimizer=optimizer, scheduler=schedule, **how) as checkpointer:
         say(resumed=checkpointer.resume())
         digests[checkpointer.steps_done] = whole_state(model, optimizer, None)
-        guard = checkpointer.guard() if bad_at else None
+        guard = checkpointer.guard(copy_every=copy_every) if bad_at else None
+        if fails_on == rank:
+            checkpointer._backend.pace.bases.give_up = full
         pending, threads = dict(back or {}), []
         if refused is not None:
             try:

@@ -145,6 +145,7 @@ def save(
     elsewhere: int | None = None,
     kill: int | None = None,
     keep: int = 2,
+    caching: bool = False,
 ) -> None:
     """Into a folder of torch's, or into a run of ours, or both. ``unstorable``, ``elsewhere`` and ``kill`` are of a
     rank: that has something that cannot be stored, saves into another directory, or dies in writing."""
@@ -167,7 +168,8 @@ def save(
                 future = dcp.async_save(state, checkpoint_id=ours, storage_writer=writer)
                 future.result()
             else:
-                dcp.save(state, checkpoint_id=ours, storage_writer=writer)
+                planner = dcp.DefaultSavePlanner(enable_plan_caching=True) if caching else None
+                dcp.save(state, checkpoint_id=ours, storage_writer=writer, planner=planner)
         except dcp.api.CheckpointException as error:
             say(error=str(error))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from contextlib import suppress
 
 import pytest
 
@@ -80,6 +82,60 @@ def test_a_pair_that_is_lost_is_refused_with_the_step_that_is_left(world, tmp_pa
         assert "Damaged" in each["error"] and "rank-00001" in each["error"], each
         assert "No other step is whole" in each["error"]
     assert {*tmp_path.rglob("*.safetensors")} <= {*before}
+
+
+def test_a_lost_node_is_named_to_the_others_at_once(world, tmp_path):
+    """None of them sees its lock; one of them has its connection for copies."""
+    said = world.run(
+        3, kind="plain", root=tmp_path / "run", nodes=[0, 1, 2], steps=12, kill=[2, 6], wait_each_step=True
+    )
+    assert [each["code"] for each in said] == [0, 0, -9]
+    for each in said[:2]:
+        assert "RankFailed" in each["error"] and "rank 2" in each["error"], each
+        assert each["ended"] - said[2]["died"] < 4
+
+
+def test_a_best_base_without_a_share_is_none_of_the_best(world, tmp_path):
+    """A share of it went with its node, the other copy with the partner, later."""
+    three = {"nodes": [0, 1, 2], "keep_last": 1, "keep_best": 1}
+    goes_on(world, tmp_path, steps=6, values={"2": 1.0}, **three)
+    shutil.rmtree(tmp_path / "run-1")
+    goes_on(world, tmp_path, steps=8, **three)
+    assert 2 in [ref.step for ref in RunReader(tmp_path / "run-0").commits()]
+    shutil.rmtree(tmp_path / "run-2")
+    goes_on(world, tmp_path, steps=10, values={"9": 5.0}, **three)
+    steps = [[ref.step for ref in RunReader(tmp_path / f"run-{node}").commits()] for node in range(3)]
+    assert all(9 in each and 2 not in each for each in steps), steps
+
+
+def test_nodes_take_no_more_than_their_cap_with_the_copies(world, tmp_path):
+    cap, taken, end = 2_000_000, [0], threading.Event()
+
+    def look():
+        before = None
+        while not end.wait(0.005):
+            now = sizes(tmp_path)
+            taken.append(sum(now.values()) if now == before else 0)
+            before = now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    options = {"base_every": 100_000, "unit_bytes": 1 << 20, "storage": cap}
+    try:
+        goes_on(world, tmp_path, nodes=[0, 1], steps=50, **options)
+    finally:
+        end.set()
+        thread.join()
+    assert cap / 2 < max(taken) <= cap
+
+
+def sizes(folder):
+    """The size of each file of the runs in ``folder``."""
+    found = {}
+    for path in folder.glob("*/*/**/*"):
+        with suppress(FileNotFoundError):
+            found[path] = path.stat().st_size if path.is_file() else 0
+    return found
 
 
 @pytest.mark.parametrize(

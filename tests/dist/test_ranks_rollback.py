@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from dist.world import World, ended
+from holdfast.store.reader import RunReader
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,44 @@ def test_ranks_without_records_go_back_to_one_base(world, tmp_path, kind):
     found = ended(world.run(2, kind=kind, root=tmp_path / "guarded", steps=9, bad_at=[1, 9], every=3))
     assert found[0]["went_to"] == found[1]["went_to"] in (0, 3, 6)
     assert [each["digests"]["9"] for each in found] == [each["digests"]["9"] for each in whole]
+
+
+def test_nodes_go_back_and_then_lose_a_disk(world, tmp_path):
+    order = {"kind": "fsdp", "nodes": [0, 1]}
+    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=10))
+    found = ended(world.run(2, root=tmp_path / "back", steps=9, back={"7": 5, "8": 2}, **order))
+    for one, other in zip(whole, found, strict=True):
+        assert other["same"] and other["digests"].items() <= one["digests"].items()
+        assert other["threads"][0] == other["threads"][1]
+    shutil.rmtree(tmp_path / "back-1")
+    again = ended(world.run(2, root=tmp_path / "back", steps=10, **order))
+    assert again[0]["resumed"] == 9
+    assert again[0]["digests"]["10"] == whole[0]["digests"]["10"]
+
+
+@pytest.mark.parametrize("copy_every, reached", [(None, 4), (3, 3)])
+def test_a_bad_loss_on_one_node_sends_all_back(world, tmp_path, copy_every, reached):
+    """Over the disks, or from the copies in memory."""
+    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=7))
+    order = {"kind": "fsdp", "nodes": [0, 1], "bad_at": [1, 6], "copy_every": copy_every}
+    found = ended(world.run(2, root=tmp_path / "guarded", steps=7, **order))
+    for one, other in zip(whole, found, strict=True):
+        assert other["went_to"] == reached
+        assert other["digests"] == one["digests"]
+
+
+def test_an_error_on_one_rank_before_it_goes_back_is_one_on_all(world, tmp_path):
+    found = world.run(2, kind="ddp", root=tmp_path, steps=6, fails_on=1, refused={"0": 0, "1": 0})
+    assert "DiskFull" in found[1]["refused"] and "rank 1 failed" in found[0]["refused"], found
+
+
+def test_all_ranks_make_a_base_where_one_knows_of_none(world, tmp_path):
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=4))
+    before = RunReader(tmp_path).commits()
+    again = ended(world.run(2, kind="ddp", root=tmp_path, steps=6, forgets_base=1))
+    assert [each["resumed"] for each in again] == [4, 4]
+    made = {ref for ref in RunReader(tmp_path).commits() if ref not in before}
+    assert min(made).step == 4
 
 
 def test_a_refusal_on_one_rank_is_one_on_all(world, tmp_path):

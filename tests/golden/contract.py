@@ -77,7 +77,7 @@ def contract() -> dict[str, Any]:
         "integrations": {
             module.__name__: signatures(module, names)
             for module, names in (
-                (transformers, ["HoldfastCallback", "attach"]),
+                (transformers, ["HoldfastCallback", "attach", "offloaded"]),
                 (accelerate, ["AcceleratedCheckpointer"]),
                 (lightning, ["HoldfastCallback"]),
                 (dcp, dcp.__all__),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
@@ -409,14 +410,70 @@ def test_saves_and_loads_have_identities(tmp_path):
     assert found.checkpoint_id == seen[1].checkpoint_id == str(tmp_path)
 
 
-def test_saves_without_collectives_and_with_cached_plans_are_refused(tmp_path):
-    with pytest.raises(BadInput, match="use_collectives=False"):
-        dcp.save(state(), storage_writer=StorageWriter(tmp_path), no_dist=True, use_collectives=False)
-    planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
-    dcp.save(state(), storage_writer=StorageWriter(tmp_path), no_dist=True, planner=planners[0])
-    with pytest.raises(dcp.api.CheckpointException, match="enable_plan_caching=True is not supported"):
-        dcp.save(state(), storage_writer=StorageWriter(tmp_path), no_dist=True, planner=planners[1])
-    assert steps_of(tmp_path) == [(0, 1)]
+def test_a_save_without_collectives_of_one_rank_is_whole(tmp_path):
+    saved, loaded = state(), state(1)
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path), no_dist=True, use_collectives=False)
+    load(loaded, tmp_path)
+    assert torch.equal(loaded["model"]["w"], saved["model"]["w"])
+
+
+def test_a_save_without_collectives_of_several_ranks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(BadInput, match="use_collectives=False saves each rank by itself"):
+        StorageWriter(tmp_path).set_up_storage_writer(True, use_collectives=False)
+
+
+class Caching(DefaultSavePlanner):
+    def __init__(self):
+        super().__init__(enable_plan_caching=True)
+
+
+class CachingToo(Caching):
+    pass
+
+
+@pytest.fixture
+def caches():
+    """Those of torch's planners, which are of the process, empty before and after."""
+    found = [getattr(DefaultSavePlanner, name) for name in vars(SavePlanner) if name.startswith("_cached")]
+    assert found
+    for each in found:
+        each.clear()
+    yield
+    for each in found:
+        each.clear()
+
+
+def test_saves_with_cached_plans_have_steps_of_their_own(tmp_path, caches):
+    for step in (3, 4, 9):
+        writer = StorageWriter(tmp_path, step=step, keep=Keep(last=4))
+        dcp.save(state(step), storage_writer=writer, no_dist=True, planner=Caching())
+    writer = StorageWriter(tmp_path, keep=Keep(last=4))
+    dcp.save(state(5, more=torch.ones(2)), storage_writer=writer, no_dist=True, planner=Caching())
+    assert steps_of(tmp_path) == [(10, 1), (9, 1), (4, 1), (3, 1)]
+    for step, seed in ((4, 4), (9, 9), (10, 5)):
+        loaded = state(0, more=torch.zeros(2)) if step == 10 else state(0)
+        dcp.load(loaded, storage_reader=StorageReader(tmp_path, step=step), no_dist=True)
+        assert torch.equal(loaded["model"]["w"], state(seed)["model"]["w"])
+        assert loaded["step"] == seed
+
+
+def test_ranks_with_cached_plans_write_each_step_whole(world, tmp_path):
+    said = world.run(2, job="save", kind="fsdp2", ours=tmp_path, steps=[3, 7, 8], keep=3, caching=True)
+    assert all(each.get("finished") and "error" not in each for each in said), said
+    assert steps_of(tmp_path) == [(8, 1), (7, 1), (3, 1)]
+    for step in (3, 8):
+        for each in world.run(2, job="load", kind="fsdp2", ours=tmp_path, step=step):
+            assert each["ours"] == said[0]["digest"]
+
+
+def test_cached_plans_of_several_planners_are_refused(tmp_path, caches):
+    for planner in (Caching(), CachingToo()):
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path), no_dist=True, planner=planner)
+    with pytest.raises(dcp.api.CheckpointException, match="there are 2 caches"):
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path), no_dist=True, planner=Caching())
+    assert len(steps_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("step", [-1, 2.0])

@@ -340,3 +340,9 @@ def test_lbfgs_is_refused_before_the_run_begins(tmp_path):
     with pytest.raises(BadInput, match=r"LBFGS.step\(\) needs a closure"):
         fit(with_optimizer(torch.optim.LBFGS), tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_guard_is_refused_before_there_is_a_run(tmp_path):
+    with pytest.raises(BadInput, match="no rollback"):
+        HoldfastCallback(tmp_path / "run", guard=True)
+    assert not [*tmp_path.iterdir()]

@@ -401,3 +401,9 @@ def test_callbacks_have_the_arguments_of_the_run(tmp_path):
 
     assert patience(7, False) == 7
     assert patience(3, True) == 7
+
+
+def test_guard_is_refused_before_there_is_a_run(tmp_path):
+    with pytest.raises(BadInput, match="no rollback"):
+        HoldfastCallback(tmp_path / "run", guard=True)
+    assert not [*tmp_path.iterdir()]

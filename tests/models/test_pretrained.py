@@ -57,6 +57,11 @@ def test_a_folder_of_the_model_below_the_head_has_its_names_completed(tmp_path):
     assert all(torch.equal(value, loaded[name]) for name, value in found.items())
 
 
+def test_a_folder_without_a_head_becomes_a_causal_language_model(tmp_path):
+    folder = write_folder(tmp_path / "folder", lambda: tiny_folders.gpt2().transformer)
+    assert type(holdfast.pretrained(folder)[0]) is transformers.GPT2LMHeadModel
+
+
 def test_a_tensor_that_is_missing_is_named_and_nothing_is_trained_from_random_values(tmp_path):
     folder = write_folder(tmp_path / "folder")
     path = folder / "model.safetensors"

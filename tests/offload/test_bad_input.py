@@ -156,7 +156,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("kind", [Flat, Mixed])
 def test_a_model_without_repeated_blocks_is_told_how_to_name_them(tmp_path, kind):
     model = kind()
-    with refused(tmp_path, ModelNotSupported, f"{kind.__name__} has no nn.ModuleList of blocks of one class"):
+    with refused(tmp_path, ModelNotSupported, f"{kind.__name__} has no nn.ModuleList of blocks. Pass"):
         offload(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 

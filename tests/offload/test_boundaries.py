@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -244,11 +245,50 @@ class ComplexTensors(Model):
         return z.real + z.imag + half.float().mean()
 
 
+class SharedMapping(Model):
+    """Blocks fill a mapping, replace an entry and read it; the code after them reads it, too."""
+
+    class layer(Layer):
+        def forward(self, x, shared, *, index):
+            if index == 0:
+                shared["first"] = torch.tanh(self.linear(x)), torch.sigmoid(x)
+            elif index == 1:
+                shared["second"] = x * 2
+            elif index == 2:
+                first, gate = shared["first"]
+                x = x + first * gate
+                shared["first"] = first * 0.5, gate
+            else:
+                x = x + shared["first"][0] * shared["second"]
+            return super().forward(x)
+
+    def run(self, x, tokens):
+        shared = UserDict(scale=torch.tensor(0.5))
+        for index, block in enumerate(self.blocks):
+            x = block(x, shared, index=index)
+        return x + shared["second"] * shared["scale"] + shared["first"][1]
+
+
+class PartsOfAPrologueTensor(Model):
+    """Each block gets its part of one tensor, and code between blocks adds another; the epilogue reads both."""
+
+    class layer(Layer):
+        def forward(self, x, part):
+            return super().forward(x * torch.sigmoid(part))
+
+    def run(self, x, tokens):
+        parts = torch.tanh(self.bias[:, None] * torch.arange(1.0, self.layers + 1) + x[0, 0, :, None])
+        added = torch.sin(self.bias * 3) * x.mean()
+        for index, block in enumerate(self.blocks):
+            x = block(x, parts[:, index]) + added * (index % 2)
+        return x + parts.mean() * added
+
+
 MODELS = [
     KeywordsAndContainers, CodeBetweenBlocks, TensorOfThePrologueInEveryBlock, ParameterInEveryBlock,
     SkipConnections, EverythingInTheEpilogue, OneBlock, TwoBlocks, SameTensorTwice, InputReturnedAsItIs,
     FrozenBeginning, FrozenBetween, OddParameters, NothingButBlocks, MadeIntegers,
-    ComplexTensors,
+    ComplexTensors, SharedMapping, PartsOfAPrologueTensor,
 ]  # fmt: skip
 
 
@@ -964,3 +1004,32 @@ def test_the_prologue_of_a_micro_batch_is_let_go_as_soon_as_its_backward_is_over
         engine.step(batches(0, 3))
         assert alive == [[True, True, True], [False, True, True], [False, False, True]]
         assert [ref() for ref in made] == [None] * 3
+
+
+def test_an_evaluation_shares_a_mapping_too(tmp_path):
+    model, plain = build(SharedMapping), build(SharedMapping)
+    with (
+        holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32") as engine,
+        torch.no_grad(),
+    ):
+        expected = [plain(**batch).item() for batch in batches(0, 2)]
+        assert engine.evaluate(batches(0, 2)) == sum(expected) / 2
+
+
+def test_a_block_that_removes_what_blocks_share_is_refused_by_name(tmp_path):
+    class Removing(Model):
+        class layer(Layer):
+            def forward(self, x, shared):
+                shared.pop("x", None)
+                return super().forward(x)
+
+        def run(self, x, tokens):
+            shared = UserDict(x=x)
+            for block in self.blocks:
+                x = block(x, shared)
+            return x
+
+    model = build(Removing)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, precision="fp32")
+    with pytest.raises(ModelNotSupported, match=r"blocks\.0 removed the entry 'x' of a mapping"):
+        engine.step(batches(0, 2))

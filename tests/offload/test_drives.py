@@ -15,6 +15,7 @@ import torch
 import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
 from holdfast.io.queue import DriveQueues, IOQueue, Request, Throttle
+from holdfast.measure import drive_rates
 from holdfast.measure import ssd as probe
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.store.commit.pruning import prune
@@ -174,8 +175,8 @@ def test_a_list_of_drives_is_measured_once_and_files_stay_where_they_are(tmp_pat
 
 def test_measuring_a_drive_leaves_nothing_on_it(tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(drive_setup, "FILE_BYTES", probe.LEAST_BYTES)
-    monkeypatch.setattr(drive_setup, "SECONDS", 0.1)
+    monkeypatch.setattr(drive_rates, "FILE_BYTES", probe.LEAST_BYTES)
+    monkeypatch.setattr(drive_rates, "SECONDS", 0.1)
     assert drive_setup.rate_of(tmp_path / "not" / "there", (None, None, None)) > 1
     assert drive_setup.rate_of(tmp_path, (None, 500, None)) <= 1000
     assert drive_setup.rate_of(tmp_path, (None, None, 700)) <= 700

@@ -218,10 +218,77 @@ def test_of_an_encoder_beside_a_streamed_decoder_only_the_shared_matrix_differs(
     assert set(differing(found, expected)) <= {f"{SHARED}/{s}" for s in ("param", "exp_avg", "exp_avg_sq")}
 
 
-def test_what_routers_say_of_their_balance_is_refused_by_name(tmp_path):
-    model = build(lambda: mixtral(output_router_logits=True))
-    with pytest.raises(ModelNotSupported, match=r"output_router_logits.* = False"):
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+
+def test_experts_are_balanced_as_in_a_plain_loop(tmp_path):
+    """The setting of the configuration changes the numbers of both alike."""
+    losses, expected = plain_loop(build(lambda: mixtral(**ROUTERS)), steps=2)
+    assert losses != plain_loop(build(mixtral), steps=2)[0]
+    for way in ({"schedule": "vertical"}, {"schedule": "horizontal"}, {"recomputed_fraction": 0.0}):
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        found_losses, found = offloaded(directory, build(lambda: mixtral(**ROUTERS)), steps=2, **way)
+        assert found_losses == losses
+        assert differing(found, expected) == []
+
+
+def test_experts_are_balanced_where_the_micro_batch_asks_for_it(tmp_path, monkeypatch):
+    own = micro_batches
+    monkeypatch.setattr(
+        f"{__name__}.micro_batches",
+        lambda step: [batch | {"output_router_logits": True} for batch in own(step)],
+    )
+    losses, expected = plain_loop(build(mixtral), steps=2)
+    found_losses, found = offloaded(tmp_path, build(mixtral), steps=2)
+    assert found_losses == losses
+    assert differing(found, expected) == []
+
+
+def test_evaluations_and_predictions_have_the_balancing_loss(tmp_path):
+    model, plain = build(lambda: mixtral(**ROUTERS)), build(lambda: mixtral(**ROUTERS)).eval()
+    with torch.no_grad():
+        expected = [plain(**batch).loss.item() for batch in micro_batches(7)]
+    with holdfast.offload(
+        model, adamw(model.parameters()), tmp_path, precision="fp32", sample=micro_batches(0)[0],
+        micro_batches=COUNT, budget=holdfast.Budget(host="8GiB"),
+    ) as engine:  # fmt: skip
+        assert engine.preflight.host_bytes_predicted
+        assert engine.evaluate(micro_batches(7)) == sum(expected) / COUNT
+
+
+@pytest.mark.parametrize("setting", ["output_hidden_states", "output_attentions"])
+def test_values_of_every_block_are_refused_by_name(tmp_path, setting):
+    model = build(llama)
+    model.set_attn_implementation("eager")
+    setattr(model.config, setting, True)
+    with pytest.raises(ModelNotSupported, match=rf"{setting} keeps values of every block .* = False"):
         offloaded(tmp_path, model)
+    assert not any(path.is_file() and path.name != "lock" for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("why", ["is compiled", "records in another way"])
+def test_routers_that_nobody_would_hear_are_refused_by_name(tmp_path, monkeypatch, why):
+    model = build(lambda: mixtral(**ROUTERS))
+    if why == "is compiled":
+        model.model.layers[1].compile(backend="eager")
+    else:
+        monkeypatch.delattr("transformers.utils.output_capturing._active_collector")
+    with pytest.raises(ModelNotSupported, match=rf"output_router_logits .* {why}.* = False"):
+        offloaded(tmp_path, model)
+    assert not any(path.is_file() and path.name != "lock" for path in tmp_path.rglob("*"))
+
+
+def test_layers_that_are_skipped_at_random_are_refused_by_name(tmp_path):
+    sizes = {
+        "hidden_size": 16,
+        "ffn_dim": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+    }
+    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=16, layerdrop=0.1, use_cache=False)
+    with pytest.raises(ModelNotSupported, match=r"layerdrop = 0\.1 skips layers at random"):
+        offloaded(tmp_path, build(lambda: transformers.OPTForCausalLM(config)))
     assert not any(path.is_file() and path.name != "lock" for path in tmp_path.rglob("*"))
 
 

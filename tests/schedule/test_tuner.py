@@ -159,3 +159,32 @@ def test_a_measured_replay_goes_before_the_guess():
     quick.replayed(FULL, 1.0, 100, 0.5)
     assert quick.measured.replay_seconds == pytest.approx(0.005)
     assert quick.measured.read_bytes_per_second == pytest.approx(FULL)
+
+
+def test_a_time_between_failures_that_was_given_is_believed_whatever_restarts_show():
+    told = Tuner(None, LIMITS, prior(FULL, RECORD, BYTES_PER_STEP, 2e9), 600.0)
+    by_restarts = tuner()
+    for each in (told, by_restarts):
+        each.restarted(30 * 24 * 3600.0, 3)
+        each.ran(3600.0)
+    assert told.measured.mean_seconds_between_failures == 600.0
+    assert by_restarts.measured.mean_seconds_between_failures > 24 * 3600
+    machines = [Machine(each, noise=0.0) for each in (told, by_restarts)]
+    for machine in machines:
+        machine.train(8)
+        best = optimum(machine.true, LIMITS).cadence.steps
+        assert abs(machine.tuner.steps / best - 1) <= 0.1
+    assert machines[0].tuner.steps < machines[1].tuner.steps / 5
+
+
+def test_records_are_counted_as_they_are_written_and_memory_as_they_are_captured():
+    """Of an embedding of which steps touch a tenth, say."""
+    limits = replace(LIMITS, recovery_seconds=1e9)
+    dense, sparse = tuner(limits=limits), tuner(limits=limits)
+    dense.records_are(200_000_000)
+    sparse.records_are(20_000_000, captured_bytes=200_000_000)
+    before, after = ({b.limit: b.value for b in bounds(each.measured, limits)} for each in (dense, sparse))
+    assert after["storage"] > 9 * before["storage"] > 0
+    assert after["host memory"] == before["host memory"] > 0
+    sparse.records_are(0, captured_bytes=200_000_000)
+    assert sparse.measured.record_bytes == 20_000_000, "nothing was written since"

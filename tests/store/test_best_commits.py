@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.store.commit.best_commits import is_better, ranked
 from holdfast.store.commit.retention import Keep, dropped, kept_for_good
-from holdfast.store.format.manifest import CommitRef, Manifest
+from holdfast.store.format.manifest import CommitRef, Manifest, Timeline
+from holdfast.store.remote.pushing import Pusher
 
 NUMBERS = st.one_of(st.none(), st.floats(-3, 3).map(lambda x: round(x)), st.just(math.nan), st.just(math.inf))
 
@@ -49,3 +51,24 @@ def test_metrics_of_another_form_have_no_rank():
     odd = [at(1, "low"), at(2, True), at(3, None)]
     odd.append(Manifest(4, 1, None, None, "", None, {}, {}, {"metrics": 3}, created=0.0, writer={}))
     assert ranked(odd, "loss", "min") == []
+
+
+def unwanted(commits, timelines, keep):
+    """The steps that a copy in a bucket does not keep."""
+    pusher = Pusher.__new__(Pusher)
+    pusher._keep = keep
+    return {ref.step for ref in pusher._unwanted({m.ref: m for m in commits}, timelines)[0]}
+
+
+def test_copy_keeps_the_best_of_an_abandoned_line_until_the_new_one_is_there():
+    timelines = {1: Timeline(1, key="a"), 2: Timeline(2, 1, 4, "b", "a")}
+    keep = Keep(1, best=1, metric="loss")
+    commits = [at(4, 3.0), at(8, 1.0), at(9, None), at(6, None, timeline=2)]
+    assert unwanted(commits, timelines, keep) == {9}
+    assert unwanted([*commits, at(8, None, timeline=2)], timelines, keep) == {6, 8, 9}
+
+
+def test_copy_keeps_the_newest_certified_commit():
+    commits = [replace(at(step, None), progress={"certified": 3}) for step in (2, 4, 6, 8)]
+    assert unwanted(commits, {1: Timeline(1)}, Keep(1)) == {4, 6}
+    assert unwanted([*commits, at(9, None)], {1: Timeline(1)}, Keep(1)) == {2, 4, 6, 8}

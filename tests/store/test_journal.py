@@ -17,6 +17,7 @@ from holdfast.store.format.manifest import Timeline
 from holdfast.store.log import journal
 from holdfast.store.log.journal import JournalWriter, Record
 from holdfast.store.log.segments import read_payload, read_segment, segments, trim
+from holdfast.store.log.striping import open_segment
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
 PAGE = 4096
@@ -52,7 +53,7 @@ def written(root, queue, groups, **options):
 
 def payload(disk, queue, stored):
     view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
-    file = disk.open(stored.path, write=False)
+    file = open_segment(disk, stored.path, stored.stripes)
     try:
         read_payload(queue, file, stored, view).result(10)
     finally:

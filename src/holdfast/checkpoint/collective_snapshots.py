@@ -18,7 +18,7 @@ from ..distributed import Ranks, stream_of
 from ..errors import DoesNotFit
 from ..quantities import PAGE, GiB, format_bytes
 from ..schedule.interval.snapshot_interval import STORAGE_FULLS
-from ..store.format.manifest import RankShare
+from ..store.format.manifest import CommitRef, RankShare
 from ..store.run_store import LocalStore
 from .coordinator import RankCoordinator
 from .log.recorder import Recorder
@@ -133,15 +133,20 @@ class CollectiveSnapshot:
     def nothing_else(self) -> None:
         """Prevent the publication of earlier snapshots, and make those published known to all ranks.
 
-        Files written for other snapshots may be overwritten afterwards. Collective: every rank must call this.
+        Files written for other snapshots may be overwritten afterwards. An error on one rank is one on all. Collective:
+        every rank must call this.
         """
         assert self.agreement is not None
         self._ranks.first_does(self.agreement.end_bases)
-        if self._nodes is not None:
-            self._nodes.give_up_sending()
-            self.sharing = False
-        if self._ranks.rank:
-            self.follow()
+
+        def follow() -> None:
+            if self._nodes is not None:
+                self._nodes.give_up_sending()
+                self.sharing = False
+            if self._ranks.rank:
+                self.follow()
+
+        self._ranks.all_do(follow)
 
     def publish_at_once(self, bases: SnapshotWriter, share: Callable[[], RankShare]) -> None:
         """Publish a snapshot that all ranks have made at the same step. Called after ``nothing_else``.
@@ -200,7 +205,10 @@ class StorageShare:
         nodes: NodeRun | None = None,
     ) -> None:
         self._ranks, self._store, self._recorder, self._nodes = ranks, store, recorder, nodes
-        self._told, self._holds, self._call = told, holds, call
+        # with a second copy of every share at a partner, half of the cap is for the shares themselves
+        self._copies = 1 if nodes is None else 2
+        self._told = None if told is None else told // self._copies
+        self._holds, self._call = holds, call
         self._record_bytes = self._full_bytes = self._frozen_bytes = 0
         store.retires_for_room = False  # all ranks have to do so together
 
@@ -233,7 +241,8 @@ class StorageShare:
             if self._told is not None:
                 room, all_hold = self._told - sum(part.used for part in parts), sum(p.holds for p in parts)
                 parts = [part._replace(cap=part.used + room * part.holds // all_hold) for part in parts]
-                store.cap_bytes, store.cap_share = parts[self._ranks.rank].cap, holds / all_hold
+                store.cap_bytes = parts[self._ranks.rank].cap
+                store.cap_share = holds / all_hold / self._copies
             if all(part.used + part.needs <= part.cap for part in parts) or not self._drop_one():
                 break
         if self._told is not None and any(part.used > part.cap for part in parts):
@@ -272,16 +281,23 @@ class StorageShare:
 
         Collective: every rank must call this.
         """
-        gone = self._ranks.first_does(self._store.drop_oldest)
+        gone, is_commit = self._ranks.first_does(self._dropped)
         if self._nodes is not None:
-            self._nodes.drop(gone)
+            self._nodes.drop(gone if is_commit else None)
         elif self._ranks.rank:
             self._store.follow()
         return gone is not None
 
+    def _dropped(self) -> tuple[CommitRef | None, bool]:
+        """Retire the oldest, and return it with whether it was a commit: a copy of weights has a commit's name."""
+        gone = self._store.drop_oldest()
+        return gone, gone is not None and not self._store.retains(gone)
+
     def _refuse(self, used: int) -> None:
+        told, used = (self._told or 0) * self._copies, used * self._copies
+        copies = " with the copies at partners" * (self._copies > 1)
         raise DoesNotFit(
-            f"storage = {format_bytes(self._told or 0)} is too little: {self._store.root} takes {format_bytes(used)},"
+            f"storage = {format_bytes(told)} is too little: {self._store.root} takes {format_bytes(used)}{copies},"
             f" and the newest two bases with their records stay. Give at least {used + used // 2} bytes."
         )
 

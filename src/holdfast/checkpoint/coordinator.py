@@ -38,6 +38,9 @@ PROBE_SECONDS = 1.0
 HEARD_SECONDS = 5.0
 """The longest time that a failed first rank waits for the others to read the failure."""
 
+SILENT = "rank {rank} has ended without a word, or closed without saving."
+"""The failure of a rank that has not said why it ends."""
+
 GRACE_SECONDS = 20.0
 """The longest time that a stopping rank waits for the others to write where they are."""
 
@@ -105,6 +108,8 @@ class RankCoordinator:
         self._alike.tell = self.tell
         self._seen: set[int] = set()
         self._missed: set[int] = set()
+        self._gone: list[int] = []
+        """Ranks whose processes have ended, as their connections to this rank showed, and of which all are to know."""
         start = how_far()
         common = {
             "durable": f"{start} 0",
@@ -153,6 +158,15 @@ class RankCoordinator:
     def fail(self, error: BaseException) -> None:
         """Report to all ranks that this one has failed."""
         self.tell("failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}")
+
+    def lost(self, rank: int) -> None:
+        """Report to all ranks that the process of ``rank`` has ended, unless that rank or another said why.
+
+        Called by the thread that saw its connection break.
+        """
+        with self._lock:
+            self._gone.append(rank)
+            self._lock.notify_all()
 
     def begin_base(self) -> int:
         """Make the other ranks begin a snapshot as well, and return its number. Called on the first rank."""
@@ -275,11 +289,13 @@ class RankCoordinator:
     def _tell_lost(self) -> None:
         """Raise the reason why another rank did not come, if it becomes known soon.
 
-        A rank that has died is known after two checks, each up to ``PROBE_SECONDS`` late, and one read of the board.
+        A rank that has died is known after two checks, each up to ``PROBE_SECONDS`` late, and one read of the board. On
+        a node with a disk of its own it is known at once, by its connection to the rank that keeps its copies.
         """
         end = time.monotonic() + HEARD_SECONDS
         with self._lock:
             while self.failure is None and time.monotonic() < end:
+                self._lock.notify_all()  # read the board now
                 self._lock.wait(BUSY_SECONDS)
         self.check()
 
@@ -306,9 +322,9 @@ class RankCoordinator:
             while True:
                 busy = self._look()
                 with self._lock:
-                    if self._closing and not self._say:
+                    if self._closing and not (self._say or self._gone):
                         return
-                    if not self._say:
+                    if not (self._say or self._gone):
                         self._lock.wait(BUSY_SECONDS if busy else IDLE_SECONDS)
         except BaseException as error:
             with self._lock:
@@ -335,12 +351,15 @@ class RankCoordinator:
         lost = self._lost()
         with self._lock:
             say, self._say = self._say, {}
+            gone, self._gone = self._gone, []
         own = self._how_far()  # read now: a failure may have invalidated what is about to be written
         say = {f"own/{self._ranks.rank}": str(own), **say}  # written before the failure that results from it
         for name, value in say.items():
             if self._said.get(name) != value:
                 self._board.set(name, value)
                 self._said[name] = value
+        for rank in gone:
+            self._report_gone(rank)
         values = self._board.multi_get(self._keys)
         found = {key: value.decode() for key, value in zip(self._keys, values, strict=True)}
         if self._ranks.rank == 0:
@@ -403,13 +422,18 @@ class RankCoordinator:
         before, self._missed = self._missed, self._seen - there
         return sorted(self._missed & before)
 
+    def _report_gone(self, rank: int) -> None:
+        """Report to all ranks that ``rank`` is gone, unless it has said that it leaves, or a failure is known."""
+        if not any(self._board.multi_get([f"closed/{rank}", f"leaving/{rank}"])):
+            self._board.compare_set("failed", "", SILENT.format(rank=rank))
+
     def _report(self, lost: list[int], found: dict[str, str]) -> None:
         """Report to all ranks a rank that is gone and has written nothing."""
         silent = [rank for rank in lost if not found[f"closed/{rank}"] and not found[f"leaving/{rank}"]]
         if silent and not found["failed"]:
             for rank in silent:
                 self._board.set(f"own/{rank}", str(self._survives(rank, int(found[f"own/{rank}"]))))
-            found["failed"] = f"rank {silent[0]} has ended without a word, or closed without saving."
+            found["failed"] = SILENT.format(rank=silent[0])
             self._board.set("failed", found["failed"])
 
     def _note(self, found: dict[str, str]) -> None:

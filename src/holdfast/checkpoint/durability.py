@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,10 @@ class DurabilityBackend(ABC):
     @abstractmethod
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         """Become the run's writer, and restore the newest recoverable step; None if the run has none."""
+
+    def following(self, store: LocalStore, asked: ResumeRequest) -> AbstractContextManager[Any]:
+        """Return the context in which a standby waits until ``enter`` can be called."""
+        return nullcontext()
 
     @abstractmethod
     def begin(self, found: RecoveryResult | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Integral
 from typing import Any
 
@@ -54,12 +55,17 @@ class Options:
     """True if ``step`` returns only when its step is durable."""
     grace_seconds: float | None = None
     """Seconds from a SIGTERM to the end of the process; None for no bound."""
+    mean_seconds_between_failures: float | None = None
+    """The time between failures that the user expects; None to estimate it from restarts."""
+    helper_cpus: tuple[int, ...] = ()
+    """CPUs of the threads that write beside training; none leaves them where they are."""
     has_replica: bool = False
     """True if a replica keeps the steps, and not log records."""
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
         _refuse_bad_every(self)
+        _refuse_bad_failures(self)
         check_grace(self.grace_seconds, self.has_replica)
         _ = self.limits
 
@@ -253,6 +259,25 @@ def _refuse_bad_every(options: Options) -> None:
     if options.has_replica:
         raise BadInput(
             f"every = {every!r} leaves records out, and a replica has none to leave out: leave out every=, or replica="
+        )
+
+
+def _refuse_bad_failures(options: Options) -> None:
+    """Raise ``BadInput`` for a time between failures that is none, or that nothing would be chosen by."""
+    seconds = options.mean_seconds_between_failures
+    if seconds is None:
+        return
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < inf):
+        raise BadInput(
+            f"mean_seconds_between_failures = {seconds!r} must be a positive number of seconds, such as 6 * 3600; leave"
+            " it out to have it estimated from restarts"
+        )
+    if options.base_every is not None or options.told_every not in (None, 1) or options.has_replica:
+        name = "replica" if options.has_replica else "every" if options.base_every is None else "base_every"
+        raise BadInput(
+            f"mean_seconds_between_failures = {seconds!r} is for choosing how often a base is made, and with {name}="
+            " nothing is chosen: leave one of the two out"
         )
 
 

@@ -9,7 +9,7 @@ other than 1 there may be no records, and a step counts as durable once a snapsh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from holdfast import failpoints
 
 from ..accelerators import devices_of
-from ..errors import BadInput
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence
@@ -35,11 +34,13 @@ from .log.record_builder import RecordBuilder
 from .log.recorder import Recorder
 from .nodes.node_run import NodePeers, NodeRun
 from .options import Options
+from .recovery.following import Follower
 from .recovery.live_rollback import LivingScript, line_to, reachable_step
 from .recovery.recovery_progress import RecoveryProgress, announced
 from .recovery.run_recovery import BY, RECORDS, RecoveryResult, recover, recovered_at
 from .replica import retained_state
 from .snapshot.host_copy import HostCopy
+from .snapshot.run_drives import RunDrives
 from .snapshot.snapshot_chunks import owned_by
 from .snapshot.snapshot_scheduler import PRIOR_BYTES_PER_SECOND, SnapshotResources, SnapshotScheduler
 from .training_state import TrainingState
@@ -52,15 +53,21 @@ class LogBackend(DurabilityBackend):
     """Survival by log records, which a ``Recorder`` writes, and snapshots, which ``SnapshotScheduler`` schedules."""
 
     def __init__(
-        self, training: TrainingState, options: Options, events: EventLog, peers: NodePeers | None = None
+        self,
+        training: TrainingState,
+        options: Options,
+        events: EventLog,
+        peers: NodePeers | None = None,
+        drives: RunDrives | None = None,
     ) -> None:
         """Prepare the backend. ``peers`` is there where the nodes share no directory."""
         super().__init__(training, options, events)
-        self._peers = peers
+        self._peers, self._drives = peers, drives
         self._nodes: NodeRun | None = None
         self._pool: StagingPool | None = None
         self._recorder: Recorder | None = None
         self._pace: SnapshotScheduler | None = None
+        self._follower: Follower | None = None
 
     @property
     def recorder(self) -> Recorder:
@@ -121,19 +128,37 @@ class LogBackend(DurabilityBackend):
     @property
     def recovered_by(self) -> str:
         recovery = self._recovery
-        replayed = f" and {counted(recovery.replayed_records, 'record')} replayed" * bool(
-            recovery.replayed_records
-        )
+        records = counted(recovery.replayed_records, "record")
         seconds = format_seconds(recovery.load_seconds + recovery.replay_seconds)
+        if recovery.reached is not None:
+            return f"followed to step {recovery.reached:,}, and {records} replayed in {seconds}"
+        replayed = f" and {records} replayed" * bool(recovery.replayed_records)
         tiers = "" if self._nodes is None else self._nodes.source_text
         return f"the base of step {recovery.base_step:,} loaded{replayed} in {seconds}{f' ({tiers})' * bool(tiers)}"
 
     # Start
 
+    def following(self, store: LocalStore, asked: ResumeRequest) -> AbstractContextManager[Any]:
+        """Return the context in which a standby waits: one in which its state follows the run, where it can.
+
+        It cannot on several ranks, without a shared directory, or where an older step is asked for.
+        """
+        training = self._training
+        if (
+            not training.ranks.alone
+            or self._peers is not None
+            or asked.target is not None
+            or asked.continuing
+        ):
+            return nullcontext()
+        self._follower = Follower(store, training.state, training.update_again)
+        return self._follower
+
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
         training, self._store = self._training, store
         self._recovery = recovery = RecoveryProgress(announced(self._events.emit, asked.show))
         seen = self._entered(store, asked)
+        follower, self._follower = self._follower, None
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
@@ -141,11 +166,11 @@ class LogBackend(DurabilityBackend):
         found = recover(
             seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=training.update_again, watch=recovery,
+            reached=None if follower is None else follower.reached,
         )  # fmt: skip
         training.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
-        if self._nodes is not None:
-            found.same_cut = self._nodes.settle(found.point, seen) and found.same_cut
+        self._settle(found, seen)
         if asked.target is None and isinstance(store.root, Path):
             training.ranks.all_do(
                 partial(retained_state.refuse_to_leave, store.root, store, found.point.step)
@@ -156,6 +181,8 @@ class LogBackend(DurabilityBackend):
         """Enter the run, and return what can be read of it: the same, or with all nodes' disks."""
         ranks = self._training.ranks
         if self._peers is None:
+            if self._drives is not None:
+                self._drives.decide(store)
             ranks.first_does(store.enter)
             run_store.see_alike(store, ranks)
             return store
@@ -163,12 +190,19 @@ class LogBackend(DurabilityBackend):
         self._nodes = NodeRun(self._peers, ranks, store, self._events.emit, self._options.deadline_seconds)
         return self._nodes.view(asked.target)
 
+    def _settle(self, found: RecoveryResult, seen: LocalStore) -> None:
+        """Note where records may not follow what was recovered from ``seen``, since some share lacks a copy."""
+        if self._nodes is not None:
+            found.same_cut = self._nodes.settle(found.point, seen) and found.same_cut
+
     def begin(self, found: RecoveryResult | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside the script's state, whose size is known now
         self._training.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
         point = None if found is None else found.point
         if self._nodes is None:
             run_store.begin(self._store, self._training.ranks, point, {BY: RECORDS})
+            if self._drives is not None:
+                self._drives.take(self._store)
         else:
             self._nodes.begin(point, {BY: RECORDS})
         self._store.measure()
@@ -210,7 +244,7 @@ class LogBackend(DurabilityBackend):
         return Recorder(
             self._journal, pool, durable_step=training.steps_done,
             group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds,
-            pack=training.codec.pack,
+            pack=training.codec.pack, cpus=self._options.helper_cpus,
         )  # fmt: skip
 
     def _make_pace(self, recorder: Recorder) -> SnapshotScheduler:
@@ -218,7 +252,7 @@ class LogBackend(DurabilityBackend):
         training, options, emit = self._training, self._options, self._events.emit
         means = SnapshotResources(
             self.staging_bytes, options.bytes_per_step, options.storage_bytes, not training.is_elementwise,
-            options.when_behind, training.after_update is not None,
+            options.when_behind, training.after_update is not None, options.mean_seconds_between_failures,
         )  # fmt: skip
         together = (
             None
@@ -252,7 +286,7 @@ class LogBackend(DurabilityBackend):
             deadline_seconds=options.deadline_seconds,
         )  # fmt: skip
         if self._nodes is not None:
-            self._nodes.fail = self.agreement.fail
+            self._nodes.fail, self._nodes.lost = self.agreement.fail, self.agreement.lost
             self._nodes.watch_exit()
 
     def _stored_bytes(self) -> int:
@@ -370,47 +404,54 @@ class LogBackend(DurabilityBackend):
     def copies_differ(self) -> bool:
         return self.pace.copies_differ
 
-    def refuse_rollback(self) -> None:
-        if self._nodes is not None:
-            raise BadInput(
-                "a run without a shared directory (nodes=) cannot go back without a restart. End all ranks, and start"
-                " them again with resume(before=...)."
-            )
-
     def prepare_rollback(self, step: int, nearest: bool) -> int:
-        ranks, store, state = self._training.ranks, self._store, self._training.state
-        ranks.all_do(self.recorder.drain)
-        self.pace.abandon()
-        return min(ranks.all_do(lambda: reachable_step(store, state, step, nearest)))
+        ranks, state = self._training.ranks, self._training.state
+        self.pace.abandon(ranks)
+        seen = self._seen(step)
+        return min(ranks.all_do(lambda: reachable_step(seen, state, step, nearest)))
+
+    def _seen(self, target: int) -> LocalStore:
+        """Return the run as it can be read: the directory, or that of all nodes.
+
+        Collective: every rank must call this.
+        """
+        return self._store if self._nodes is None else self._nodes.view(target)
 
     def go_back(
         self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
     ) -> RecoveryResult:
-        training, store = self._training, self._store
+        training = self._training
         ranks, state, script = training.ranks, training.state, LivingScript(training.script, restores)
         self._end_timeline()
-        line = line_to(store, step, []) if copy is not None and copy.is_of(step, state) else None
+        seen = self._seen(step)
+        line = line_to(seen, step, []) if copy is not None and copy.is_of(step, state) else None
         has_line = ranks.everyone(line is not None)
-        if copy is not None and line is not None and all(has_line):
-            self._recovery = RecoveryProgress()
-            copy.restore(state)
-            return recovered_at(store, state, script, line, ranks=ranks, after_update=training.update_again)
         self._recovery = recovery = RecoveryProgress()
-        found = recover(
-            store, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
-            watch=recovery,
-        )  # fmt: skip
-        training.rates = recovery.rates
+        if copy is not None and line is not None and all(has_line):
+            copy.restore(state)
+            found = recovered_at(seen, state, script, line, ranks=ranks, after_update=training.update_again)
+        else:
+            found = recover(
+                seen, state, script, ranks=ranks, target=step, exact=True, after_update=training.update_again,
+                watch=recovery,
+            )  # fmt: skip
+            training.rates = recovery.rates
+        self._settle(found, seen)
         return found
 
     def _end_timeline(self) -> None:
-        """End what records the current timeline. The run stays locked, and staging buffers stay allocated."""
-        self.part(orderly=True)
+        """End what records the current timeline. The run stays locked, and staging buffers stay allocated.
+
+        Nodes keep their connections, over which the recovery reads.
+        """
+        super().part(orderly=True)
         self.agreement = None
         self.close()
         self._journal.cut()
         self.pace.bases.release()
         self._pace = None
+        if self._nodes is not None:
+            self._nodes.end_timeline()
         self._store.close_units()
         self._sealer = RecordBuilder(self._training.state, shortens=True)
 

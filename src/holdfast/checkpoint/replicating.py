@@ -8,6 +8,7 @@ describes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from .capture.optimizer_hooks import OptimizerHooks, Update
 from .capture.staging_buffers import StagingBuffer, StagingPool
 from .durability import DurabilityBackend, ResumeRequest
 from .options import Options
-from .recovery.run_recovery import RecoveryResult
+from .recovery.live_rollback import LivingScript, reachable_step
+from .recovery.run_recovery import RecoveryResult, recover
 from .replica.multi_rank_client import Replicas
 from .replica.replica_client import Replica
 from .snapshot.host_copy import HostCopy
@@ -83,6 +85,7 @@ class ReplicaBackend(DurabilityBackend):
         With a replica there are no residuals, so training continues exactly from every step. Of several ranks none can
         take a kept state by itself, because all must first see whether all have their parts.
         """
+        self._store = store
         self.replica.start(takes=self._training.ranks.alone and asked.target is None)
         see_alike(store, self._training.ranks)
         if not store.commits():
@@ -153,20 +156,31 @@ class ReplicaBackend(DurabilityBackend):
     # Going back
 
     def refuse_rollback(self) -> None:
-        """Raise ``BadInput``: a replica is at the newest step, and the disk has no records."""
-        raise BadInput(
-            "a run with a replica cannot go back without a restart: the replica does every step too, and the disk has"
-            " bases only. Make the Checkpointer without replica=, or close it and make another, with"
-            " resume(before=...)."
-        )
+        """Raise ``BadInput`` for several ranks, whose replicas would have to go back together."""
+        if not self._training.ranks.alone:
+            raise BadInput(
+                "several ranks with replicas cannot go back without a restart. Make the Checkpointer without replica=,"
+                " or end all ranks and start them again with resume(before=...)."
+            )
 
     def prepare_rollback(self, step: int, nearest: bool) -> int:
-        raise AssertionError("refuse_rollback refuses")
+        """Return the step of the base to go back to, since the disk has no records.
+
+        The last step becomes a base by what the replica has, if it is asked for.
+        """
+        training = self._training
+        self.replica.settle(makes_base=step == training.steps_done)
+        return reachable_step(self._store, training.state, step, nearest)
 
     def go_back(
         self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
     ) -> RecoveryResult:
-        raise AssertionError("refuse_rollback refuses")
+        """Restore ``step`` from its base. The replica stays, and is handed that state by ``begin``."""
+        training = self._training
+        script = LivingScript(training.script, restores)
+        found = recover(self._store, training.state, script, ranks=training.ranks, target=step, exact=True)
+        self.replica.went_back(found.point.step)
+        return replace(found, same_cut=True, residuals_lost=False)
 
     @property
     def is_alive(self) -> bool:

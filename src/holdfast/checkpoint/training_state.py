@@ -48,6 +48,11 @@ from .user_state import ScriptState
 Averages = nn.Module | Mapping[str, nn.Module] | None
 Which = Callable[[str, Any], bool]
 """A predicate on the script's objects, by name and value."""
+NO_GUARD = (
+    "under a trainer's callback there is no rollback() and no guard(): the trainer's loop counts steps and batches in"
+    " variables of its own, and would continue where it is. Stop training at a bad loss, and begin another run from an"
+    " earlier step (holdfast convert RUN@STEP), or write the loop with holdfast.Checkpointer."
+)
 
 
 def is_schedule(name: str, thing: Any) -> bool:
@@ -234,6 +239,8 @@ class TrainingState:
 
     def refuse_rollback(self, keeps_places: bool) -> None:
         """Raise ``BadInput`` if this process holds something that only a new process could bring back."""
+        if any(getattr(thing, "has_loop", False) for thing in self.script.things.values()):
+            raise BadInput(NO_GUARD)
         if self.codec.error_feedback:
             raise BadInput(
                 f"{type(self.codec).__name__} keeps residuals, which only bases hold, so training would not go on as it"

@@ -27,7 +27,15 @@ from ..formats.readers.training_file import write_torch
 from ..formats.rules_source import UnderRules
 from ..formats.run_writer import write_run
 from ..formats.source import Source
-from ..models.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep, kept_folder
+from ..models.keeping import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CONFIG,
+    checked,
+    keep,
+    kept_adapter,
+    kept_folder,
+)
 from ..opening import source_of
 from ..quantities import counted, format_bytes, parse_bytes
 from ..store.disk import Disk, write_durably
@@ -62,7 +70,7 @@ class ConvertOptions:
     """The options of the command.
 
     ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that rules name, ``model`` the folder of the
-    model that was trained.
+    model that was trained, ``merge`` whether adapters are merged into it.
     """
 
     to: str
@@ -72,14 +80,15 @@ class ConvertOptions:
     rules: str | None = None
     values: Path | None = None
     model: Path | None = None
+    merge: bool = False
 
 
 def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: bool) -> None:
     """Write ``source`` to ``destination``, and print what that took."""
     _refuse(destination, how)
     if how.to == "peft":
+        how = replace(how, to="huggingface", model=how.model or _kept_adapter(source))
         _refuse_no_adapter(how.model)
-        how = replace(how, to="huggingface")
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
     if to == "huggingface":
@@ -109,8 +118,8 @@ def convert(source: str, destination: Path, how: ConvertOptions, *, as_json: boo
 
 
 def write_folder(source: str, destination: Path) -> None:
-    """Write the weights that ``source`` names as a folder of Hugging Face, and print nothing."""
-    how = ConvertOptions(to="huggingface")
+    """Write the weights that ``source`` names as a folder of Hugging Face, adapters merged, and print nothing."""
+    how = ConvertOptions(to="huggingface", merge=_kept_adapter(source) is not None)
     export = _export_of(source, source_of(source, open_run), how)
     refuse_unequal(export.source, export.source.atoms.values())
     _write(export, destination, how, lambda nbytes: None)
@@ -139,9 +148,16 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
     Raises ``BadInput`` if nothing tells its model, ``RunMismatch`` if it belongs to another model, ``Damaged`` if
     copies that should be equal differ.
     """
+    if how.merge:
+        return _export_merged(text, opened, how)
     run, own = NamedCommit.parse(text).run, Path(text)
-    if how.model is not None and (how.model / ADAPTER_CONFIG).is_file():
+    if how.model is not None and _has_adapter(how.model):
         return _export_of_adapter(opened, how.model)
+    if how.model is None and how.rules is None and _kept_adapter(text) is not None:
+        raise BadInput(
+            f"{text} trained adapters: --to peft writes them alone, and --to huggingface --merge the model with the"
+            " adapters merged in"
+        )
     if how.model is None and how.rules is None and _is_folder_of_others(own, opened):
         return Export(opened, partial(keep, own, dtype=None if how.dtype is None else _type_in(opened, how)))
     folder = checked(how.model) if how.model is not None else _kept(run)
@@ -173,6 +189,30 @@ def _export_of(text: str, opened: Source, how: ConvertOptions) -> Export:
         stacklevel=2,
     )
     return Export(opened)
+
+
+def _export_merged(text: str, opened: Source, how: ConvertOptions) -> Export:
+    """Return how ``opened``, a run with adapters, becomes the folder of the model with the adapters merged in.
+
+    Raises ``BadInput`` if the configuration of the adapters or of the model is not to be found.
+    """
+    adapter = how.model if _has_adapter(how.model) else _kept_adapter(text)
+    if adapter is None:
+        raise BadInput(
+            f"{text} does not say which adapters it trained: give the folder with their configuration,"
+            f" --model FOLDER with {ADAPTER_CONFIG}, which model.save_pretrained(FOLDER) writes at any time"
+        )
+    run = NamedCommit.parse(text).run
+    refuse_unequal(opened, opened.atoms.values())  # a folder holds no copies
+    from ..models.exports import loadable, lora_config_in
+    from ..models.merged_adapters import merged
+    from ..state.plain_tensors import FROM_NAME
+
+    dtype = None if how.dtype is None else FROM_NAME[DTYPES[how.dtype]]
+    told = lora_config_in(adapter)
+    folder = checked(_kept(run) or told.get("base_model_name_or_path") or "")
+    written = loadable(merged(opened, adapter, folder, dtype), folder, renamed=False, plain=True)
+    return Export(written, partial(keep, folder, dtype=_type_in(written, how), plain=True))
 
 
 def _export_of_adapter(opened: Source, folder: Path) -> Export:
@@ -251,12 +291,25 @@ def _kept(run: Path | Url) -> Path | None:
     return kept_folder(run) if isinstance(run, Path) else None
 
 
+def _has_adapter(folder: Path | None) -> bool:
+    """Return whether ``folder`` has the configuration of an adapter."""
+    return folder is not None and (folder / ADAPTER_CONFIG).is_file()
+
+
+def _kept_adapter(text: str) -> Path | None:
+    """Return the folder with the configuration of the adapters that the run in ``text`` keeps; None if it has none."""
+    run = NamedCommit.parse(text).run
+    return kept_adapter(run) if isinstance(run, Path) else None
+
+
 def _refuse(destination: Path, how: ConvertOptions) -> None:
     to, dtype, stage = how.to, how.dtype, how.stage
     if to not in FORMATS:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if how.merge and (to != "huggingface" or how.rules is not None):
+        raise BadInput("--merge writes the folder of a model: it is for --to huggingface, without --rules")
     if how.model is not None and to not in ("huggingface", "peft"):
         raise BadInput(
             "--model names the folder of the model that was trained: it is for --to huggingface or peft"
@@ -278,7 +331,7 @@ def _refuse(destination: Path, how: ConvertOptions) -> None:
 
 def _refuse_no_adapter(folder: Path | None) -> None:
     """Raise ``BadInput`` unless ``folder`` has the configuration of an adapter."""
-    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
+    if not _has_adapter(folder):
         raise BadInput(
             f"--to peft writes an adapter alone, and needs its configuration: --model FOLDER with {ADAPTER_CONFIG},"
             " which model.save_pretrained(FOLDER) writes at any time"

@@ -312,6 +312,9 @@ def convert(
             help="Hugging Face's folder of the model or adapter that a script trained.",
         ),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the weights, for huggingface.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
@@ -319,8 +322,9 @@ def convert(
     from .convert import convert as convert_state
 
     how = ConvertOptions(
-        to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model
-    )
+        to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model,
+        merge=merge,
+    )  # fmt: skip
     convert_state(source, destination, how, as_json=json)
 
 

@@ -17,10 +17,10 @@ from ..checkpoint.recovery.recovery_progress import RecoveryProgress
 from ..errors import BadInput, DiskFailed
 from ..monitor.progress_bar import progress_bar
 from ..quantities import counted, format_bytes
-from ..store.commit.pruning import Pruning, planned, prune, spans_text
+from ..store.commit.pruning import Pruning, planned, prune, prune_nodes, spans_text
 from ..store.commit.retention import Keep
 from ..store.remote.copying import PushResult
-from ..store.remote.object_store import Url, place_of
+from ..store.remote.object_store import Nodes, Url, place_of
 from ..store.remote.pushing import Pusher
 from .output import console, error_console, plain_table, print_json, print_table, transfer_progress
 from .runs import directory_of, open_run
@@ -67,7 +67,13 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
 
 def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
     """Remove what ``keep`` does not keep, or with ``dry_run`` only print it."""
-    found = planned(open_run(run), keep) if dry_run else prune(directory_of(run, "prune"), keep)
+    place = place_of(run)
+    if dry_run:
+        found = planned(open_run(run), keep)
+    elif isinstance(place, Nodes):
+        found = prune_nodes(open_run(place), place.directories, keep)
+    else:
+        found = prune(directory_of(run, "prune"), keep)
     if as_json:
         print_json(_document(found) | {"dry_run": dry_run})
         return

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from ..errors import BadInput, NoCommit
 from ..store.format.manifest import Manifest
+from ..store.joined_nodes import is_node
 from ..store.reader import RunReader, again_if_retired
-from ..store.remote.object_store import NamedCommit, Url, place_of
+from ..store.remote.object_store import NamedCommit, Nodes, Url, place_of
 from ..store.run_store import LocalStore
 from .train.kept_config import NAME, read_record, state_directory
 
@@ -48,15 +49,16 @@ def open_commit(text: str) -> tuple[RunReader, Manifest]:
 
 
 def open_run(place: Path | Url) -> RunReader:
-    """Open the run in a directory or in a bucket. Raises ``NoCommit``.
+    """Open the run in a directory, in those of several nodes, or in a bucket. Raises ``NoCommit``.
 
-    The state of a directory's run may lie elsewhere, where its configuration says.
+    Of one node's directory the copies for its partner are read as well. The state of a directory's run may lie
+    elsewhere, where its configuration says.
     """
     run = place_of(place)
     if isinstance(run, Url):
         return LocalStore.read(run)
     if (run / "commits").is_dir():
-        return LocalStore.read(run)
+        return LocalStore.read(Nodes(run) if is_node(run) else run)
     if not (run / NAME).exists():
         _refuse_foreign(run)
     if not run.is_dir():
@@ -89,8 +91,14 @@ def _not_a_directory(run: Path) -> str:
 
 
 def directory_of(run: Path | Url, verb: str) -> Path:
-    """Return the directory of the run that ``verb`` changes. Raises ``BadInput`` if the run is in a bucket."""
+    """Return the directory of the run that ``verb`` changes. Raises ``BadInput`` if the run is not in one directory."""
     root = open_run(run).root
+    if isinstance(root, Nodes):
+        raise BadInput(
+            f"{root}: a run with nodes= is in the directories of several nodes, where `holdfast {verb}` changes"
+            " nothing. A resume and save() make a base of the newest step, a resume restores both copies of each share,"
+            " remote= copies, and prune takes the directories of all nodes: DIRECTORY,DIRECTORY,..."
+        )
     if isinstance(root, Url):
         raise BadInput(
             f"{root} is in a bucket, where `holdfast {verb}` changes nothing: use it on the run's directory, and"

@@ -35,6 +35,8 @@ PROGRESS = "holdfast.progress"
 MOST_OPTIMIZERS, MOST_NAMES = 64, 256
 """Limits for the optimizers of one state and the names on the path to a tensor: each key is compared with all of them.
 """
+_TABLE = re.compile(r"(qmap|absmax|max|new_max)\d|(unorm|gnorm)_vec")
+"""Slots of bitsandbytes that have tables and scales for other slots of a parameter."""
 _GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
 Path = tuple[Any, ...]
 """The names on the path to an entry; numbers are positions in lists."""
@@ -302,7 +304,9 @@ def _numbered(
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         shape = tensors[key].shape
-        says = "." not in slot and slot != STEP  # tensors in lists do not tell the shape
+        says = (
+            "." not in slot and slot != STEP and not _TABLE.fullmatch(slot)
+        )  # tensors in lists do not tell the shape
         if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]

@@ -7,6 +7,7 @@ Another machine may have another disk and other memory, even for the same files:
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from .source import Source
 
 
 class Need(NamedTuple):
-    """The parts of a source that one rank will read: ``parts`` has one bit for each of ``count`` parts.
+    """The parts of a source that one rank will read: ``parts`` has one bit for each of ``count`` parts, compressed.
 
     Ranks with equal ``place`` see the same files on one machine; None means that the place is unknown.
     """
@@ -32,7 +33,11 @@ class Need(NamedTuple):
         """Build the need of ``parts``, for a source that lies at ``path`` (None: on no disk)."""
         bits = np.zeros(len(source.parts), dtype=bool)
         bits[list(parts)] = True
-        return cls(None if path is None else _place_of(path), len(bits), np.packbits(bits).tobytes())
+        return cls(
+            None if path is None else _place_of(path),
+            len(bits),
+            zlib.compress(np.packbits(bits).tobytes(), 1),
+        )
 
 
 def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int], list[int]]:
@@ -46,10 +51,13 @@ def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int]
         for number, need in enumerate(needs)
         if number == rank or (need.place is not None and need[:2] == mine[:2])
     ]
-    bits = np.bitwise_or.reduce([np.frombuffer(needs[number].parts, np.uint8) for number in near])
-    parts = np.flatnonzero(np.unpackbits(bits, count=mine.count)).tolist()
-    parts.sort(key=lambda part: -source.parts[part].nbytes)
-    return sorted(parts[near.index(rank) :: len(near)]), parts
+    bits = np.zeros(-(-mine.count // 8), np.uint8)
+    for number in near:
+        bits |= np.frombuffer(zlib.decompress(needs[number].parts), np.uint8)
+    parts = np.flatnonzero(np.unpackbits(bits, count=mine.count))
+    sizes = np.array([source.parts[part].nbytes for part in parts.tolist()], dtype=np.int64)
+    parts = parts[np.argsort(-sizes, kind="stable")]
+    return np.sort(parts[near.index(rank) :: len(near)]).tolist(), parts.tolist()
 
 
 def _place_of(path: Path) -> tuple[str, int, int] | None:

@@ -209,7 +209,7 @@ def parsed_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
     try:
         check_progress(progress)
         if "random" in progress:
-            _check_random(decode(progress["random"]))
+            check_random(decode(progress["random"]))
     except Exception as error:  # any kind: the file may hold anything
         raise _damaged(what, path, error) from error
     return progress
@@ -251,7 +251,7 @@ def _need(what: str, value: Any, kind: type, of: type | None = None) -> None:
         raise ValueError(f"{what} is not of the form that it has")
 
 
-def _check_random(state: dict[str, Any]) -> None:
+def check_random(state: dict[str, Any]) -> None:
     """Raise the error that setting the generators to ``state`` would raise."""
     import torch
 

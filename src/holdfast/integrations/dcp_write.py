@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -92,9 +93,10 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         return StorageMeta(checkpoint_id=self.root, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("use_collectives", True):
+        if not kwargs.get("use_collectives", True) and _num_ranks() > 1:
             raise BadInput(
-                "use_collectives=False saves what is no whole, and a commit is one: save with collectives"
+                "use_collectives=False saves each rank by itself, and a commit is of all ranks: save with collectives,"
+                " or with no_dist=True on one rank"
             )
         if not self.root:
             raise BadInput(
@@ -106,8 +108,7 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open the run and name what is written. Called on the first rank."""
-        if not all(plan.usable for plan in plans):
-            raise BadInput("a planner with enable_plan_caching=True is not supported: pass one without it")
+        plans = _complete(plans)
         items = [item for plan in plans for item in plan.items]
         paths = {key: path for plan in reversed(plans) for key, path in (plan.planner_data or {}).items()}
         paths |= {item.index.fqn: (item.index.fqn,) for item in items if item.index.fqn not in paths}
@@ -119,7 +120,10 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         self._first = opened = _Opened(self)
         told = []
         for rank, plan in enumerate(plans):
-            mine = {item.index.fqn: names[item.index.fqn] for item in plan.items if item.index.fqn in names}
+            keys = {item.index.fqn for item in plan.items} & names.keys()
+            mine = (
+                names if len(keys) == len(names) else {key: names[key] for key in keys}
+            )  # mostly all: one table
             save = SaveFacts(opened.step, asdict(opened.store.opened), rank, mine)
             told.append(replace(plan, storage_data=save))
         return told
@@ -171,6 +175,27 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         first, self._first = self._first, None
         if first is not None:
             first.close()
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _complete(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return ``plans`` with those that a planner has cached in place of the empty ones that say "as before".
+
+    Each rank is then sent its whole plan, because its step is new. Called on the first rank. Raises ``BadInput`` if
+    planners of several classes cache plans, as nothing tells which of them made ``plans``.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    cached = [*getattr(SavePlanner, "_cached_global_plan", {}).values()]
+    if len(cached) != 1 or len(cached[0]) != len(plans):
+        raise BadInput(
+            f"the plans of this save are cached (enable_plan_caching=True), and there are {len(cached)} caches, by the"
+            " classes of planners. Cache the plans of one class, and not for several numbers of ranks."
+        )
+    return [plan if plan.usable else whole for plan, whole in zip(plans, cached[0], strict=True)]
 
 
 class _Opened(OpenedRun):

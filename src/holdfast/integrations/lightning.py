@@ -36,6 +36,7 @@ from .lightning_state import HostState, averages_of, refuse_callbacks, restore_s
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.position import LoaderPlace
+from .shared.trainer_loops import refuse_guard
 
 LOADER = "loader"
 """The name by which a ``Checkpointer`` knows a ``Fit``."""
@@ -57,6 +58,7 @@ class HoldfastCallback(Callback):
     def __init__(self, run: str | Path, **options: Any) -> None:
         if isinstance(keep := options.get("keep"), Keep):
             refuse_best(keep, "the callback of a Trainer")
+        refuse_guard(options)
         self.run, self.options = training_directory(run), options
         self._fit: Fit | None = None
 
@@ -82,12 +84,14 @@ class HoldfastCallback(Callback):
 class Fit:
     """One call of ``fit``, which its checkpointer treats as the loader; its state is all that the trainer holds.
 
-    ``elastic`` is true because this class itself refuses another number of processes. Order of calls:
+    ``elastic`` is true because this class itself refuses another number of processes, ``has_loop`` because what is
+    restored here does not move the trainer's loop. Order of calls:
     ``restore_callbacks``, ``begin``, ``process_dataloader``, ``begin_training``, then ``end_iteration`` for each batch,
     ``end_training``, ``close``.
     """
 
     elastic = True
+    has_loop = True
 
     def __init__(self, trainer: Trainer, callback: HoldfastCallback) -> None:
         self._trainer: Any = trainer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from ..checkpointer import Checkpointer
-from ..errors import RunMismatch
+from ..errors import BadInput, RunMismatch
 from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
@@ -51,6 +52,8 @@ class Training:
     """
 
     elastic = True
+    has_loop = True
+    """A flag for the ``Checkpointer``: what is restored here does not move the trainer's loop."""
     redoes = True
     """A flag for the ``Checkpointer``: a resume repeats what came after the last step."""
 
@@ -142,8 +145,7 @@ class Training:
 
     # The run
 
-    def _open(self, loader: Any, model: Any) -> None:
-        trainer = self._trainer
+    def _watch_loader(self, loader: Any) -> None:
         self._loader = loader
         inside = getattr(loader, "base_dataloader", None)
         batches = getattr(inside, "batch_sampler", None)
@@ -151,6 +153,10 @@ class Training:
             self._batches = WatchedBatches(batches)
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
         self._order = Order(inside, self._batches)
+
+    def _open(self, loader: Any, model: Any) -> None:
+        trainer = self._trainer
+        self._watch_loader(loader)
         self._watch_attributes()
         newest = newest_progress(self._run)
         self._begin_epoch_again(newest)
@@ -348,3 +354,20 @@ def _is_transformers(kind: type) -> bool:
 
 def _exportable(trainer: Trainer) -> list[Any]:
     return [item for item in trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
+
+
+def prefer_run(run: Path, checkpoint: Any) -> None:
+    """Warn that the run is used instead of a ``checkpoint`` of the trainer's.
+
+    Raises ``BadInput`` if there is no run yet.
+    """
+    commits = run / "commits"
+    if not (commits.is_dir() and any(commits.iterdir())):
+        raise BadInput(
+            f"{run} has no step yet and cannot begin at the checkpoint {checkpoint}: begin without"
+            " resume_from_checkpoint, from a model made by from_pretrained(checkpoint) if need be"
+        )
+    warnings.warn(
+        f"resume_from_checkpoint={checkpoint} is not used: training goes on after the newest step of {run}",
+        stacklevel=3,
+    )

@@ -13,7 +13,6 @@ replaces its ``train``; while that runs, it replaces three more methods of this 
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,12 @@ from transformers import Trainer, TrainerCallback
 from ..errors import BadInput
 from ..store.commit.retention import Keep, refuse_best
 from ..supervised.attempt import training_directory
+from .out_of_core.offloaded_trainer import offloaded
 from .shared.changed_attributes import refuse_unless_torchs
-from .trainer_run import Training
+from .shared.trainer_loops import refuse_guard
+from .trainer_run import Training, prefer_run
+
+__all__ = ["HoldfastCallback", "attach", "offloaded"]
 
 COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 """Methods of a trainer that are replaced, on the object, while it trains; ``train`` permanently."""
@@ -43,6 +46,7 @@ class HoldfastCallback(TrainerCallback):
     def __init__(self, run: str | Path, **options: Any) -> None:
         if isinstance(keep := options.get("keep"), Keep):
             refuse_best(keep, "the callback of a Trainer")
+        refuse_guard(options)
         self.run, self.options = training_directory(run), options
         self._covered = False
 
@@ -76,7 +80,7 @@ class HoldfastCallback(TrainerCallback):
                 )
             _refuse(trainer)
             if resume_from_checkpoint:
-                _prefer(self.run, resume_from_checkpoint)
+                prefer_run(self.run, resume_from_checkpoint)
             with Training(trainer, self.run, self.options):
                 output = train(None, *args, **kwargs)
             done = True
@@ -110,20 +114,3 @@ def _refuse(trainer: Trainer) -> None:
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         if getattr(args, name):
             raise BadInput(f"{name}=True gives up the position in the data; leave it out")
-
-
-def _prefer(run: Path, checkpoint: Any) -> None:
-    """Warn that the run is used instead of a ``checkpoint`` of the trainer's.
-
-    Raises ``BadInput`` if there is no run yet.
-    """
-    commits = run / "commits"
-    if not (commits.is_dir() and any(commits.iterdir())):
-        raise BadInput(
-            f"{run} has no step yet and cannot begin at the checkpoint {checkpoint}: begin without"
-            " resume_from_checkpoint, from a model made by from_pretrained(checkpoint) if need be"
-        )
-    warnings.warn(
-        f"resume_from_checkpoint={checkpoint} is not used: training goes on after the newest step of {run}",
-        stacklevel=3,
-    )

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,10 +224,15 @@ class DriveQueues(IOQueue):
     ) -> None:
         """Start the queues. Threads and limits are those of each drive."""
         super().__init__(threads, read_limit, write_limit, total_limit, prepare)
-        self.others = {
-            directory: IOQueue(threads, read_limit, write_limit, total_limit, prepare)
-            for directory in directories
-        }
+        self._another = partial(IOQueue, threads, read_limit, write_limit, total_limit, prepare)
+        self.others: dict[Path, IOQueue] = {}
+        self.add(directories)
+
+    def add(self, directories: Sequence[Path]) -> None:
+        """Start a queue for each of ``directories``, before any file there is used."""
+        for directory in directories:
+            if directory not in self.others:
+                self.others[directory] = self._another()
 
     def submit(
         self,

@@ -20,10 +20,10 @@ from torch import nn
 
 from ..errors import BadInput, RunMismatch
 from ..formats.entry_matching import groups_of
+from ..formats.naming import as_folder, by_model
 from ..formats.source import Source
 from .decoder import DecoderConfig
 from .keeping import ADAPTER_CONFIG
-from .naming import as_folder, by_model
 from .pretrained import empty_model
 
 _ADDED = re.compile(
@@ -33,18 +33,18 @@ _ADDED = re.compile(
 """The names of tensors that PEFT adds to a model."""
 
 
-def loadable(source: Source, folder: Path, *, renamed: bool) -> Source:
+def loadable(source: Source, folder: Path, *, renamed: bool, plain: bool = False) -> Source:
     """Return ``source`` under the names that ``folder`` has for the model that its ``config.json`` describes.
 
     The model is of the class that was saved, or else the causal language model of that configuration. ``renamed``
-    means that rules gave the tensors these names already. Raises ``RunMismatch`` if ``from_pretrained`` would not
-    find a tensor of the model, or would not use one that is written.
+    means that rules gave the tensors these names already, ``plain`` that a quantised model was unpacked. Raises
+    ``RunMismatch`` if ``from_pretrained`` would not find a tensor of the model, or would not use one that is written.
     """
     try:
-        return _written_for(empty_model(folder, as_saved=True), source, folder, renamed)
+        return _written_for(empty_model(folder, kind="saved", plain=plain), source, folder, renamed)
     except RunMismatch as first:
         with suppress(BadInput):
-            return _written_for(empty_model(folder), source, folder, renamed)
+            return _written_for(empty_model(folder, plain=plain), source, folder, renamed)
         raise first from None
 
 
@@ -138,7 +138,7 @@ def adapter_in(source: Source, folder: Path) -> Adapter:
         BadInput: The kind is not LoRA, or the file is no such configuration.
         RunMismatch: The tensors are not those that the configuration describes, or others were trained besides.
     """
-    config = _config_in(folder)
+    config = lora_config_in(folder)
     added = {
         key: match
         for key, each in source.atoms.items()
@@ -156,7 +156,11 @@ def adapter_in(source: Source, folder: Path) -> Adapter:
     return found
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
+def lora_config_in(folder: Path) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json`` in ``folder``.
+
+    Raises ``BadInput`` unless it is of LoRA without biases.
+    """
     path = folder / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

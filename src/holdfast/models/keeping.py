@@ -18,6 +18,8 @@ ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors
 """The files of a folder that holds an adapter of PEFT."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
 """The suffixes of files that hold weights in other formats."""
+ADAPTER = "adapter"
+"""The directory within a run for the configuration of its adapters."""
 MODEL = "model"
 """The directory within a run for these files."""
 
@@ -39,11 +41,16 @@ def kept_folder(run: Path) -> Path | None:
     return run / MODEL if (run / MODEL / CONFIG).is_file() else None
 
 
-def keep(folder: Path, destination: Path, dtype: str | None = None) -> None:
+def kept_adapter(run: Path) -> Path | None:
+    """Return the directory of the configuration of a run's adapters, or None if it trains none."""
+    return run / ADAPTER if (run / ADAPTER / ADAPTER_CONFIG).is_file() else None
+
+
+def keep(folder: Path, destination: Path, dtype: str | None = None, *, plain: bool = False) -> None:
     """Copy all files of ``folder`` except weights to ``destination``, durably.
 
     These are configuration, tokenizer, templates and licence. The configuration comes last, with its dtype set to
-    ``dtype`` if that is given.
+    ``dtype`` if that is given. With ``plain`` it does not say that weights are quantised.
     """
     disk = Disk(destination)
     disk.makedirs("")
@@ -51,7 +58,8 @@ def keep(folder: Path, destination: Path, dtype: str | None = None) -> None:
     for path in [*(each for each in files if each.name != CONFIG), folder / CONFIG]:
         data = path.read_bytes()
         if path.name == CONFIG and dtype is not None:
-            told = {key: value for key, value in json.loads(data).items() if key != "torch_dtype"}
+            left_out = ("torch_dtype", "quantization_config") if plain else ("torch_dtype",)
+            told = {key: value for key, value in json.loads(data).items() if key not in left_out}
             data = json.dumps({**told, "dtype": dtype}, indent=2).encode() + b"\n"
         write_durably(disk, path.name, data, why="file of the model's folder")
 

@@ -7,33 +7,37 @@ run keeps it. transformers is imported when a folder is opened, and nothing is d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..formats.entry_matching import Allowed
+from ..formats.naming import Converted, by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
+from ..formats.restore import read_tensors
 from ..formats.source import StoredArray
 from ..offload.exit_hook import deferred
-from ..offload.model.blocks import empty_parameters
+from ..offload.model.blocks import configurations, empty_parameters
 from ..quantities import shown
 from ..sources import OpenedSource
 from ..state.capture import Captured
+from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from . import quantised_weights
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
-from .naming import Converted, by_model
 
 
 def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Module, Weights]:
-    """Return the causal language model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
+    """Return the model in ``folder``, with parameters on ``meta``, and its weights for ``offload``.
 
-    ``folder`` is as ``save_pretrained`` writes it. With ``reference``, a run of one process reads frozen weights from
-    there in every pass, verified, and has no copy of them: it needs the folder, unchanged, as long as it is used.
+    ``folder`` is as ``save_pretrained`` writes it. The model is of the class that was saved; of a model without a head
+    it is the causal language model. With ``reference``, a run of one process reads frozen weights from there in every
+    pass, verified, and has no copy of them: it needs the folder, unchanged, as long as it is used.
     Weights that bitsandbytes has quantised to 4 or 8 bits, or in fp8, stay packed and frozen: give the model adapters.
     Raises ``BadInput`` if it is no such folder, or transformers or bitsandbytes is not installed.
     Raises ``ModelNotSupported`` if its weights are quantised in another way, or it needs code of its own.
@@ -44,7 +48,7 @@ def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Modul
     """
     path = checked(folder)
     refuse_other_formats(path)
-    model = empty_model(path, quantised=True)
+    model = empty_model(path, kind="trained", quantised=True)
     return model, Weights(path, model, reference=reference)
 
 
@@ -59,45 +63,68 @@ def transformers_for(what: str) -> Any:
         ) from error
 
 
-def empty_model(path: Path, *, as_saved: bool = False, quantised: bool = False) -> nn.Module:
+def empty_model(
+    path: Path,
+    *,
+    kind: Literal["causal", "saved", "trained"] = "causal",
+    quantised: bool = False,
+    plain: bool = False,
+) -> nn.Module:
     """Return the model that ``config.json`` describes, in training mode, with its parameters on ``meta``.
 
-    It is the causal language model, or with ``as_saved`` one of the class that was saved, if ``config.json`` names
-    that. Raises ``ModelNotSupported`` for models that need code of their own, and for quantised weights. With
-    ``quantised``, weights that bitsandbytes has quantised and those in fp8 are accepted.
+    It is the causal language model; with the kind "saved" one of the class that was saved, if ``config.json`` names
+    that; with "trained" the same, unless that class has no head. Raises ``ModelNotSupported`` for models that need code
+    of their own, and for quantised weights. With ``quantised``, weights that bitsandbytes has quantised and those in
+    fp8 are accepted. With ``plain``, the model is the one that was quantised.
     """
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
-    if (packed := told.get("quantization_config")) and not quantised:
+    if (packed := told.get("quantization_config")) and not (quantised or plain):
         raise ModelNotSupported(
             f"{path} holds quantised weights (quantization_config), which cannot be trained. Give the folder that they"
-            " were made from, or train adapters on it: holdfast.pretrained(FOLDER), and PEFT."
+            " were made from, or train adapters on it: --set lora.rank=16, or holdfast.pretrained(FOLDER) and PEFT."
         )
-    if packed:
+    if packed and not plain:
         quantised_weights.refuse_unknown(path, packed)
     if told.get("auto_map"):
         raise ModelNotSupported(
             f"{path} needs Python code that lies in it (auto_map), which is not run here. Build the model yourself"
             " under holdfast.empty_parameters() and pass source=holdfast.From(folder, partial=True, cast=True)."
         )
+    made = None
     try:
         with deferred(), empty_parameters():
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-            made = getattr(transformers, str((config.architectures or [""])[0]), None) if as_saved else None
+            made = None if kind == "causal" else _saved_class(transformers, config, bare=kind == "saved")
             if made is None:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             else:
                 model = made._from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelNotSupported(
-            f"{path} is no causal language model that transformers {transformers.__version__} knows:"
+            f"{path} is no {made.__name__ if made else 'causal language model'} that transformers"
+            f" {transformers.__version__} knows:"
             f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
-    model.config.use_cache = False
-    if packed:
+    for _, each in configurations(model):
+        if getattr(each, "use_cache", False):
+            each.use_cache = False
+    if packed and not plain:
         with deferred(), empty_parameters():
             quantised_weights.insert_quantised_layers(model, path)
     return model.train()
+
+
+def _saved_class(transformers: Any, config: Any, bare: bool) -> Any:
+    """Return the class of transformers that ``config`` names; None if it is of another configuration.
+
+    Unless ``bare``, also None if it is the model without a head.
+    """
+    made = getattr(transformers, str((config.architectures or [""])[0]), None)
+    if not isinstance(config, getattr(made, "config_class", None) or ()):
+        return None
+    headless = transformers.AutoModel._model_mapping.get(type(config), None)
+    return made if bare or made is not headless else None
 
 
 def _told(path: Path) -> dict[str, Any]:
@@ -154,6 +181,20 @@ class Weights:
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
         found = {name: source.place(name) for name in self._named}
         return {id(self._named[name]): place for name, place in found.items() if place is not None}
+
+    def read(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+        """Yield the values that the folder has for each of the model's ``parameters``, in the parameter's dtype.
+
+        Raises ``RunMismatch`` if it has none.
+        """
+        source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
+        names = {id(each): name for name, each in reversed(self._named.items())}
+        for parameter in parameters:
+            name = names[id(parameter)]
+            if (stored := source.atoms.get(f"{name}/param")) is None:
+                raise RunMismatch(f"{self.path} has no {name}. Is its config.json of other weights?")
+            [value] = read_tensors(source, [(stored, Region.whole(stored.atom.shape))])
+            yield value.to(parameter.dtype)
 
     def open(self) -> OpenedSource:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""

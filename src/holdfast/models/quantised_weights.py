@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, Damaged, ModelNotSupported
+from ..formats.naming import names_by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
 from ..offload.model.quantised_layers import (
@@ -26,7 +27,6 @@ from ..offload.model.quantised_layers import (
 )
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
-from .naming import names_by_model
 
 LIBRARY, FP8 = "bitsandbytes", "fp8"
 _UNPACKING = (

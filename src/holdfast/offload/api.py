@@ -74,7 +74,7 @@ def offload(
     schedule: str = "vertical",
     order: str = "plain",
     clipping: float | Clipping | None = None,
-    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
+    normalize: Literal["micro_batches", "tokens", "sum"] | Callable[[Any], float] = "micro_batches",
     sample: Any = None,
     micro_batches: int = 1,
     loss_fn: Callable[..., Any] | None = None,
@@ -112,9 +112,9 @@ def offload(
             ``reset_parameters`` and the model's ``_init_weights`` do.
         seed: Seed of ``init`` and of random numbers inside blocks.
         blocks: Modules that are streamed, one at a time: a list of modules of the model, in the order in which they
-            run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class with
-            most bytes of parameters. A warning is given if that leaves more than half in memory and there is another
-            list.
+            run, for example those of an encoder and of a decoder. By default the ``nn.ModuleList`` of one class, or
+            of classes that repeat, with most bytes of parameters. A warning is given if that leaves more than half in
+            memory and there is another list.
         device: Where blocks are computed: "cpu", "cuda", "cuda:1".
         precision: Dtype of the compute copy, or a ``Precision`` with the loss scale of fp16.
         budget: Memory that the run may take. The host budget is for the whole process, evaluations included. ``"auto"``
@@ -128,9 +128,10 @@ def offload(
             bits.
         clipping: Bound of the gradient norm, or a ``Clipping`` that also says how.
         normalize: What a micro-batch counts in the step's gradient: all the same; or with ``"tokens"`` its target
-            tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number. A
-            model that shifts labels does not count the first label of each row; whether it does is found out once, by a
-            forward pass of two micro-batches.
+            tokens that are not -100 in ``"targets"`` or ``"labels"``; or a function from a micro-batch to its number;
+            with ``"sum"`` the losses are added as they are, for losses that are divided already. A model that shifts
+            labels does not count the first label of each row; whether it does is found out once, by a forward pass of
+            two micro-batches.
         sample: A micro-batch as ``step`` takes it (a tuple needs its ``loss_fn``); its values do not matter. With
             ``micro_batches``, the number per step, it lets memory be predicted before anything runs. ``"auto"``
             fractions and a ``budget`` need both.

@@ -35,7 +35,14 @@ from .exit_hook import closed, deferred, finish_at_exit
 from .held_model import HeldModel
 from .loss_scaling import first_label_counts, mean_of, questions
 from .model.chunked_head import ChunkedHead, has_ordinary_loss
-from .model.microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
+from .model.microbatches import (
+    OwnCall,
+    all_cancelled,
+    checked_batches,
+    evaluating,
+    extract_loss,
+    late_call,
+)
 from .ops import handlers
 from .ops.commit_ops import publish
 from .reporting.operation_times import Timelines
@@ -59,8 +66,8 @@ from .setup.step_planning import RunPlan
 from .steps import StepMaker, StepRules
 from .text_sampling import ROWS, checked_rows, chooser, continued, last_logits
 
-POSITIONS = ("random", "loader")
-"""Parts of the progress that change when a batch is fetched."""
+POSITIONS = ("random", "loader", "results")
+"""Parts of the progress that change when a batch is fetched, or belong to the newest step."""
 Texts = TypeVar("Texts", torch.Tensor, list[torch.Tensor])
 
 
@@ -129,6 +136,8 @@ class Engine:
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
         """The fields of the last step's event, and the fraction of the blocks that it computed again."""
+        self.results: dict[str, Any] | None = None
+        """Results of the newest step's own calls, and its gradient norm, also after a resume; None without them."""
 
     @property
     def durable_step(self) -> int:
@@ -162,11 +171,14 @@ class Engine:
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
-            with self._running(step, loss_fn is None), torch.set_grad_enabled(self._run.zeroth is None):
+            takes_loss = loss_fn is None and all(_takes_loss(batch) for batch in micro_batches)
+            with self._running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
                 self._corrections.begins(step)
                 self._executor.run(step.operations, step)
+            self._positions |= step.all_results()
+            self.results = self._positions.get("results")
             self._timelines.returns()
             self._steps.over(step, time.perf_counter() - started)
             self._corrections.returns(step)
@@ -387,6 +399,11 @@ class Engine:
     # Observation
 
     @property
+    def is_closed(self) -> bool:
+        """True once the engine is closed, or has failed."""
+        return self._closed
+
+    @property
     def operations(self) -> dict[Any, list[Op]]:
         """The operation lists made so far, by schedule and shape."""
         return self._steps.lists
@@ -427,6 +444,14 @@ class Engine:
         return self._forward(
             [lambda call=call: float(extract_loss(call())) for call in calls], loss_fn is None
         )
+
+    @on_host_by_default
+    def run_calls(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what each of ``calls`` returns, each a function that calls the model once.
+
+        They run in evaluation mode and without gradients, up to eight of them in one pass over the blocks.
+        """
+        return self._forward(list(calls))
 
     def _forward(self, calls: list[Callable[[], Any]], takes_loss: bool = False) -> list[Any]:
         """Return the model's result for each call, in evaluation mode and without gradients."""
@@ -621,6 +646,7 @@ class Engine:
             self.skipped_steps = found.progress.get("skipped_steps", 0)
             restore_random_state(decode(found.progress["random"]))
             self._positions = {k: found.progress[k] for k in POSITIONS if k in found.progress}
+            self.results = self._positions.get("results")
             self._steps.resume(found.progress)
             if self._run.zeroth is not None:
                 self._run.zeroth.resume(found.progress, self._run.units)
@@ -634,3 +660,8 @@ class Engine:
     def _progress(self) -> dict[str, Any]:
         """Return this rank's progress after the present step: everything besides tensors that a resume needs."""
         return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}
+
+
+def _takes_loss(batch: Any) -> bool:
+    """Return whether nothing but the loss is taken from the model's result for ``batch``."""
+    return not isinstance(batch, OwnCall) or batch.takes_loss

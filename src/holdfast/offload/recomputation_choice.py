@@ -30,6 +30,7 @@ from ..quantities import round_up
 from ..schedule.memory_use import largest_fitting, predict
 from ..schedule.work import Work
 from .model.graph_sizes import GraphGauge, GraphSizes
+from .model.microbatches import OwnCall
 from .runtime import Runtime, Step
 from .setup.process_settings import most_process_bytes, process_bytes
 from .setup.step_planning import LISTS, RunPlan
@@ -138,6 +139,7 @@ def can_measure() -> bool:
 
 def signature_of(batch: Any) -> BatchSignature:
     """Return what decides on how much memory a micro-batch takes."""
+    batch = dict(batch.inputs) if isinstance(batch, OwnCall) else batch
     leaves = pytree.tree_leaves(batch)
     tensors = ((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     parts = tuple(batch) if isinstance(batch, dict) else len(batch)

@@ -252,6 +252,14 @@ class Step:
     """True if all blocks have to be such as can be computed again, because the free memory decides which are."""
     gauge: GraphGauge | None = None
     """Measures the graphs of blocks that are computed again; None in most steps."""
+    results: dict[str, Any] | None = None
+    """Results that own calls leave for the commit; None if the micro-batches are no own calls."""
+
+    def all_results(self) -> dict[str, Any]:
+        """Return the part of a commit that own calls and the step's end decide, as JSON; empty without own calls."""
+        if self.results is None:
+            return {}
+        return {"results": self.results | {"grad_norm": self.total_norm}}
 
     def mean_losses(self) -> list[float]:
         """Return the loss, as micro-batches are weighted; for a zeroth-order step, that of each of its two streams."""

@@ -18,7 +18,7 @@ from ..schedule.vertical import commit_only, forward_only
 from ..schedule.work import ClippingMode, StepShape, kept_blocks
 from .clipping_choice import DEFER, SPECULATE, ClippingChoice
 from .loss_scaling import LossScale, depends_on_shift, shares, target_tokens
-from .model.microbatches import Coroutine, autocast_state, casts, late_call
+from .model.microbatches import Coroutine, OwnCall, autocast_state, casts, late_call
 from .offload_options import Clipping, Durability, Precision
 from .recomputation_choice import RecomputationChoice
 from .runtime import MicroBatch, Runtime, Step
@@ -115,7 +115,7 @@ class StepMaker:
     def counts(self, micro_batches: Sequence[Any]) -> list[float]:
         """Return the count of each micro-batch; empty where all count the same."""
         rule = self._rules.normalize
-        if rule == "micro_batches":
+        if rule in ("micro_batches", "sum"):
             return []
         count = rule if callable(rule) else partial(target_tokens, self.shifts)
         return [count(batch) for batch in micro_batches]
@@ -124,6 +124,8 @@ class StepMaker:
         """Return the factor for each loss of this rank, given the ``counts`` of all ranks; None for a plain mean."""
         if self._rules.normalize == "micro_batches":
             return [None] * num_micro_batches
+        if self._rules.normalize == "sum":
+            return [1.0] * num_micro_batches
         first = self._run.fellows.rank * num_micro_batches
         return shares([count for each in counts for count in each])[first : first + num_micro_batches]
 
@@ -183,6 +185,7 @@ class StepMaker:
             kept=kept_blocks(shape, len(self._run.blocks)),
             must_repeat=rules.chooses_recomputed,
             gauge=None if self._recomputation is None else self._recomputation.gauge(),
+            results=next((each.results for each in micro_batches if isinstance(each, OwnCall)), None),
         )
 
     def progress(self) -> dict[str, Any]:

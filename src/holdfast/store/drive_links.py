@@ -1,4 +1,4 @@
-"""The directories on other disks in which a run keeps some of its generation files.
+"""The directories on other disks in which a run keeps some of its generation files and of its log.
 
 The run names each drive by a link, ``data/drive_1``, so that a file there has a path below the run like any other. Code
 that reads, verifies, converts or removes files follows the link and knows of no drives. A file in the drive's own
@@ -57,6 +57,15 @@ def folders(disk: AnyDisk) -> list[str]:
     """Return the directories of generation files: the run's own and those of its drives, present or not."""
     names = [name for name in disk.listdir(HOME) if re.fullmatch(FOLDER, name)]
     return [HOME, *(f"{HOME}/{name}" for name in sorted(names, key=lambda name: (len(name), name)))]
+
+
+def own_folders(disk: AnyDisk) -> list[str]:
+    """Return the directories of the run's drives that are there and name this run, other than its own."""
+    return [
+        folder
+        for folder in folders(disk)[1:]
+        if (directory := disk.link_of(folder)) is None or _problem(disk.root, folder, directory) is None
+    ]
 
 
 def data_paths(disk: AnyDisk) -> list[str]:

@@ -9,40 +9,21 @@ Besides, the directory holds the copies for another node (``partner_files``). Si
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from holdfast import failpoints
-from holdfast.errors import Damaged
 from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore
-from holdfast.store.commit.retention import needs
+from holdfast.store.commit.retention import Need, needs
 from holdfast.store.disk import write_durably
-from holdfast.store.drive_links import data_paths
-from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
-from holdfast.store.log.segments import segments, streams
-from holdfast.store.partner_files import copied_files, copies_disk, prune_copies, sweep_copies
-from holdfast.store.remote.pushing import object_path
+from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours, object_path
+from holdfast.store.joined_nodes import STREAMS, holdings_of
+from holdfast.store.partner_files import copies_disk, prune_copies, sweep_copies
 from holdfast.store.run_store import LocalStore
+from holdfast.store.share_places import Holdings
 
-STREAMS = "streams"
-"""The key, in the ``writer`` of a timeline's record, of the streams that the directory hosts."""
 SMALL_FILES = ("timelines", "index", "commits")
 """The directories of files that every node has, in the order in which missing ones are written."""
-
-
-@dataclass
-class Holdings:
-    """The content of one node's directory that other nodes may read."""
-
-    hosted: dict[str, list[str]] = field(default_factory=dict)
-    """The streams that the directory hosted, by the key of the timeline."""
-    own: dict[str, int] = field(default_factory=dict)
-    """Sizes of the payload files and segments of the node's own ranks, by path."""
-    copies: dict[str, int] = field(default_factory=dict)
-    """Sizes of the copies for the partner, by path in ``partner/``."""
-    has_log: bool = False
-    """True if there is a directory of logs, which a run that records its steps has."""
 
 
 class NodeStore(LocalStore):
@@ -102,15 +83,7 @@ class NodeStore(LocalStore):
 
     def holdings(self) -> Holdings:
         """Return what other nodes may read here."""
-        records = self.timelines()[0].values()
-        hosted = {record.key: record.writer.get(STREAMS, []) for record in records}
-        own = {}
-        paths = [*data_paths(self.disk)]
-        paths += [ref.path for stream in streams(self.disk) for ref in segments(self.disk, stream)]
-        for path in paths:
-            with suppress(FileNotFoundError, Damaged):
-                own[path] = self.disk.size(path)
-        return Holdings(hosted, own, copied_files(self.copies), self.disk.exists("journal"))
+        return holdings_of(self.disk, self.timelines()[0].values())
 
     def adopt(self, timeline: Timeline) -> None:
         """Open ``timeline``, which the first rank of the run has begun, in this directory too."""
@@ -142,6 +115,14 @@ class NodeStore(LocalStore):
         if ref in self._retained:
             self._drop([ref])
             self.prune_journal()
+
+    def retire_copies(self, refs: Collection[CommitRef], needed: Collection[Need]) -> None:
+        """Remove the commits ``refs`` on request, as ``retire`` does, and the copies for the partner that go with them.
+
+        Commits that this directory does not have are passed over.
+        """
+        self.retire([ref for ref in refs if self.retains(ref)], needed)
+        prune_copies(self.copies, needed, None)
 
     def prune_journal(self) -> None:
         """Remove the segments, and the copies of segments, of which no retained commit needs a record."""

@@ -33,7 +33,8 @@ from holdfast.store.format.manifest import Point, Timeline, is_ours, this_writer
 from holdfast.store.format.reference_files import Reference
 from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import Copying, JournalWriter, uncopied
-from holdfast.store.log.segments import segments, streams, trim
+from holdfast.store.log.segments import segments, streams, stripe_paths, trim
+from holdfast.store.log.striping import Stripes
 from holdfast.store.path_checks import check_place
 from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.remote.object_store import place_of, remote_disk
@@ -87,6 +88,10 @@ class LocalStore(RankCommits):
         """The paths that ``enter`` made, inner ones first."""
         self.unread: list[DiskFailed] = []
         """Errors of the segments that ``enter`` could not read."""
+        self.stripes: Stripes | None = None
+        """The way in which new segments of the log lie on several drives; None if they are on the run's own."""
+        self.folders_for: Callable[[Sequence[int]], list[str]] = lambda sizes: [HOME] * len(sizes)
+        """A function that returns the folders of units of these sizes, which name their drives."""
         self.is_part = False
         """True for the directory of one node, of a run that may have commits on others."""
 
@@ -116,9 +121,8 @@ class LocalStore(RankCommits):
                 refuse_other_data(self)
             retained = {ref: self._load_or_none(ref) for ref in self.commits()}
             refuse_two_runs(self, retained)
-            refuse_lost(
-                self.disk, [f.path for m in retained.values() if m is not None for f in m.files.values()]
-            )
+            payload = [f.path for m in retained.values() if m is not None for f in m.files.values()]
+            refuse_lost(self.disk, [*payload, *stripe_paths(self.disk)])
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
@@ -211,7 +215,8 @@ class LocalStore(RankCommits):
         """
         self._check_writer()
         with self._failing():
-            self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
+            named = [*self._retained_files, *stripe_paths(self.disk)]
+            self._new_drives = drive_links.take(self.disk, drives, named)
 
     def unit(
         self,
@@ -250,13 +255,19 @@ class LocalStore(RankCommits):
         return unit
 
     def write_unit(
-        self, name: str, layout: Layout, fill: Callable[[memoryview, int], None], *, phase: str = "save"
+        self,
+        name: str,
+        layout: Layout,
+        fill: Callable[[memoryview, int], None],
+        *,
+        phase: str = "save",
+        folder: str = HOME,
     ) -> tuple[int, tuple[str, ...]]:
-        """Write a whole unit once, durably, and return its generation and checksums for ``publish``.
+        """Write a whole unit once to ``folder``, durably, and return its generation and checksums for ``publish``.
 
         ``fill(view, start)`` puts the bytes of the file from ``start`` on into ``view``.
         """
-        unit = self.unit(name, layout, copies=1)
+        unit = self.unit(name, layout, copies=1, folder=folder)
         unit.create()
         generation = self.free_generation(unit)
         return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
@@ -281,7 +292,7 @@ class LocalStore(RankCommits):
 
         return JournalWriter(
             self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve,
-            copying=copying, direct=self.direct,
+            copying=copying, direct=self.direct, stripes=self.stripes,
         )  # fmt: skip
 
     def scratch(self, name: str, nbytes: int) -> Scratch:

@@ -12,10 +12,14 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import BadInput
 from ..events import parsed
 from ..regular_files import home_path, load_json, read_regular
+
+if TYPE_CHECKING:
+    from ..distributed import Ranks
 
 VARIABLE = "HOLDFAST_DRILL"
 PLAN, OPENED, RUNS = "plan.json", "opened.jsonl", "runs"
@@ -87,6 +91,17 @@ def training_directory(run: str | os.PathLike[str]) -> Path:
     """Return the directory in which ``run`` is trained: in a drill one of its own, else the path that was given."""
     path, attempt = home_path(run), Attempt.here()
     return path if attempt is None else attempt.directory_of(path)
+
+
+def shared_directory(run: str | os.PathLike[str], ranks: Ranks, has_nodes: bool) -> Path:
+    """Return the directory in which all ranks train, as ``training_directory`` does.
+
+    A drill leaves out ``nodes=``, so ranks that have a directory on each node's own disk share that of the first rank.
+    In a drill this is collective: every rank must call it.
+    """
+    if in_drill() and all(ranks.everyone(has_nodes)):
+        return ranks.first_does(lambda: training_directory(run))
+    return training_directory(run)
 
 
 def in_drill() -> bool:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path, PurePath
+from typing import Any
 
 import xxhash
 
@@ -34,20 +35,24 @@ ASK_EVERY = 100
 
 
 def wait_for_run(
-    run: str | PurePath, ranks: Ranks | None = None, deadline_seconds: float = 300.0, leads: bool = False
+    run: str | PurePath,
+    ranks: Ranks | None = None,
+    deadline_seconds: float = 300.0,
+    leads: bool = False,
+    meanwhile: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Return when no process writes ``run``; at once unless ``holdfast standby`` started this one.
 
-    The first rank waits as long as it takes. Each other rank then waits for the process that wrote its part, at most
-    ``deadline_seconds``: one that ``leads`` a node for the lock of the node's directory. Collective: every rank must
-    call this. Raises ``RunLocked`` if that process does not end, and ``SystemExit`` once the supervisor has ended,
-    since nobody would know of a takeover.
+    The first rank waits as long as it takes, within ``meanwhile`` if there is something to wait for. Each other rank
+    then waits for the process that wrote its part, at most ``deadline_seconds``: one that ``leads`` a node for the lock
+    of the node's directory. Collective: every rank must call this. Raises ``RunLocked`` if that process does not end,
+    and ``SystemExit`` once the supervisor has ended, since nobody would know of a takeover.
     """
     if VARIABLE not in os.environ:
         return
     ranks = ranks or Ranks()
     with ranks.agreeing():
-        ranks.first_takes_its_time(lambda: _wait(run, 0, float("inf")))
+        ranks.first_takes_its_time(lambda: _wait(run, 0, float("inf"), meanwhile))
     with ranks.agreeing():
         if ranks.rank and not _wait(run, 0 if leads else ranks.rank, deadline_seconds):
             raise RunLocked(
@@ -88,23 +93,28 @@ def refuse_replica(replica: bool | str | Path) -> None:
         )
 
 
-def _wait(run: str | PurePath, rank: int, seconds: float) -> bool:
+def _wait(
+    run: str | PurePath, rank: int, seconds: float, meanwhile: AbstractContextManager[Any] | None = None
+) -> bool:
     """Return whether the lock of ``rank`` became free within ``seconds``."""
     disk, name, end = Disk(Path(run)), lock_of(rank), time.monotonic() + seconds
     status = Path(os.environ[VARIABLE])
     tries = 0
     closed = _closing(status.parent, run)
-    while disk.is_locked(name) or (rank == 0 and _was_closed(closed)):
-        if tries == 0 and rank == 0:
-            _say(WAITING, run=str(run))
-        tries += 1
-        if time.monotonic() > end:
-            return False
-        if tries % ASK_EVERY == 0 and not is_supervised(status.parent):
-            raise SystemExit(
-                f"holdfast standby has ended, so this process stops waiting for {run}. The training goes on without one"
-            )
-        time.sleep(LOOK_SECONDS)
+    with ExitStack() as stack:
+        while disk.is_locked(name) or (rank == 0 and _was_closed(closed)):
+            if tries == 0 and rank == 0:
+                _say(WAITING, run=str(run))
+                stack.enter_context(meanwhile or nullcontext())
+            tries += 1
+            if time.monotonic() > end:
+                return False
+            if tries % ASK_EVERY == 0 and not is_supervised(status.parent):
+                raise SystemExit(
+                    f"holdfast standby has ended, so this process stops waiting for {run}. The training goes on"
+                    " without one"
+                )
+            time.sleep(LOOK_SECONDS)
     return True
 
 

@@ -70,7 +70,18 @@ class LayerHooks(OptimizerHooks):
 
     def attach(self) -> None:
         super().attach()
+        self._let_parameters_go()
         self._watch_parameters()
+
+    def discard(self) -> list[Update]:
+        """Return the updates of the unfinished iteration, and forget them, with the copies that were made early.
+
+        The staging buffer of early copies is not returned: another timeline gets other buffers.
+        """
+        self._stop_copying()
+        self._early, self._seen = None, {}
+        self._copied.clear()
+        return super().discard()
 
     def detach(self) -> None:
         super().detach()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from holdfast import failpoints
 
 from ...accelerators import use_device
 from ...errors import BadInput, WriterHung
+from ...io.cpu_affinity import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
 from ...store.log.journal import JournalWriter, Record
@@ -35,6 +36,8 @@ BOUND = 8
 """The most steps that may be on their way to the disk."""
 MAX_DELAY_SECONDS = 1.0
 """The longest time that a finalized step waits for others."""
+NEWEST = 0.1
+"""The weight of the newest record in the mean size of records."""
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Recorder:
     """Writer of finalized steps to ``journal``, ``group`` steps at once.
 
     ``pool`` gets their staging buffers back. ``pack`` turns the JSON and the parts of a step into the parts that are
-    written.
+    written. The thread runs on ``cpus``, if any are given.
     """
 
     def __init__(
@@ -113,14 +116,17 @@ class Recorder:
         group: int = 1,
         deadline_seconds: float = 300.0,
         pack: Callable[[dict[str, Any], tuple[memoryview, ...]], tuple[memoryview, ...]] = _as_they_are,
+        cpus: Collection[int] = (),
     ) -> None:
-        self._pack = pack
+        self._pack, self._cpus = pack, cpus
         self._journal, self._pool, self.group = journal, pool, group
         self._deadline = deadline_seconds
         self.durable_step = durable_step
         """The newest step whose record, and every one before it, survives power loss."""
         self.header_bytes = 4 * PAGE
         """Approximate bytes of a record's header: those of the largest in the last write."""
+        self.record_bytes = 0.0
+        """Mean bytes of the last records as they were written, without headers; 0 before there is one."""
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
@@ -347,6 +353,7 @@ class Recorder:
 
     def _work(self) -> None:
         one_torch_thread()
+        use_cpus(self._cpus)
         for device in self._pool.devices[:1]:
             use_device(device)
         while True:
@@ -431,7 +438,10 @@ class Recorder:
             if steps:
                 self._written_step = steps[-1].step
                 self.durable_step = self.durable_step if self._held else self._written_step
-                self.written_bytes += sum(len(part) for record in records for part in record.parts)
+                for record in records:
+                    nbytes = sum(map(len, record.parts))
+                    self.written_bytes += nbytes
+                    self.record_bytes += (nbytes - self.record_bytes) * (NEWEST if self.record_bytes else 1.0)
                 self.write_seconds += time.perf_counter() - started
             self._busy_since = None
             self._changed.notify_all()

@@ -26,23 +26,18 @@ from typing import Any
 from ...distributed import Ranks, stream_of
 from ...errors import BadInput, Damaged, DiskFailed, RunLocked, RunMismatch
 from ...quantities import shown
-from ...store.format.manifest import CommitRef, Manifest, Point, RankShare, Timeline
+from ...store.format.manifest import CommitRef, Manifest, Point, RankShare, Timeline, object_path
+from ...store.joined_nodes import STREAMS
 from ...store.log.chain import chain_of, last_step, read_journal
-from ...store.node_store import STREAMS, Holdings, NodeStore, is_mine_of, without_streams
+from ...store.node_store import NodeStore, is_mine_of, without_streams
 from ...store.reader import RunReader
 from ...store.remote.copying import blocks_of
 from ...store.remote.object_store import ObjectDisk, Url
-from ...store.remote.pushing import object_path
 from ...store.run_store import LocalStore
-from ..log.recorder import BOUND
-from .local_disks import LocalDisks, NodeLayout, node_here
-from .partner_copy import PartnerCopy, PeerServer
-from .peer_channel import PeerChannel
-from .peer_disk import PeerDisk, asking
-from .publication import Publication
-from .share_places import (
+from ...store.share_places import (
     OWN,
     PARTNER,
+    Holdings,
     Place,
     Places,
     is_own,
@@ -52,6 +47,12 @@ from .share_places import (
     segment_places,
     tiers_of,
 )
+from ..log.recorder import BOUND
+from .local_disks import LocalDisks, NodeLayout, node_here
+from .partner_copy import PartnerCopy, PeerServer
+from .peer_channel import PeerChannel
+from .peer_disk import PeerDisk, asking
+from .publication import Publication
 
 
 class NodePeers:
@@ -102,9 +103,13 @@ class NodeRun:
         self._peers, self._ranks, self.store, self._emit = peers, ranks, store, emit
         self._stream, self._bucket = stream_of(ranks.rank), peers.bucket
         self.fail: Callable[[BaseException], None] = lambda error: None
+        self.lost: Callable[[int], None] = lambda rank: None
+        """Reports to all ranks a rank whose process has ended without a word."""
+        self._deadline = deadline_seconds
         self._enter()
         self._server = PeerServer(store.disk, store.copies)
-        peers.channel.serve(self._server.handle, peers.layout.copied_by(ranks.rank))
+        guests = peers.layout.copied_by(ranks.rank)
+        peers.channel.serve(self._server.handle, guests, lambda rank: self.lost(rank))
         self.copy = PartnerCopy(peers.channel, peers.partner, store.disk)
         self._publication = Publication(ranks, peers.layout, store, deadline_seconds)
         self._holdings: list[Holdings] = []
@@ -214,7 +219,7 @@ class NodeRun:
         refs = store.line() or store.commits()
         self._line = [each for each in map(store._load_or_none, refs) if each is not None]
         self._locate({}, {})
-        if self._bucket is not None and self._line and missing_streams(self._line[0], self._payload):
+        if self._bucket is not None and any(missing_streams(each, self._payload) for each in self._line):
             self._locate(*ranks.first_does(self._in_bucket))
         ask = asking(self._peers.channel, lambda node: self._peers.layout.server_of(node, ranks.rank))
         disk = PeerDisk(
@@ -273,6 +278,8 @@ class NodeRun:
         """
         ranks, store = self._ranks, self.store
         store.damaged |= seen.damaged
+        # they can never be resumed, so they take no place among the best
+        store.damaged |= {each.ref for each in self._line if missing_streams(each, self._payload)}
         base = next(
             (each for each in self._line if each.step <= point.step and each.ref not in store.damaged), None
         )
@@ -352,11 +359,21 @@ class NodeRun:
         ranks.all_do(lambda: None if self._peers.leads else store.join(here, ranks.rank))
 
     def watch_exit(self) -> None:
-        """Bound the wait for other ranks at the end of the process. Called once the recorder is there.
+        """Bound the wait for other ranks at the end of the process. Called once the recorder is there, for each one.
 
         The interpreter does last what was registered first, and the recorder then writes what waits.
         """
+        atexit.unregister(self._peers.channel.end_with_process)
         atexit.register(self._peers.channel.end_with_process)
+
+    def end_timeline(self) -> None:
+        """Prepare another ``begin``, after nothing is recorded or published any more.
+
+        The connections stay, so that ``view`` can be called before. Collective: every rank must call this.
+        """
+        self.give_up_sending()
+        self.fail, self.lost = (lambda error: None), (lambda rank: None)
+        self._publication = Publication(self._ranks, self._peers.layout, self.store, self._deadline)
 
     # Snapshots
 

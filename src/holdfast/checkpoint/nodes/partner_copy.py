@@ -24,10 +24,9 @@ import xxhash
 from ...store.commit.generations import corrupt
 from ...store.disk import TEMPORARY, AnyDisk
 from ...store.format.file_names import block_spans
-from ...store.format.manifest import FileRef
+from ...store.format.manifest import FileRef, object_path
 from ...store.format.payload_files import INSPECT, check_size
 from ...store.partner_files import PartnerFiles
-from ...store.remote.pushing import object_path
 from .peer_channel import BLOCK_BYTES, PeerChannel, Request
 from .peer_disk import FileServer
 
@@ -111,6 +110,8 @@ class PeerServer:
         what, path = request["do"], request["path"]
         if what == "read":
             return {}, self._reader.read(request, self._memory)
+        if what == "headers":
+            return {}, self._reader.headers(request, self._memory)
         if what == "has":
             return {"has": self._files.has(path, request["size"])}, None
         if what == "write":

@@ -4,10 +4,14 @@ Each rank has one thread that answers requests of any rank, one after another, s
 request is a JSON header of fixed size, with at most ``BLOCK_BYTES`` behind it; an answer has the same form. One request
 of a process is under way at a time, so a process needs one block of memory for what it receives. The group has no time
 limit, because a rank may ask for nothing for hours; whoever waits for an answer has a deadline.
+
+A rank waits for the last message of each guest, in a thread. If the connection breaks before it, the guest's process
+has ended: the system closes its connections at once, however it ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -30,8 +34,10 @@ JOIN_SECONDS = 10.0
 """The longest time that a closing rank waits for its guests to say goodbye."""
 EXIT_SECONDS = 3.0
 """The longest time that a process which ends without ``close`` waits for other ranks."""
-_REQUEST, _SENT, _REPLY, _ANSWER, _NEVER = range(5)
-"""Tags of messages; nothing is sent with the last one."""
+END_SECONDS = 0.5
+"""The longest time that a process which ends so waits for a thread to end."""
+_REQUEST, _SENT, _REPLY, _ANSWER, _LAST, _NEVER = range(6)
+"""Tags of messages. ``_LAST`` is that of a guest's last message; nothing is sent with ``_NEVER``."""
 
 Request = dict[str, Any]
 Handler = Callable[[Request, memoryview], "tuple[Request, memoryview | None]"]
@@ -47,13 +53,26 @@ class PeerChannel:
         self._group: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         self._asking = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._watchers: list[threading.Thread] = []
+        self._is_ending = False
 
-    def serve(self, handle: Handler, guests: Collection[int]) -> None:
-        """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye."""
+    def serve(self, handle: Handler, guests: Collection[int], lost: Callable[[int], None]) -> None:
+        """Answer requests by ``handle`` until each rank of ``guests`` has said goodbye.
+
+        ``lost`` is called with the number of a guest whose process ends without a goodbye.
+        """
         self._thread = threading.Thread(
             target=self._serve, args=(handle, set(guests)), name="holdfast-peer", daemon=True
         )
-        self._thread.start()
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(guest, lost), name="holdfast-watch", daemon=True)
+            for guest in guests
+        ]
+        for thread in (self._thread, *self._watchers):
+            thread.start()
+        atexit.register(
+            self._end_watching
+        )  # before that of a recorder, which the interpreter therefore ends first
 
     def ask(
         self, rank: int, request: Request, sent: memoryview | None = None, into: memoryview | None = None
@@ -82,8 +101,9 @@ class PeerChannel:
             yield lambda into: self._answer(rank, into)
 
     def say_goodbye(self, rank: int) -> None:
-        """Tell ``rank`` that this one asks for nothing any more. Errors do not matter."""
-        with suppress(HoldfastError):
+        """Tell ``rank`` that this one asks for nothing any more, and ends in order. Errors do not matter."""
+        with suppress(HoldfastError), self._failing(rank):
+            self._send(rank, _LAST, torch.zeros(1, dtype=torch.uint8))
             self.ask(rank, {"do": "goodbye"})
 
     def close(self) -> None:
@@ -95,7 +115,13 @@ class PeerChannel:
         if thread is None:
             return
         thread.join(JOIN_SECONDS)
-        if not thread.is_alive():
+        for each in (
+            self._watchers if not thread.is_alive() else ()
+        ):  # a guest's last message came before its goodbye
+            each.join(JOIN_SECONDS)
+        self._is_ending = True
+        if not any(each.is_alive() for each in (thread, *self._watchers)):
+            atexit.unregister(self._end_watching)
             with suppress(ValueError, RuntimeError):  # the script has destroyed all groups
                 dist.destroy_process_group(self._group)
 
@@ -112,11 +138,32 @@ class PeerChannel:
 
     def _abort(self) -> None:
         """Fail all that is under way: a wait that runs out of time closes the connections of a gloo group."""
+        self._is_ending = True
         nothing = torch.empty(1, dtype=torch.uint8)
-        with suppress(RuntimeError):
-            self._group.recv([nothing], (self._rank + 1) % self._group.size(), _NEVER).wait(
-                timedelta(milliseconds=1)
-            )
+        for rank in range(self._group.size()):  # a wait for one that has ended does not run out of time
+            if rank != self._rank:
+                with suppress(RuntimeError):
+                    self._group.recv([nothing], rank, _NEVER).wait(timedelta(milliseconds=1))
+
+    def _end_watching(self) -> None:
+        """End the threads that wait in a receive, at the end of a process that did not call ``close``.
+
+        A connection that breaks later would bring them back to an interpreter that has ended, which aborts the process.
+        """
+        threads = [each for each in (self._thread, *self._watchers) if each is not None and each.is_alive()]
+        if threads:
+            self._abort()
+        for each in threads:
+            each.join(END_SECONDS)
+
+    def _watch(self, guest: int, lost: Callable[[int], None]) -> None:
+        """Receive the last message of ``guest``, or learn that its process has ended without one."""
+        last = torch.empty(1, dtype=torch.uint8)
+        try:
+            self._group.recv([last], guest, _LAST).wait()
+        except RuntimeError:
+            if not self._is_ending:
+                lost(guest)
 
     def _answer(self, rank: int, into: memoryview | None) -> Request:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)

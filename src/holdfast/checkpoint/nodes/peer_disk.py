@@ -2,26 +2,33 @@
 
 Manifests and indexes are in the node's own directory. Payload and log segments are read where they are: in that
 directory, in the copies it keeps, at another node by ranges (``peer_channel``), or in the bucket. A process reads what
-it needs and nothing else. Called by the recovery through ``LocalStore``. Offsets and sizes are bytes.
+it needs and nothing else. Of a log it needs the headers of all records, which lie far apart: the other node sends them
+together, in one answer of at most ``BLOCK_BYTES``. Called by the recovery through ``LocalStore``. Offsets and sizes are
+bytes.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ...errors import DiskFailed
-from ...quantities import KiB
+from ...quantities import PAGE, KiB
 from ...store.disk import AnyDisk, Disk
+from ...store.log.segments import SegmentRef, read_what_can_be
 from ...store.partner_files import copies_disk
+from ...store.share_places import BUCKET, OWN, PARTNER, Place, Places, streams_of_segments
 from .peer_channel import BLOCK_BYTES, PeerChannel, Request
-from .share_places import BUCKET, OWN, PARTNER, Place, Places, streams_of_segments
 
 AHEAD_BYTES = 64 * KiB
-"""The least bytes of a read at another node, because the headers of small records lie close together."""
+"""The least bytes of a read at another node."""
+_COUNT, _SPAN = struct.Struct("<Q"), struct.Struct("<QQ")
+"""The beginning of an answer with headers: their number, then the offset and the bytes of each."""
 
 
 class PeerDisk(Disk):
@@ -83,7 +90,7 @@ class PeerDisk(Disk):
             return self._bucket.open(place.path)
         if place.node == self._node:
             return self._copies.open(place.path, write=False, direct=direct)
-        return PeerFile(self.root / path, place, self._ask)
+        return PeerFile(self.root / path, place, self._ask, is_log=path in self._segments)
 
     def data_end(self, path: str) -> int:
         return self.size(path)
@@ -98,12 +105,20 @@ class PeerDisk(Disk):
 
 
 class PeerFile:
-    """A file of another node, read by ranges."""
+    """A file of another node, read by ranges; of a segment of the log (``is_log``) headers are read together."""
 
-    def __init__(self, path: Path, place: Place, ask: Callable[[int, Request, memoryview], Request]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        place: Place,
+        ask: Callable[[int, Request, memoryview], Request],
+        is_log: bool = False,
+    ) -> None:
         self.path, self._place, self._ask = path, place, ask
         self._lock = threading.Lock()
-        self._ahead, self._from = memoryview(b""), 0
+        self._pieces: list[tuple[int, memoryview]] = []
+        """Bytes that were read ahead, each with the offset of their first."""
+        self._is_log = is_log
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill all of ``view`` from ``offset``. Raises ``DiskFailed`` if the file ends before."""
@@ -121,13 +136,32 @@ class PeerFile:
 
     def _near(self, offset: int, nbytes: int) -> memoryview:
         with self._lock:
-            if not (self._from <= offset and offset + nbytes <= self._from + len(self._ahead)):
-                ahead = max(nbytes, min(AHEAD_BYTES, self._place.nbytes - offset))
-                memory = memoryview(bytearray(ahead))
+            found = self._held(offset, nbytes)
+            if found is None and self._is_log and nbytes == PAGE:  # a header begins
+                self._pieces = self._headers(offset)
+                found = self._held(offset, nbytes)
+            if found is None:
+                memory = memoryview(bytearray(max(nbytes, min(AHEAD_BYTES, self._place.nbytes - offset))))
                 self._fill(memory, offset)
-                self._ahead, self._from = memory, offset
-            start = offset - self._from
-            return self._ahead[start : start + nbytes]
+                self._pieces, found = [(offset, memory)], memory[:nbytes]
+            return found
+
+    def _held(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return ``nbytes`` from ``offset`` that were read ahead; None if they were not."""
+        number = bisect_right(self._pieces, offset, key=lambda piece: piece[0]) - 1
+        if number < 0:
+            return None
+        start, piece = self._pieces[number]
+        return (
+            piece[offset - start : offset - start + nbytes] if offset + nbytes <= start + len(piece) else None
+        )
+
+    def _headers(self, offset: int) -> list[tuple[int, memoryview]]:
+        """Return the headers of records from ``offset`` on, each with its offset, as many as one answer holds."""
+        place, memory = self._place, memoryview(bytearray(BLOCK_BYTES))
+        request = {"do": "headers", "tier": place.tier, "path": place.path, "offset": offset}
+        answer = self._ask(place.node, request, memory)
+        return unpacked(bytes(memory[: answer["bytes"]]))
 
     def _fill(self, view: memoryview, offset: int) -> None:
         place = self._place
@@ -152,6 +186,49 @@ class FileServer:
             view = memory[: request["count"]]
             file.read(view, offset)
         return view
+
+    def headers(self, request: Request, memory: memoryview) -> memoryview:
+        """Return the headers of the records of a segment from an offset on, packed in ``memory``, as many as fit.
+
+        Behind the last one is the page that follows it, at which a reader finds out that there are no more.
+        """
+        disk, path, offset = self._disks[request["tier"]], request["path"], request["offset"]
+        records, _ = read_what_can_be(disk, SegmentRef.of_path(path), offset)
+        spans = [(record.offset, record.header_bytes) for record in records]
+        end = records[-1].end if records else offset
+        if end + PAGE <= disk.size(path):
+            spans.append((end, PAGE))
+        with closing(disk.open(path, write=False, direct=False)) as file:
+            return packed(file.read, spans, memory)
+
+
+def packed(
+    read: Callable[[memoryview, int], None], spans: list[tuple[int, int]], memory: memoryview
+) -> memoryview:
+    """Return the bytes of the first ``spans`` that fit in ``memory``, packed there with their offsets and sizes."""
+    room = len(memory) - _COUNT.size
+    count = 0
+    for _, nbytes in spans:
+        room -= _SPAN.size + nbytes
+        count += room >= 0
+    start = _COUNT.size + count * _SPAN.size
+    _COUNT.pack_into(memory, 0, count)
+    for number, (offset, nbytes) in enumerate(spans[:count]):
+        _SPAN.pack_into(memory, _COUNT.size + number * _SPAN.size, offset, nbytes)
+        read(memory[start : start + nbytes], offset)
+        start += nbytes
+    return memory[:start]
+
+
+def unpacked(data: bytes) -> list[tuple[int, memoryview]]:
+    """Return what ``packed`` has packed: offsets, in their order, each with the bytes from there on."""
+    [count] = _COUNT.unpack_from(data)
+    spans = [_SPAN.unpack_from(data, _COUNT.size + number * _SPAN.size) for number in range(count)]
+    start, found = _COUNT.size + count * _SPAN.size, []
+    for offset, nbytes in spans:
+        found.append((offset, memoryview(data)[start : start + nbytes]))
+        start += nbytes
+    return found
 
 
 def asking(

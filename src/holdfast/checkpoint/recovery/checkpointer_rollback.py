@@ -47,8 +47,13 @@ class Rollback:
         """Return a guard of the loss. ``go_back`` goes to a step for a reason, and returns the step reached."""
         self._training.refuse_rollback(keeps_places=True)
         self._backend.refuse_rollback()
-        self._is_guarded, after_update = True, self._training.after_update is not None
-        every = options.copy_every
+        every, after_update = options.copy_every, self._training.after_update is not None
+        if every is not None and self._backend.beside:
+            raise BadInput(
+                f"copy_every = {every} needs records of steps, and a run with a replica has none: leave it out. A"
+                " rollback then goes to a base (base_every=)."
+            )
+        self._is_guarded = True
         self._copy = None if every is None else HostCopy(every, with_frozen=after_update)
         run = GuardedRun(
             self._ranks, lambda: self._training.steps_done, lambda: self._backend.base_step,

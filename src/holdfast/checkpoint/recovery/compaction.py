@@ -16,6 +16,7 @@ from ...state.live_state import LiveState
 from ...store.commit.commit_writer import Written
 from ...store.commit.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ...store.commit.retention import Keep
+from ...store.drive_links import HOME
 from ...store.format.manifest import FileRef, Manifest, Point
 from ...store.run_store import LocalStore
 from ..snapshot.snapshot_chunks import SnapshotChunk, divided, frozen_in, of_one_base, owned_by
@@ -166,12 +167,15 @@ def _written(
     units, index = divided(owned, state, prefix, frozen)
     for unit in units:
         image = SnapshotImage(unit.layout, unit.tensors_of(owned))
-        old = line.base.files.get(unit.name) if unit.is_frozen else None
-        if old is not None and _has(old, unit, image):
-            generation = store.unit(unit.name, unit.layout, copies=1).generation_of(old.path)
+        old = line.base.files.get(unit.name)
+        folder = HOME if old is None else old.path.rpartition("/")[0]  # on the same drive as before
+        if old is not None and unit.is_frozen and _has(old, unit, image):
+            generation = store.unit(unit.name, unit.layout, copies=1, folder=folder).generation_of(old.path)
             files[unit.name] = generation, old.checksums
         else:
-            files[unit.name] = store.write_unit(unit.name, unit.layout, image.fill, phase="base")
+            files[unit.name] = store.write_unit(
+                unit.name, unit.layout, image.fill, phase="base", folder=folder
+            )
     return files, of_one_base(index, point.timeline, point.step, prefix)
 
 

@@ -56,6 +56,8 @@ class Lineage:
     """Observer of the recovery's progress."""
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
+    ends_early: Callable[[], bool] = lambda: False
+    """Asked before each record: whether the replay shall end there."""
 
     @classmethod
     def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Lineage:
@@ -114,9 +116,17 @@ class Lineage:
         frozen = set(replay["frozen"]) - told  # some may have begun to train since the snapshot
         return set[str]().union(*members) - frozen - without
 
-    def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
+    def replay_into(
+        self,
+        state: LiveState,
+        rank: int,
+        after_update: Callable[[int], None] | None,
+        reached: Reached | None = None,
+    ) -> None:
         """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
         before.
+
+        Where ``state`` has ``reached`` a step of this very line, only the later ones are replayed.
 
         Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
         ``RunMismatch`` if the run is another model's, with nothing changed.
@@ -125,12 +135,18 @@ class Lineage:
         self._arrange_buffers(state, rank)
         sources, stream = self._sources(state), self.stream_of(rank)
         self._refuse_joined(state, stream, is_cut_alike=sources is not None)
-        self.watch.begins(self.base, list(self.chains.values()))
         overlap_alike = self.overlap_alike(state, stream)
         if not overlap_alike:
             self._refuse_apart(state, after_update)
+        as_written = sources is not None and overlap_alike and self._has_buffers_of(state, stream)
+        if as_written and reached is not None and self._continues(reached, stream):
+            self.watch.begins(self.base, list(self.chains.values()), reached.step)
+            self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
+            self._arrange_buffers(state, rank)
+            return
+        self.watch.begins(self.base, list(self.chains.values()))
         state.forget_optimizer_state()
-        if sources is not None and overlap_alike and self._has_buffers_of(state, stream):
+        if as_written and sources is not None:
             self._replay(state, sources, stream, after_update)
         else:
             self._recut(state, after_update)
@@ -259,10 +275,7 @@ class Lineage:
         """Load each parameter of ``state`` from its source stream, and replay the steps. Buffers come from
         ``with_buffers``.
         """
-        owners = {with_buffers: {BUFFERS}}
-        for name, stream in sources.items():
-            owners.setdefault(stream, set()).add(name)
-        taking = {stream: _Taking(self.shares[stream], names, state) for stream, names in owners.items()}
+        taking = self._takings(state, sources, with_buffers)
         for stream, each in sorted(taking.items(), key=lambda item: item[0] == with_buffers):  # its own last
             wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
             later = {unit for units in each.later.values() for unit in units}
@@ -275,21 +288,41 @@ class Lineage:
         state.share(self._shared(with_buffers) or [])
         self._step_on(state, taking, after_update)
 
+    def _takings(self, state: LiveState, sources: Mapping[str, str], with_buffers: str) -> dict[str, _Taking]:
+        owners = {with_buffers: {BUFFERS}}
+        for name, stream in sources.items():
+            owners.setdefault(stream, set()).add(name)
+        return {stream: _Taking(self.shares[stream], names, state) for stream, names in owners.items()}
+
     def _step_on(
-        self, state: LiveState, taking: Mapping[str, _Taking], after_update: Callable[[int], None] | None
+        self,
+        state: LiveState,
+        taking: Mapping[str, _Taking],
+        after_update: Callable[[int], None] | None,
+        after: int | None = None,
     ) -> None:
-        """Replay the steps. The first stream's records provide everything but the gradients."""
-        step = min(self.base.oldest_step_of(stream) for stream in taking)
+        """Replay the steps. The first stream's records provide everything but the gradients.
+
+        With ``after`` the state has that step, which is not before the snapshot's.
+        """
+        step = min(self.base.oldest_step_of(stream) for stream in taking) if after is None else after
+        records = {
+            stream: [record for record in self.chains[stream].records if after is None or record.step > after]
+            for stream in taking
+        }
         with ExitStack() as stack:
             following = {
                 stream: stack.enter_context(
-                    closing(payloads(self.store.disk, self.store.queue, self.chains[stream].records))
+                    closing(payloads(self.store.disk, self.store.queue, records[stream]))
                 )
                 for stream in taking
             }
             while step < self.step:
+                if step >= self.base.step and self.ends_early():
+                    self._end_at(step, None)
+                    return
                 try:
-                    records = [
+                    found = [
                         (each, *next(following[stream]))
                         for stream, each in taking.items()
                         if step >= self.base.oldest_step_of(stream)
@@ -304,8 +337,8 @@ class Lineage:
                         raise
                     raise Unreadable(error, step) from error
                 step += 1
-                taken = [each.of(record, parts) for each, record, parts in records]
-                how = recorded_settings(taken[0].about["progress"], records[0][0].share.progress)
+                taken = [each.of(record, parts) for each, record, parts in found]
+                how = recorded_settings(taken[0].about["progress"], found[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
@@ -317,9 +350,32 @@ class Lineage:
                 for each in taking.values():
                     if units := each.later.get(step):
                         each.share.load(state, units, each.owners)  # counts as replay time
-                self.watch.replayed(len(records))
-                if step >= self.base.step and any(each.differs(record) for each, record, _ in records):
+                self.watch.replayed(len(found))
+                if step >= self.base.step and any(each.differs(record) for each, record, _ in found):
                     raise ReplayMismatch(step)
+
+    def reached(self, rank: int) -> Reached:
+        """Return the point that a state has reached into which this line was replayed."""
+        stream = self.stream_of(rank)
+        return Reached(self.base, self.chains[stream].last, self._form(stream))
+
+    def _continues(self, reached: Reached, stream: str) -> bool:
+        """Return whether ``reached`` is a point of this line, of one writer.
+
+        A record names the digest of the one before, so two lines that share a record share all before it.
+        """
+        points: list[Point] = [self.base, *self.chains[stream].records]
+        return (
+            len(self.chains) == 1
+            and self.base == reached.base
+            and any(point == reached.point for point in points if point.step == reached.step)
+            and self._form(stream) == reached.form
+        )
+
+    def _form(self, stream: str) -> dict[str, Any]:
+        """Return what the script made of the tensors' memory by the last step, which a replay does not follow."""
+        progress = self.chains[stream].progress
+        return {key: progress.get(key) for key in ("rebound", "joined")}
 
     def end_before_feedback(self) -> None:
         """End the line before the first record that changed residuals after the snapshot had copied them."""
@@ -352,6 +408,20 @@ class Lineage:
         self.step, self.damage = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A point of a run that a live state is at: the snapshot it was loaded from, and the last record replayed."""
+
+    base: Manifest
+    point: Point
+    form: Mapping[str, Any]
+    """Changes by the script to the memory of its tensors until then, which no record brings forward."""
+
+    @property
+    def step(self) -> int:
+        return self.point.step
 
 
 class _Taking:

@@ -38,6 +38,8 @@ class RecoveryProgress:
         self.num_records = self.replayed_records = 0
         self.record_bytes = 0
         self.predicted_seconds = 0.0
+        self.reached: int | None = None
+        """The step that the state was at before, as that of a standby is; None where a snapshot is loaded."""
         self.over = False
 
     @property
@@ -49,8 +51,10 @@ class RecoveryProgress:
         >>> recovery.text
         'loading 1.4 GiB and replaying 100 steps, about 12.0 s'
         """
-        replaying = f" and replaying {counted(self.num_records, 'step')}" if self.num_records else ""
         about = format_seconds(self.predicted_seconds)
+        if self.reached is not None:
+            return f"at step {self.reached:,}, replaying {counted(self.num_records, 'step')}, about {about}"
+        replaying = f" and replaying {counted(self.num_records, 'step')}" if self.num_records else ""
         return f"loading {format_bytes(self.base_bytes)}{replaying}, about {about}"
 
     @property
@@ -78,15 +82,17 @@ class RecoveryProgress:
     def replay_seconds(self) -> float:
         return self._ended_at - self._loaded_at
 
-    def begins(self, base: Manifest, chains: Sequence[Chain]) -> None:
-        """Begin with the snapshot ``base`` and the records of its ``chains``.
+    def begins(self, base: Manifest, chains: Sequence[Chain], reached: int | None = None) -> None:
+        """Begin with the snapshot ``base`` and the records of its ``chains``, or with those after step ``reached``.
 
         Called again for another snapshot if this one is damaged.
         """
         self._rates = dict(base.progress_of(chains[0].stream).get("rates", {}))
         self.base_step, self.to_step = base.step, chains[0].last.step
-        self.base_bytes, self.num_records = base.total_bytes, sum(len(chain.records) for chain in chains)
-        self.record_bytes = sum(record.payload_bytes for chain in chains for record in chain.records)
+        self.reached = reached
+        records = [r for chain in chains for r in chain.records if reached is None or r.step > reached]
+        self.base_bytes, self.num_records = base.total_bytes if reached is None else 0, len(records)
+        self.record_bytes = sum(record.payload_bytes for record in records)
         self.loaded_bytes = self.replayed_records = 0
         self._began = self._loaded_at = self._ended_at = self._clock()
         self.predicted_seconds = self.base_bytes / self._read_rate + self.num_records * self._replay_seconds

@@ -30,7 +30,7 @@ from ...store.verifying import NONE_WHOLE
 from ..numerics import needs_threads, recorded_settings, settings_warnings
 from ..snapshot.snapshot_state import members_of, places_of, rebuilt, strides_of
 from ..user_state import NoScriptState, ScriptState
-from .lineage import Lineage, ReplayMismatch
+from .lineage import Lineage, Reached, ReplayMismatch
 from .recovery_progress import RecoveryProgress
 
 BY, RECORDS = "by", "records"
@@ -49,6 +49,7 @@ def recover(
     continuing: bool = False,
     after_update: Callable[[int], None] | None = None,
     watch: RecoveryProgress | None = None,
+    reached: Reached | None = None,
 ) -> RecoveryResult:
     """Restore model, optimizers and user state to the newest recoverable step.
 
@@ -61,6 +62,7 @@ def recover(
         continuing: Only accept a step whose residuals were saved, so that training continues bit for bit.
         after_update: Called after each replayed update with the number of steps done.
         watch: Observer of the progress.
+        reached: The point of the run that ``state`` is at already, if any.
 
     Residuals are restored only if they are those of the restored step.
 
@@ -70,7 +72,7 @@ def recover(
     """
     search = _Search(
         store, state, script, ranks, target, tip, exact=exact, continuing=continuing, after_update=after_update,
-        watch=watch,
+        watch=watch, reached=reached,
     )  # fmt: skip
     bases = search.bases()
     for ref in bases:
@@ -190,6 +192,7 @@ class _Search:
     continuing: bool
     after_update: Callable[[int], None] | None
     watch: RecoveryProgress | None
+    reached: Reached | None = None
     acknowledged: int = -1
     """A step known from the logs to have been durable on all streams."""
     problems: list[str] = field(default_factory=list)
@@ -262,7 +265,11 @@ class _Search:
         _refuse_other_updates(line, self.after_update is not None)
         _refuse_other_members(line, self.state)
         line.watch = self.watch or line.watch
-        line.replay_into(self.state, self.ranks.rank, self.after_update)
+        reached, self.reached = (
+            self.reached,
+            None,
+        )  # from here on the state is at no point, until all is replayed
+        line.replay_into(self.state, self.ranks.rank, self.after_update, reached)
         return line
 
     def refuse_end(self, line: Lineage) -> None:

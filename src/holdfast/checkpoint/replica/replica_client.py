@@ -214,7 +214,7 @@ class Replica:
         return [f"replicas kept steps up to {last} in memory, {why}: the disk was taken, and they go"]
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
-        """Hand over the whole state at ``step``, and begin or continue the run.
+        """Hand over the whole state at ``step``, and begin or continue the run, also after the trainer has gone back.
 
         When this returns the replica has the state, and the first step of a new run is durable.
         """
@@ -390,6 +390,26 @@ class Replica:
         )
         self._events.emit("drift", step=step, what=what, durable_step=self.durable_step)
         self.sync(self._state, step, progress, len(self.pool.slots))
+
+    # Going back
+
+    def settle(self, makes_base: bool) -> None:
+        """Return when the replica has done every step, and no snapshot is under way.
+
+        With ``makes_base`` there is one of the last step then, unless the replica has drifted. It is of what the
+        replica has, and not compared with the trainer, whose state may be in the middle of a step.
+        """
+        self.drain()
+        if self._left:  # the comparison before a snapshot is not complete
+            self._left, self._under_way = [], False
+        self._wait_for(lambda: not self._under_way or self._drift is not None)
+        if makes_base and self.durable_step < self.last_put and self._drift is None:
+            self._helper.send({"make_base": True})
+            self._wait_for(lambda: self.durable_step >= self.last_put)
+
+    def went_back(self, step: int) -> None:
+        """Note that the trainer is at ``step`` again, which a snapshot holds. Called before ``begin``."""
+        self._helper.durable_step = step
 
     # Waiting and shutdown
 

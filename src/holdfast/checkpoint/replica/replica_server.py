@@ -167,6 +167,8 @@ class ReplicaServer:
             self._take_step(message)
         elif "compare" in about:
             self._compare(about)
+        elif "make_base" in about and self._equal:
+            self._begin_base()
         elif "close" in about:
             self._closing = True
 
@@ -181,6 +183,7 @@ class ReplicaServer:
         for device in updating_devices(about["sync"])[:1]:
             self._ring.pin(device)
         if "begin" in about:
+            self._end_timeline()
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
         before, self._state, self._views = self._state, state, FlatViews()
@@ -215,9 +218,17 @@ class ReplicaServer:
                 recover(store, state, NoScriptState(), ranks=Ranks())
         return state
 
+    def _end_timeline(self) -> None:
+        """Close the files of an earlier timeline, which the trainer has left by going back."""
+        if self._bases is not None:
+            self._bases.release()
+            self._bases = None
+            self._store.close_units()
+
     def _begin(self, about: dict[str, Any]) -> None:
         """Open the timeline in which the trainer continues."""
         fork = about["fork"]
+        self._store.certified_step = self._progress.get("certified")
         about = {BY: "replica", retained_state.REPLICA_IN: str(self._place.parent)}
         self._store.begin(None if fork is None else retained_state.ForkPoint(**fork), about=about)
         self._run = [self._store.opened.id, self._store.opened.key]
@@ -305,6 +316,7 @@ class ReplicaServer:
 
     def _publish(self) -> None:
         assert self._bases is not None
+        self._store.certified_step = self._base_progress.get("certified")
         self._base_step = self._bases.publish(self._base_progress, again=True).step
         self._bases.end()
         if not self._kept:

@@ -16,7 +16,6 @@ from functools import partial
 from ...accelerators import devices_of, marks, new_stream, on_stream
 from ...quantities import MiB
 from ...state.live_state import Held
-from ...store.drive_links import HOME
 from ...store.format.file_names import CHECKSUM_BLOCK
 from ...store.format.manifest import FileRef
 from ..capture.mutation_check import changes_of
@@ -94,7 +93,7 @@ class FrozenChunks:
             ref = files.get(unit.name) if unit.is_frozen else None
             if ref is None or ref.bytes != unit.layout.file_bytes:
                 continue
-            if not ref.path.startswith(f"{HOME}/{unit.name}."):
+            if not ref.path.startswith(f"{unit.folder}/{unit.name}."):
                 continue
             named, known = (
                 StagedChunk(unit, -1, written=_done(ref), is_whole=False),

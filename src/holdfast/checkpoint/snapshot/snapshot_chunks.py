@@ -30,6 +30,7 @@ from ...state.layout.regions import Region
 from ...state.live_state import BUFFERS, Held, LiveState
 from ...state.tensor_entries import CARRIED, RESIDUAL, SUBSPACE, TensorEntry, fragment
 from ...store.commit.generations import Generations
+from ...store.drive_links import HOME
 from ...store.format.file_names import METADATA, Layout
 from ...store.format.manifest import FileRef, Manifest
 from ...store.format.payload_files import index_of_stream, read_file
@@ -58,6 +59,8 @@ class SnapshotChunk:
     """The flat ranges of parameters stored as such, by name. Each region of a range is a tensor of its own."""
     is_frozen: bool = False
     """True if it holds frozen parameters alone. Snapshots name its file again while the content stays equal."""
+    folder: str = HOME
+    """The folder of its files, which names their drive."""
 
     def held_of(self, owned: Mapping[str, Held]) -> Held:
         """Return the content of the chunk, out of all that is ``owned``."""
@@ -433,20 +436,24 @@ def _owner(atom: dict[str, Any]) -> str:
 def _read(
     store: LocalStore, files: Mapping[str, FileRef], loaded: Callable[[int], None]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the verified tensors of each of ``files``, by chunk. Their memory is reused two files later."""
+    """Yield the verified tensors of each of ``files``, by chunk, with as many files read ahead as there are drives.
+
+    The memory of the tensors is reused by later files.
+    """
     units, refs = list(files), list(files.values())
-    buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
+    ahead = len({ref.path.rpartition("/")[0] for ref in refs})
+    buffers = [Buffer(max((ref.bytes for ref in refs), default=1), "recovery") for _ in range(ahead + 1)]
     futures: list[tuple[memoryview, Future]] = []
     try:
-        for number in range(len(refs) + 1):
+        for number in range(len(refs) + ahead):
             if number < len(refs):
-                view = buffers[number % 2].view[: refs[number].bytes]
+                view = buffers[number % len(buffers)].view[: refs[number].bytes]
                 futures.append((view, read_file(store.disk, store.queue, refs[number], view)))
-            if number:
-                view, future = futures[number - 1]
+            if number >= ahead:
+                view, future = futures[number - ahead]
                 future.result()
                 loaded(len(view))
-                yield units[number - 1], tensors_of(view)
+                yield units[number - ahead], tensors_of(view)
     finally:
         for _, future in futures:
             future.exception()

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...distributed import Ranks
 from ...events import tell
 from ...quantities import PAGE, format_bytes
 from ...schedule.interval.snapshot_interval import STORAGE_FULLS, Limits
@@ -57,6 +58,8 @@ class SnapshotResources:
     when_behind: str = "block"
     updates_after: bool = False
     """True if the script changes tensors after each step (``after_update``), frozen ones perhaps."""
+    mean_seconds_between_failures: float | None = None
+    """The time between failures that the user expects; None to estimate it from restarts."""
 
 
 class SnapshotScheduler:
@@ -315,7 +318,7 @@ class SnapshotScheduler:
     def fits(self, nbytes: int) -> bool:
         """Return whether a record of ``nbytes`` fits within the storage cap. Older snapshots are dropped for it."""
         if self.tuner is not None:
-            self.tuner.records_are(nbytes)
+            self.tuner.records_are(round(self._recorder.record_bytes), captured_bytes=nbytes)
         nbytes += self._recorder.header_bytes  # approximate
         if self._together is not None:
             return self._together.room.fits(nbytes)
@@ -338,7 +341,7 @@ class SnapshotScheduler:
         believed = prior(max(full, PAGE), record_bytes, self._means.bytes_per_step, rate, frozen)
         if self._at_once:  # all ranks have to compute the same step
             told = told or FIRST_STEPS
-        self.tuner = Tuner(told, limits, believed)
+        self.tuner = Tuner(told, limits, believed, self._means.mean_seconds_between_failures)
         self._recorder.expect(self.tuner.steps)
         if self._together is not None:
             self._together.room.divide()
@@ -351,6 +354,8 @@ class SnapshotScheduler:
         self.tuner.replayed(
             recovery.loaded_bytes, recovery.load_seconds, recovery.replayed_records, recovery.replay_seconds
         )
+        if recovery.num_records:
+            self.tuner.records_are(recovery.record_bytes // recovery.num_records)
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
         """Note that ``step`` took ``seconds`` since the one before, including ``stall`` seconds of waiting."""
@@ -424,14 +429,24 @@ class SnapshotScheduler:
         self._emit("every", step=step, was=1, every=1, why=why)
         warnings.warn(why, stacklevel=6)
 
-    def abandon(self) -> None:
-        """Give up the snapshot under way; on return none is being published. Collective: every rank must call this."""
-        self._recorder.drain()
-        self._see_published()
+    def abandon(self, ranks: Ranks) -> None:
+        """Give up the snapshot under way; on return none is being published. An error on one rank is one on all.
+
+        Collective: every rank must call this.
+        """
+
+        def drain() -> None:
+            self._recorder.drain()
+            self._see_published()
+
+        def give_up() -> None:
+            self.bases.give_up()
+            self._recorder.drain()
+
+        ranks.all_do(drain)
         if self._together is not None:
             self._together.nothing_else()
-        self.bases.give_up()
-        self._recorder.drain()
+        ranks.all_do(give_up)
 
     def close(self) -> None:
         """Give up a snapshot that is not fully copied. Called once nothing more is written."""

@@ -189,13 +189,26 @@ class SnapshotWriter:
             self._units, index = divided(owned, self._state, self._prefix, frozen)
             self._free_spare()
             self._atoms, self._frozen, base = atoms, frozen, self._store.newest_base
-            named = self._chunks.find(self._units, {} if base is None else base.files)
+            files = {} if base is None else base.files
+            self._place(files)
+            named = self._chunks.find(self._units, files)
             self._sized()
             self._recorder.put(
                 RecorderTask(partial(self._make, before, self._units, index, named), at_once=True)
             )
         self._left, self._staged = list(self._units), []
         self._chunks.begin(self._units, owned)
+
+    def _place(self, files: Mapping[str, FileRef]) -> None:
+        """Choose the folder of each chunk, which names its drive. Frozen chunks stay where their ``files`` are."""
+        used: set[str] = set()
+        for is_frozen in (False, True):
+            units = [unit for unit in self._units if unit.is_frozen == is_frozen]
+            folders = self._store.folders_for([unit.layout.file_bytes for unit in units])
+            used.update(folders)
+            for unit, folder in zip(units, folders, strict=True):
+                there = files[unit.name].path.rpartition("/")[0] if is_frozen and unit.name in files else ""
+                unit.folder = there if there in used else folder
 
     def expected_bytes(self) -> tuple[int, int]:
         """Return ``full_bytes`` and ``frozen_bytes``, also before the first snapshot of this process."""
@@ -426,7 +439,7 @@ class SnapshotWriter:
                 self._store.drop_unit(unit.files)
         for unit in units:
             copies = 1 if unit.is_frozen and self._store.keep is not None else min(self._store.retain, 2) + 1
-            unit.files = self._store.unit(unit.name, unit.layout, copies)
+            unit.files = self._store.unit(unit.name, unit.layout, copies, unit.folder)
         for known, ref in named:
             assert known.unit.files is not None
             known.generation = known.unit.files.generation_of(ref.path)

@@ -44,6 +44,7 @@ def announce(
         f"{format_bytes(preflight.state_bytes)} of training state",
         "blocks": f"{preflight.streamed_parameters / max(1, preflight.parameters):.0%} of the parameters streamed, in "
         f"{preflight.block_names[0]} to {preflight.block_names[-1]}; the others stay in memory",
+        **({"adapters": _adapters(config)} if config.lora.are_wanted else {}),
         "update": f"{config.train.optimizer}, learning rate {config.train.highest_rate:g} at its highest, computed in"
         f" {config.train.dtype}",
         "text": f"{config.data.text}: {counted(len(corpus.paths), 'file')}, {format_bytes(corpus.num_bytes)}; "
@@ -62,6 +63,16 @@ def announce(
     console.print()
 
 
+def _adapters(config: Config) -> str:
+    """Describe what is trained, and what it is trained on."""
+    lora, quantization = config.lora, config.quantization
+    kind = f"{'rank-stabilised ' * lora.rslora}{'DoRA' if lora.dora else 'LoRA'}"
+    packed = {"none": "", 4: f", quantised to {quantization.type.upper()}", 8: ", quantised to int8"}[
+        quantization.bits
+    ]
+    return f"{kind} of rank {lora.rank} on {', '.join(lora.targets)}; all else is frozen{packed}"
+
+
 def _drives(preflight: Preflight) -> str:
     """Describe the needed and the free space of each further drive."""
     return "; ".join(
@@ -78,7 +89,10 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
     else:
         commands = {"extend": [*without_steps(again), "--set", f"train.steps={extend_to}"]}
     commands |= {verb: [*program(), verb, config.run.dir] for verb in ("show", "verify", "report")}
-    if extend_to is not None and config.model.path:
+    if extend_to is not None and config.lora.are_wanted:
+        commands["export"] = [*program(), "convert", config.run.dir, "OUT", "--to", "peft"]
+        commands["merge"] = [*program(), "convert", config.run.dir, "OUT", "--to", "huggingface", "--merge"]
+    elif extend_to is not None and config.model.path:
         commands["export"] = [*program(), "convert", config.run.dir, "OUT", "--to", "huggingface"]
     console.print()
     for name, command in commands.items():

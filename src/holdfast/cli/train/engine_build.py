@@ -125,8 +125,9 @@ def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
     """
     kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
     embeddings = recipe.embeddings()
-    decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
-    others = [p for p in recipe.model.parameters() if p.dim() < 2 or id(p) in embeddings]
+    trained = [p for p in recipe.model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.dim() >= 2 and id(p) not in embeddings]
+    others = [p for p in trained if p.dim() < 2 or id(p) in embeddings]
     if kind in OF_MATRICES:
         return _of_matrices(recipe, config, decayed, _group(others, 0.0))
     groups = [*_group(decayed, decay), *_group(others, 0.0)]

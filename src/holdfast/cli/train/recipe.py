@@ -22,11 +22,14 @@ from ...data.packing import packed_batch, takes_positions
 from ...data.tokens import Tokens, encoded
 from ...errors import BadInput, ConfigError
 from ...models.decoder import Decoder, DecoderConfig
-from ...models.keeping import MODEL, checked, keep, kept_folder
-from ...models.pretrained import Weights, empty_model, refuse_other_formats
+from ...models.keeping import ADAPTER, ADAPTER_CONFIG, MODEL, checked, keep, kept_folder
+from ...models.lora_adapters import refuse_adapter_folder
+from ...models.pretrained import Weights, refuse_other_formats
 from ...models.tokenizer import Tokenizer
 from ...offload.model.blocks import empty_parameters
+from ...store.disk import Disk, write_durably
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
+from .folder_base import BASE, FolderBase
 from .kept_config import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
@@ -123,6 +126,7 @@ class ByteRecipe:
 class FolderRecipe:
     """The model in ``model.path``, and its tokenizer. A continued run does not need that folder any more."""
 
+    source: Weights | None
     normalize: Literal["micro_batches", "tokens"] = "tokens"
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -130,13 +134,13 @@ class FolderRecipe:
         self._run, self._folder = Path(config.run.dir), Path(config.model.path)
         self._state = state_directory(self._run, config)
         kept = kept_folder(self._run)
+        if kept is None:
+            refuse_adapter_folder(self._folder)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
         if kept is None:
             refuse_other_formats(checked(self._folder))
-        self.model: nn.Module = empty_model(
-            kept or checked(self._folder)
-        )  # whole, so not of quantised weights
-        self.source: Weights | None = Weights(self._folder, self.model)  # read by a run without a commit
+        base = FolderBase(config, kept or checked(self._folder), self._state / BASE)
+        self.model: nn.Module = base.model
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         check_place(self._run)
@@ -148,6 +152,8 @@ class FolderRecipe:
             text.validation = held_out.training
         self.corpus: Windowed = text
         self.stack: Stack = text.stack
+        self.model, self.source = base.trained(begins=kept is None, say=say)
+        self._adapter_config = base.adapter_config()
         self.sample = self._sample(config, text)
         self.prompt_ids = self._first_prompt()
         self.prompt = tokenizer.decode(self.prompt_ids)
@@ -195,6 +201,10 @@ class FolderRecipe:
         source = kept_folder(self._run) or self._folder
         for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
             if kept_folder(directory) is None:
+                if self._adapter_config:
+                    disk = Disk(directory / ADAPTER)
+                    disk.makedirs("")
+                    write_durably(disk, ADAPTER_CONFIG, self._adapter_config, why="configuration of adapters")
                 keep(source, directory / MODEL)
 
 

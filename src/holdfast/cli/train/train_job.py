@@ -15,7 +15,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.status import Status
 from torch import Tensor
 
-from ...config import Config, to_values
+from ...config import Config, LogConfig, to_values
 from ...data.corpus import Windowed
 from ...data.loader import SampleLoader, micro_batches_of
 from ...distributed import Ranks
@@ -60,6 +60,7 @@ from .orderly_stop import StopRequest
 from .recipe import SAMPLE_SECONDS, SAMPLE_TOKENS, Recipe, recipe_of
 from .row_packing import loader_of, with_possible_packing, with_verified_packing
 from .sizing import Wish, may_change, shared_out, sized
+from .step_loggers import StepLoggers, refuse_missing_loggers
 
 VALIDATION_SAMPLES = 64
 """The number of validation samples, spread evenly over the held-out text and always the same."""
@@ -101,6 +102,8 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
+    with ranks.agreeing():
+        refuse_missing_loggers(config.log)
     recipe = shared_recipe(ranks, config, console)
     _refuse_nothing_held_out(config, recipe)
     config = with_possible_packing(config, recipe, partial(say, console))
@@ -130,7 +133,9 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         if engine.steps_done == 0 or "data.packing" in changed:
             config = with_verified_packing(config, engine, recipe, loader, partial(say, console))
             ranks.first_does(lambda: write_record(config))
-        Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+        job = Job(config, ranks, console, recipe, loader, engine, events)
+        with closing(job.loggers):
+            job.run(changed)
 
 
 def in_attempt(config: Config) -> Config:
@@ -197,6 +202,8 @@ class Job:
         self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.stopped_by = ""
+        first, log = engine.steps_done, config.log if ranks.rank == 0 else LogConfig()
+        self.loggers = StepLoggers(log, Path(config.run.dir), first, to_values(config))
         self.validations = self.kept_validations()
         prediction = engine.preflight.prediction
         self.panel = TrainingPanel(
@@ -248,6 +255,7 @@ class Job:
                     break
                 self.engine.step(next(self.loader))
                 self.panel.step(self.engine.last)
+                self.loggers.step(self.engine.last)
                 if self.validation_is_due() and self.engine.steps_done < self.config.train.steps:
                     self.say_loss(self.held_out_loss())
             if self.config.durability.every:
@@ -287,6 +295,7 @@ class Job:
             batches = batches[self.ranks.rank :: self.ranks.world_size]
         event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
+        self.loggers.validation(event)
         if self.validation_is_due():
             self.keep_loss(**event)
         return event

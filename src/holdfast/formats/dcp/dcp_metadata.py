@@ -72,6 +72,14 @@ class Claims:
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise self._damaged(f"does not read as one ({type(error).__name__}: {error})") from error
 
+    def add(self, other: Claims) -> None:
+        """Add the claims of another folder of the same state. Raises ``Damaged`` if both have a key."""
+        if twice := sorted(self.paths.keys() & other.paths.keys()):
+            raise other._damaged(f"has {twice[0]}, which {self._folder} has too")
+        self.tensors |= other.tensors
+        self.values |= other.values
+        self.paths |= other.paths
+
     def _take(self, table: Any) -> None:
         if not isinstance(table, PickledObject) or table.name not in _TABLES:
             raise ValueError(f"it holds a {getattr(table, 'name', type(table).__name__)}")

@@ -159,14 +159,17 @@ class Values:
 class DcpFolder(Entries):
     """The folder ``path``; ``progress["roots"]`` tells which keys were read as the model's and the optimizer's."""
 
-    def __init__(self, path: Path) -> None:
-        """Read ``.metadata``.
+    def __init__(self, path: Path, *folders: Path) -> None:
+        """Read ``.metadata`` of ``path``, or of all ``folders`` below it, whose keys are one state.
 
         Raises ``Damaged`` if it claims what the files lack, or does not cover a tensor exactly once.
         """
         super().__init__(str(path), "dcp")
-        claims = Claims(path)
-        ranks = {file.name.split("_")[2] for file in path.glob("__*_*.distcp")}
+        first, *others = folders or (path,)
+        claims = Claims(first)
+        for each in others:
+            claims.add(Claims(each))
+        ranks = {file.name.split("_")[2] for file in first.glob("__*_*.distcp")}
         theirs = f"torch.distributed.checkpoint, files of {counted(len(ranks), 'rank')}"
         self.writer = "holdfast" if PROGRESS in claims.values else theirs
         values = Values()

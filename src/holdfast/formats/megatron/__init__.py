@@ -1,4 +1,4 @@
-"""The reader of Megatron's distributed checkpoints (``torch_dist``), in place."""
+"""The readers of Megatron's distributed checkpoints (``torch_dist``, ``fsdp_dtensor``), in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ...errors import Damaged, HoldfastError
 from ..source import Source
-from .megatron_folder import folder_of, is_megatron
+from .fsdp_dtensor import FsdpDtensor, is_fsdp_dtensor
+from .megatron_folder import folder_of, is_megatron, newest_of
 from .megatron_reader import TorchDist
 
 __all__ = ["is_megatron", "open_megatron"]
@@ -17,9 +18,11 @@ def open_megatron(path: Path) -> Source:
 
     Raises ``Damaged`` if it is incomplete or damaged, ``BadInput`` for unsupported checkpoints.
     """
-    folder = folder_of(path)
+    newest = newest_of(path)
+    of_fsdp = is_fsdp_dtensor(newest)
+    folder = newest if of_fsdp else folder_of(newest)
     try:
-        return TorchDist(folder)
+        return FsdpDtensor(folder) if of_fsdp else TorchDist(folder)
     except HoldfastError:
         raise
     except (AttributeError, TypeError, LookupError, ValueError, OverflowError, RecursionError) as error:

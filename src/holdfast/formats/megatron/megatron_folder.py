@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ TRACKER, CONFIG, COMMON, SUMS = (
     "common.pt",
     "integrity.json",
 )
+_ITERATION = re.compile(r"iter_\d{7,}")
+"""The name that Megatron gives the folder of an iteration."""
 LARGEST = 64 * MiB
 """A limit for the size of these JSON files."""
 
@@ -36,6 +39,8 @@ def is_megatron(path: Path) -> bool:
         return True
     if (path / COMMON).is_file():
         return (path / METADATA).is_file() or any(path.glob("*.distcp"))
+    if _ITERATION.fullmatch(path.name) and (path / METADATA).is_file():
+        return True
     try:
         return "sharded_backend" in _table(path / CONFIG)
     except Damaged:
@@ -43,11 +48,11 @@ def is_megatron(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of the iteration: ``path``, or the folder that ``path`` names as the newest.
+    """Return the folder of the iteration in the format ``torch_dist``: ``path``, or the newest of ``path``.
 
     Raises ``BadInput`` for another format, ``FileMissing`` and ``Damaged`` for an incomplete checkpoint.
     """
-    folder = _newest(path) if (path / TRACKER).is_file() else path
+    folder = newest_of(path)
     if not (folder / CONFIG).is_file():
         if any(folder.glob("mp_rank_*")):
             raise BadInput(
@@ -71,8 +76,14 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-def _newest(path: Path) -> Path:
+def newest_of(path: Path) -> Path:
+    """Return the folder of the newest iteration that ``path`` names; ``path`` itself if it names none.
+
+    Raises ``Damaged`` if the name is none, ``FileMissing`` if the folder is missing.
+    """
     tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
     text = tracker.read_bytes()[:100].decode(errors="replace").strip()
     if text != "release" and not text.isdecimal():
         raise Damaged(f"{tracker} says {text!r}, which is no iteration", path=str(tracker))

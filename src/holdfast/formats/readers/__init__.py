@@ -12,18 +12,23 @@ from ..deepspeed import is_deepspeed, open_deepspeed
 from ..fragment_reads import looking_at
 from ..megatron import is_megatron, open_megatron
 from ..source import Source
+from .accelerate_folder import is_accelerate, open_accelerate
+from .rank_files import RankFiles, is_rank_files
 from .ruled_folder import RuledFolder, is_ruled
-from .safetensors_files import SafetensorsFiles, is_safetensors
-from .torch_save import TorchSave, is_saved
+from .safetensors_files import is_safetensors
+from .torch_save import is_saved
+from .trainer_folder import open_saved, open_weights
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
     ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others store beside it
     ("megatron", is_megatron, open_megatron),
-    ("safetensors", is_safetensors, SafetensorsFiles),
+    ("rank files", is_rank_files, RankFiles),
+    ("dcp", is_accelerate, open_accelerate),
+    ("safetensors", is_safetensors, open_weights),
     ("dcp", is_dcp, DcpFolder),
     ("safetensors shards", is_sharded, ShardedSafetensors),
-    ("torch.save", is_saved, TorchSave),
+    ("torch.save", is_saved, open_saved),
 ]
 """The foreign formats: name, a function that recognizes a path, and a function that opens it."""
 

@@ -17,6 +17,7 @@ from ...state.rules.rule_matching import StoredTensor
 from ..fragment_reads import ReadFiles
 from ..rules_source import add_to
 from ..torch_archive.archives import Archive, check_inside
+from ..torch_archive.distributed_tensors import is_distributed
 from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import PickledObject, Storage, Tensor
 from .safetensors_files import parts_of
@@ -89,6 +90,11 @@ class RuledFolder(ReadFiles):
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and other values of a pickle, each with its path from the top."""
+    if is_distributed(value):
+        raise BadInput(
+            f"{name} is a distributed tensor, which says itself how it is divided, and rules would say it a second"
+            f" time. Remove {RULES}: the files of accelerate and verl are read without."
+        )
     items: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping):
         items = value

@@ -8,13 +8,13 @@ keep that order.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...errors import BadInput, Damaged
-from ...state.layout.fragments import Fragments
+from ...state.layout.fragments import Fragments, joined
 from ...state.tensor_entries import TensorEntry
 from ..entry_keys import Path as Way
 from ..entry_keys import ShapeAndType, TensorRoles, name_all, state_of
@@ -22,6 +22,7 @@ from ..fragment_reads import ReadFiles
 from ..source import SourceTensor
 from ..state_dict_progress import SMALL_BYTES, add_or_tell, check_progress, progress_of, state_dict_of
 from ..torch_archive.archives import Archive, check_inside, piece_of
+from ..torch_archive.distributed_tensors import LocalTensor, Meshes, is_distributed, local_tensor
 from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import Tensor
 from .safetensors_files import files_of, unread_in
@@ -31,6 +32,10 @@ SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_NUMBERED = 1 << 32
 """A limit that no number of parameters reaches."""
 _ZIP = b"PK\x03\x04"
+QUANTISED = "__bnb_optimizer_quant_state__"
+"""The key under which bitsandbytes puts the tensors of a parameter in a state dict, which are not nested in use."""
+Held = tuple[Archive, LocalTensor]
+"""A tensor of an archive, or what the archive has of one."""
 
 
 def is_saved(path: Path) -> bool:
@@ -47,15 +52,17 @@ def is_saved(path: Path) -> bool:
 class TorchSave(ReadFiles):
     """The file ``path``, or those of the folder; ``progress["roots"]`` tells the keys of model and optimizer."""
 
+    FORMAT = "torch.save"
+
     def __init__(self, path: Path) -> None:
         """Read the files.
 
         Raises ``BadInput`` without a state dict, ``Damaged`` if it is damaged or names unknown classes.
         """
-        super().__init__(str(path), "torch.save")
-        self.writer = "torch.save"
+        super().__init__(str(path), self.FORMAT)
+        self.writer = self.FORMAT
         self.unread = unread_in(path)
-        self._held: dict[str, tuple[Archive, Tensor]] = {}
+        self._held: dict[str, list[Held]] = {}
         self._numbers: dict[tuple[str, str, str], int] = {}
         with state_dict_of(str(path)):
             self._take(*self._flattened(path))
@@ -71,13 +78,13 @@ class TorchSave(ReadFiles):
         files, expected = files_of(path, SINGLE, INDEX)
         for archive in map(Archive, files):
             plain = Plain(archive, SMALL_BYTES)
-            for way, value in _leaves(_state_dict_of(archive), ()):
+            for way, value in leaves_of(_state_dict_of(archive), ()):
                 key = ".".join(map(str, way))
                 if key in ways:
                     raise Damaged(f"{archive.path} has {key} twice, under one name", path=str(archive.path))
                 ways[key] = way
-                if isinstance(value, Tensor):
-                    self._held[key] = archive, value
+                if is_tensor(value):
+                    self._held[key] = [(archive, _whole(archive, value, key))]
                 else:
                     values[key] = plain(value, key)
             left_out += plain.left_out
@@ -92,7 +99,8 @@ class TorchSave(ReadFiles):
 
     def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
         kinds = {
-            key: ShapeAndType(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()
+            key: ShapeAndType(held[0][1].shape, held[0][1].tensor.storage.dtype)
+            for key, held in self._held.items()
         }
         tied = self._tied(name_all(kinds, ways, values, self.path))
         named = name_all(
@@ -100,7 +108,7 @@ class TorchSave(ReadFiles):
         )
         rest = dict(values)
         for key, (name, slot) in named.tensors.items():
-            stored = self._stored(TensorEntry(name, slot, *kinds[key]), *self._held[key])
+            stored = self._stored(TensorEntry(name, slot, *kinds[key]), self._held[key])
             add_or_tell(self, key, stored, rest)
         self.unnested = {
             slot for key, way in ways.items() if (slot := _unnested(key, way, named)) is not None
@@ -114,19 +122,69 @@ class TorchSave(ReadFiles):
         """Return the tied tensors of the model: by key, the key of the first tensor with the same memory."""
         first: dict[str, str] = {}  # keys are texts: a file's writer could choose colliding hashes of numbers
         tied = {}
-        for key, (archive, tensor) in self._held.items():
+        for key, held in self._held.items():
             of_model = key in named.tensors and named.tensors[key][1] in ("param", "buffer")
-            if of_model and (known := first.setdefault(f"{archive.path} {tensor}", key)) != key:
+            where = " ".join(f"{archive.path} {local.tensor}" for archive, local in held)
+            if of_model and (known := first.setdefault(where, key)) != key:
                 tied[key] = known
         return tied
 
-    def _stored(self, atom: TensorEntry, archive: Archive, tensor: Tensor) -> SourceTensor:
+    def _stored(self, atom: TensorEntry, held: list[Held]) -> SourceTensor:
+        """Return the tensor that ``held`` make up. What several hold alike becomes a copy.
+
+        Raises ``Damaged`` if more ranks hold one region than another.
+        """
+        regions: defaultdict[str, list[Fragments]] = defaultdict(list)
+        rank = len(atom.shape)
+        for archive, local in held:
+            number = self._number_of(archive, local.tensor)
+            check_inside(atom.key, local.tensor, self.parts[number])
+            if local.held.elements:
+                pieces = Fragments.of([piece_of(local.tensor, number)], rank)
+                regions[str(local.held)].append(pieces.moved(local.held.start))
+        counts = {len(copies) for copies in regions.values()}
+        if len(counts) > 1:
+            raise Damaged(
+                f"{self.path}: some regions of {atom.key} are held by {min(counts)} ranks, and others by {max(counts)}:"
+                " a file is missing, or of another save",
+                path=self.path,
+                atoms=(atom.key,),
+            )
+        first, *others = [joined(each, rank) for each in zip(*regions.values(), strict=True)] or [
+            joined((), rank)
+        ]
+        return SourceTensor(atom, first, tuple(others))
+
+    def _number_of(self, archive: Archive, tensor: Tensor) -> int:
+        """Return the number of the part that ``tensor`` is in; a storage is one part."""
         place = str(archive.path), tensor.storage.key, tensor.storage.dtype
         if place not in self._numbers:
             self._numbers[place] = self.add_part(archive.part(tensor.storage))
-        number = self._numbers[place]
-        check_inside(atom.key, tensor, self.parts[number])
-        return SourceTensor(atom, Fragments.of([piece_of(tensor, number)], len(atom.shape)))
+        return self._numbers[place]
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether ``value`` of a pickle is a tensor, distributed or not."""
+    return isinstance(value, Tensor) or is_distributed(value)
+
+
+def local_of(value: Any, key: str, meshes: Meshes) -> LocalTensor:
+    """Return what a file has of the tensor ``key``, distributed or not.
+
+    Raises ``ValueError`` or ``BadInput`` as ``local_tensor``.
+    """
+    return LocalTensor.whole(value) if isinstance(value, Tensor) else local_tensor(value, key, meshes)
+
+
+def _whole(archive: Archive, value: Any, key: str) -> LocalTensor:
+    """Return the tensor ``key``, of which the file must have everything. Raises ``BadInput`` for one rank's part."""
+    local = local_of(value, key, {})
+    if not local.is_whole:
+        raise BadInput(
+            f"{archive.path} holds a part of {key} {list(local.shape)}, as one of {local.last + 1} ranks wrote it. Name"
+            " the folder with the files of all ranks, called as accelerate or verl call them, or save full tensors."
+        )
+    return local
 
 
 def _state_dict_of(archive: Archive) -> dict[Any, Any]:
@@ -155,14 +213,14 @@ def _unnested(key: str, way: Way, named: TensorRoles) -> str | None:
     return None if plain and not any(name.isdecimal() for name in names if name != inside[0]) else slot
 
 
-def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
+def leaves_of(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
     """Yield tensors, and values that contain none, each with the names on the path to it."""
     if isinstance(value, dict) and value and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
-            yield from _leaves(inner, (*way, name))
-    elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):
+            yield from leaves_of(inner, way if name == QUANTISED else (*way, name))
+    elif isinstance(value, list | tuple) and any(isinstance(each, dict) or is_tensor(each) for each in value):
         for place, inner in enumerate(value):
-            yield from _leaves(inner, (*way, _Place(place)))
+            yield from leaves_of(inner, (*way, _Place(place)))
     else:
         yield way, value
 

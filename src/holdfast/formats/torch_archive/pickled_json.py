@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import Damaged
+from ...errors import BadInput, Damaged
 from ...quantities import MiB
 from ...state.encoding import tensor_json
 from ..fragment_reads import check_sum
 from ..source import MOST_EXPANDED
 from .archives import Archive
+from .distributed_tensors import is_distributed
 from .pickles import Key, PickledObject, Tensor
 
 MOST_BEYOND = 16 * MiB
@@ -41,7 +42,10 @@ class Plain:
         self.left_out: list[str] = []
 
     def __call__(self, value: Any, where: str = "") -> Any:
-        """Return ``value`` as JSON. Raises ``Damaged`` if a tensor in it is damaged."""
+        """Return ``value`` as JSON.
+
+        Raises ``Damaged`` if a tensor in it is damaged, ``BadInput`` for a distributed one.
+        """
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -65,6 +69,11 @@ class Plain:
         return self._object(value, where)
 
     def _object(self, value: Any, where: str) -> dict[str, Any]:
+        if is_distributed(value):
+            raise BadInput(
+                f"{self._archive.path} holds one rank's part of {where}, where only whole values are read. Save"
+                " it as .full_tensor()."
+            )
         if isinstance(value, set | frozenset):
             items = sorted((self(item, where) for item in value), key=json.dumps)
             return {"__object__": type(value).__name__, "args": [items]}
@@ -136,3 +145,16 @@ def bytes_of(archive: Archive, tensor: Tensor) -> bytes:
     ]
     strides = tuple(stride * part.itemsize for stride in tensor.strides)
     return np.lib.stride_tricks.as_strided(elements, tensor.shape, strides).tobytes()
+
+
+def array_of_pickle(value: Any) -> np.ndarray:
+    """Return the NumPy array that ``value`` describes. Raises ``ValueError`` if it describes none of numbers."""
+    state = value.args[-1] if isinstance(value, PickledObject) and value.args else None
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise ValueError("there is no array")
+    _, shape, kind, fortran, data = state
+    name, order = _dtype_of(kind)
+    data = _bytes_in(data)
+    if name not in NUMBERS or not isinstance(data, bytes):
+        raise ValueError(f"an array of {name or 'objects'}")
+    return np.frombuffer(data, np.dtype(order + name)).reshape(shape, order="F" if fortran else "C").copy()

@@ -47,6 +47,14 @@ MOST_ALIKE = 32
 Each such key is compared with all before it. Hashes of texts are salted in each process, but the writer of a file can
 choose those of numbers and tuples. Keys beyond the limit become a ``Key`` each.
 """
+DISTRIBUTED = "torch.distributed.tensor.DTensor"
+"""The name of the ``PickledObject`` of a distributed tensor, whichever version of torch wrote it.
+
+``distributed_tensors`` tells what it means.
+"""
+_DISTRIBUTED_CLASS = re.compile(r"torch\.distributed\.(_tensor\.api|_tensor|tensor\._api|tensor)\.DTensor")
+_MESH, _OTHER_MESHES = "torch.distributed.device_mesh.DeviceMesh", ("_root_mesh", "_flatten_mapping")
+"""A mesh, and its attributes that are other meshes, which may hold one another. They are not kept."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,14 @@ ALLOWED = frozenset({
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.distributed.checkpoint._extension.StreamTransformExtension",
+    # distributed tensors, by the names of several versions of torch
+    *(f"torch.distributed.{module}.DTensor" for module in ("tensor", "tensor._api", "_tensor", "_tensor.api")),
+    *(f"torch.distributed.{module}.{name}" for module in (
+        "tensor._dtensor_spec", "tensor.placement_types", "_tensor._dtensor_spec", "_tensor.placement_types")
+        for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial", "_Partial",
+                     "_StridedShard")),
+    "torch.distributed.device_mesh.DeviceMesh", "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed._mesh_layout._FlatLayout",
     # DeepSpeed
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "deepspeed.utils.tensor_fragment.fragment_address",
@@ -320,6 +336,8 @@ def _build(reader: Any) -> None:
     state = reader.stack.pop()
     made = reader.stack[-1]
     if isinstance(made, PickledObject):
+        if made.name == _MESH and isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key not in _OTHER_MESHES}
         made.__setstate__(state)
     elif not isinstance(made, OrderedDict):  # torch keeps the versions of modules as attributes of one
         raise ValueError(f"attributes of a {type(made).__name__}, which has none")
@@ -382,6 +400,8 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates whatever 
             return lambda data, *_: data
         if full == "torch._tensor._rebuild_from_type_v2":
             return _typed
+        if full == "torch._utils._rebuild_wrapper_subclass":
+            return _wrapper
         if full in ALLOWED or module.startswith("megatron."):
             return _maker(full)
         raise Damaged(
@@ -427,17 +447,30 @@ def _tensor_of_bytes(
     return Tensor(Storage(storage.key, dtype, elements), made.offset, made.shape, made.strides)
 
 
-def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:
-    """Build a tensor that has attributes or a class of its own; both are dropped."""
+def _typed(rebuild: Any, _: Any, args: Any, state: Any = None, *__: Any) -> Tensor | PickledObject:
+    """Build a tensor that has attributes or a class of its own; both are dropped, except for a distributed tensor."""
+    if rebuild is _wrapper and isinstance(args, tuple):
+        wrapped = _wrapper(*args)
+        wrapped.__setstate__(state)
+        return wrapped
     if rebuild is not _tensor or not isinstance(args, tuple):
         raise TypeError("a tensor that is made in a way that is not known")
     return _tensor(*args)
+
+
+def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> PickledObject:
+    """Build the description of a distributed tensor: a tensor without bytes of its own, whose state has the rest."""
+    if _DISTRIBUTED_CLASS.fullmatch(getattr(kind, "described", "")) is None:
+        raise TypeError("a tensor without bytes of its own, of a class that is not known")
+    return PickledObject(DISTRIBUTED, fields={"dtype": dtype, "shape": shape})
 
 
 def _maker(name: str) -> type[PickledObject]:
     """Return a class that stands for the class ``name`` and builds a ``PickledObject`` when called or created."""
 
     class Made(PickledObject):
+        described = name
+
         def __new__(cls, *args: Any, **fields: Any) -> Any:
             made = object.__new__(PickledObject)
             PickledObject.__init__(made, name, args, fields)

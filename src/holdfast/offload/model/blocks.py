@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import ModelNotSupported
 from ...quantities import KiB
 from ...state.capture import Captured, CapturedParameter, join, plain_paths
+from .side_outputs import SideOutputs, with_side_outputs
 
 SMALL = 64 * KiB
 """Bytes. Smaller tensors leave no holes in the heap that matter."""
@@ -92,6 +93,14 @@ BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
 """Function called with a block's index and its arguments; returns what the block would return."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module or one inside of it is compiled."""
+    return any(
+        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule"
+        for each in module.modules()
+    )
+
+
 class Patch:
     """Replaces the forward of every block by ``call`` while applied."""
 
@@ -101,7 +110,10 @@ class Patch:
             {name: module.__dict__[name] for name in REPLACED if name in module.__dict__}
             for module in blocks.modules
         ]
-        self.forwards = [self._forward(index) for index in range(len(blocks.modules))]
+        self.forwards = [
+            with_side_outputs(self._forward(index), name, is_compiled(blocks.modules[index]))
+            for index, name in enumerate(blocks.names)
+        ]
         """The blocks' own forwards."""
 
     @contextmanager
@@ -115,8 +127,15 @@ class Patch:
                 self._take_away(index)
 
     def _put(self, index: int) -> None:
-        stand_in = {"forward": lambda *args, **kwargs: self._call(index, args, kwargs), COMPILED: None}
+        stand_in = {"forward": lambda *args, **kwargs: self._stand_in(index, args, kwargs), COMPILED: None}
         self.blocks.modules[index].__dict__.update(stand_in)
+
+    def _stand_in(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Hand a call of a block over, with what leaves the block beside its return value."""
+        side = SideOutputs.of(args, kwargs)
+        if side is None:
+            return self._call(index, args, kwargs)
+        return side.receive(self._call(index, *side.enclose(args, kwargs)))
 
     def _take_away(self, index: int) -> None:
         """Restore the block's attributes as they were."""
@@ -165,7 +184,7 @@ def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | 
     lists = candidates(model)
     if not lists:
         raise ModelNotSupported(
-            f"{type(model).__name__} has no nn.ModuleList of blocks of one class. Pass blocks=model.path.to.the.list,"
+            f"{type(model).__name__} has no nn.ModuleList of blocks. Pass blocks=model.path.to.the.list,"
             " or several modules in the order in which they run: out-of-core training streams repeated blocks."
         )
     name, module = lists[0]
@@ -174,9 +193,10 @@ def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | 
 
 
 def candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the outermost lists of modules of one class, with their names, the likeliest blocks first.
+    """Return the outermost lists of modules that repeat, with their names, the likeliest blocks first.
 
-    Modules that consist of others come before plain layers, such as tables and heads; then the larger list comes first.
+    The modules are of one class, or, in hybrid models, of several classes of which one comes at least twice. Modules
+    that consist of others come before plain layers, such as tables and heads; then the larger list comes first.
     """
     lists = [
         (name, module)
@@ -226,7 +246,10 @@ def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.Mod
 
 
 def _repeats(module: nn.ModuleList) -> bool:
-    return len(module) > 0 and len({type(child) for child in module}) == 1
+    kinds = {type(child) for child in module}
+    if len(kinds) <= 1:
+        return bool(kinds)
+    return len(kinds) < len(module) and all(any(True for _ in child.children()) for child in module)
 
 
 def with_embedding_and_head(model: nn.Module, blocks: Blocks, tied: bool = True) -> Blocks:

@@ -8,19 +8,24 @@ recomputation would see other values (``input_changes``).
 
 Where several blocks contribute to a gradient, the sum follows the order of an ordinary backward. The gradient so far
 goes into the next block's backward as a root; it is not added to the result.
+
+The model's own code between two blocks is a segment of the thread's graph. A backward pass through a segment ends at
+tensors that an earlier segment made (features of an image that are added between layers). Their gradients wait until
+the backward pass of that segment, so each segment's graph is passed once.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import BlockInputChanged, ModelNotSupported
@@ -30,6 +35,10 @@ from .microbatches import Autocast, BlockCall
 
 Seed = tuple[GradientEdge, torch.Tensor]
 """A point of the graph where an input begins, and the gradient that the input has before the backward pass."""
+
+
+COLLECTING = "holdfast collecting"
+"""Key in the metadata of a node at which a graph of the thread begins."""
 
 
 class BlockOutput:
@@ -113,6 +122,7 @@ def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) ->
         return (None,)
 
     assert begin.grad_fn is not None
+    begin.grad_fn.metadata[COLLECTING] = True  # type: ignore[index]
     begin.grad_fn.register_prehook(take)  # type: ignore[arg-type]
     return begin
 
@@ -289,6 +299,10 @@ class OriginTracker:
     def __init__(self) -> None:
         self._deliveries: list[BlockOutput] = []
         self._thread_sources: dict[GradientEdge, TensorOrigin] = {}
+        self._sequences: list[int] = []
+        """The thread's next sequence number of autograd at each call of a block."""
+        self._roots: list[list[TensorOrigin]] = []
+        """The roots of each call's boundary."""
         self.running = threading.Event()
         """Event that is set while a backward pass of this micro-batch runs."""
 
@@ -303,6 +317,7 @@ class OriginTracker:
         """
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
         boundary = Boundary(call.block, spec, list(flat), call.autocast)
+        self._roots.append(boundary.roots)
         boundary.device = []
         first: dict[int, int] = {}
         for position, leaf in enumerate(flat):
@@ -318,12 +333,18 @@ class OriginTracker:
                 boundary.repeated[position] = first[id(leaf)]
                 continue
             first[id(leaf)] = position
-            boundary.moving[position] = self._source(leaf, boundary)
+            boundary.moving[position] = self._source(leaf)
             boundary.device.append(leaf.detach())
         refuse_hidden(boundary.kept, name, "input")
+        self._sequences.append(call.sequence)
         return boundary
 
-    def _source(self, tensor: torch.Tensor, boundary: Boundary) -> TensorOrigin:
+    def end_at_earlier(self, loss: torch.Tensor) -> None:
+        """Let the backward pass of ``loss`` end at what was made before the last block."""
+        if loss.grad_fn is not None:
+            self._end_at_earlier(loss.grad_fn)
+
+    def _source(self, tensor: torch.Tensor) -> TensorOrigin:
         for delivery in reversed(self._deliveries):
             index = delivery.index_of(tensor)
             if index is not None:
@@ -331,9 +352,36 @@ class OriginTracker:
         edge = get_gradient_edge(tensor)
         source = self._thread_sources.get(edge)
         if source is None:
-            source = self._thread_sources[edge] = TensorOrigin(edge=edge, running=self.running)
-            boundary.roots.append(source)
+            source = self._begin_at(edge)
+            if self._segment(edge.node) == len(self._sequences):
+                self._end_at_earlier(edge.node)
         return source
+
+    def _begin_at(self, edge: GradientEdge) -> TensorOrigin:
+        """Return a source at ``edge``, whose gradient goes on in the backward pass of the segment that made it."""
+        source = self._thread_sources[edge] = TensorOrigin(edge=edge, running=self.running)
+        self._roots[min(self._segment(edge.node), len(self._roots) - 1)].append(source)
+        return source
+
+    def _segment(self, node: Node) -> int:
+        """Return the number of blocks that were called before ``node`` was made.
+
+        A parameter has a node that belongs to the present segment.
+        """
+        return bisect_right(self._sequences, node._sequence_nr())
+
+    def _end_at_earlier(self, node: Node) -> None:
+        """Begin sources at the nodes of earlier segments that lead to ``node``, which the present one made."""
+        seen, left = {node}, [node]
+        while left:
+            for before, number in left.pop().next_functions:
+                if before is None or before in seen or COLLECTING in before.metadata:  # type: ignore[operator]
+                    continue
+                if self._segment(before) == len(self._sequences):
+                    seen.add(before)
+                    left.append(before)
+                elif (edge := GradientEdge(before, number)) not in self._thread_sources:
+                    self._begin_at(edge)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -45,6 +45,8 @@ class BlockCall:
     kwargs: dict[str, Any]
     autocast: Autocast = ()
     """The autocast state that the model has set around the call."""
+    sequence: int = 0
+    """The next sequence number of autograd in the thread: nodes made before the call have lower ones."""
 
 
 @dataclass
@@ -52,6 +54,20 @@ class ForwardEnd:
     """The end of the model's forward, which returned ``value``."""
 
     value: Any
+
+
+@dataclass
+class OwnCall:
+    """A micro-batch whose forward pass and loss are a function of the script, which calls the model once itself."""
+
+    run: Callable[[], Any]
+    """Returns the loss in a step. It brings the inputs to the device by itself."""
+    inputs: Mapping[str, Any]
+    """The tensors of the micro-batch, to count tokens and to compare sizes."""
+    results: dict[str, Any]
+    """Results of the step for its commit, as JSON: one dict that all own calls of a step fill."""
+    takes_loss: bool = False
+    """True if ``run`` takes nothing but the loss of the model, so that logits need not exist whole."""
 
 
 class _Signal:
@@ -129,7 +145,7 @@ class Coroutine:
                 " use_reentrant=True. Give use_reentrant=False, or take requires_grad from the parameters that are not"
                 f" to be trained instead{way_out}."
             )
-        self._event = BlockCall(block, args, kwargs, autocast_state())
+        self._event = BlockCall(block, args, kwargs, autocast_state(), torch.autograd._get_sequence_nr())
         del args, kwargs
         self._hand_back()
         self._go.take()
@@ -324,6 +340,8 @@ def checked_batches(
 
 
 def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    if isinstance(batch, OwnCall):
+        return batch
     if isinstance(batch, Mapping):
         if loss_fn is not None:
             raise BadInput(
@@ -351,6 +369,8 @@ def late_call(
 
 def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:
     """Return a call: ``model(**inputs)`` for a mapping; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
+    if isinstance(inputs, OwnCall):
+        return inputs.run
     if isinstance(inputs, Mapping):
         return lambda: model(**inputs)
     if loss_fn is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...errors import ModelNotSupported
@@ -16,11 +17,16 @@ DRAWN = (True, False, "gaussian")
 """Initialisations of LoRA that need no values of the layer."""
 
 
+def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers of ``model`` that LoRA adapts, with their names."""
+    named: list[tuple[str, Any]] = list(model.named_modules())
+    return [(name, m) for name, m in named if callable(getattr(m, "reset_lora_parameters", None))]
+
+
 def layers_of(model: nn.Module) -> dict[int, nn.Module]:
     """Return the adapted layer of each module that belongs to an adapter, by the module's ``id``."""
     found: dict[int, nn.Module] = {}
-    layers: list[Any] = [m for m in model.modules() if callable(getattr(m, "reset_lora_parameters", None))]
-    for layer in layers:
+    for _, layer in lora_layers(model):
         base = {id(module) for module in layer.get_base_layer().modules()} | {id(layer)}
         found |= {id(module): layer for module in layer.modules() if id(module) not in base}
     return found
@@ -29,7 +35,8 @@ def layers_of(model: nn.Module) -> dict[int, nn.Module]:
 def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
     """Let PEFT initialise the adapters of ``layers``.
 
-    Raises ``ModelNotSupported`` for adapters whose initial values are computed from the values of their layers.
+    DoRA's magnitudes stay as they are, if they have values. Raises ``ModelNotSupported`` for adapters whose initial
+    values are computed from the values of their layers.
     """
     configs: list[Any] = [getattr(module, "peft_config", None) for module in model.modules()]
     told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
@@ -37,13 +44,22 @@ def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
         for name in layer.r:
             _refuse_other_kinds(name, told.get(name))
             how = told[name].init_lora_weights if name in told else True
-            if how not in DRAWN or name in layer.lora_variant:
+            if how not in DRAWN or (name in layer.lora_variant and not _has_magnitudes(layer, name)):
                 raise ModelNotSupported(
                     f"adapter {name!r} begins with values that are made of the layer's own (init_lora_weights ="
                     f" {how!r}, or a variant such as DoRA), and those are on meta. Use LoRA with init_lora_weights="
                     "True, or a model in memory."
                 )
             layer.reset_lora_parameters(name, how)
+
+
+def _has_magnitudes(layer: Any, name: str) -> bool:
+    """Return whether the adapter is DoRA's and its magnitudes have values, which the script has set."""
+    magnitudes = getattr(layer, "lora_magnitude_vector", {})
+    if name not in magnitudes:
+        return False
+    weight = magnitudes[name].weight
+    return not weight.is_meta and not bool(torch.isnan(weight).any())  # a parameter on meta is drawn over NaN
 
 
 def _refuse_other_kinds(name: str, config: Any) -> None:

@@ -20,6 +20,7 @@ def commit(run: Runtime, op: Op, step: Step) -> None:
     """Publish the step, whose files are all written and synced. When this returns, it survives power loss."""
     progress = step.progress  # taken when the step began, when it was not known whether it would be skipped
     progress["skipped_steps"] += step.skipped
+    progress |= step.all_results()
     if step.loss_scale is not None:
         progress["loss_scale"] = step.loss_scale.after(step.skipped).progress()
     if step.delta is not None:

@@ -290,6 +290,7 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     scaled = loss / count if batch.weight is None else loss * batch.weight
     if step.loss_scale is not None:
         scaled = step.loss_scale.enlarge(scaled)
+    batch.tracker.end_at_earlier(loss)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
 
 

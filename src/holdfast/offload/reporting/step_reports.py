@@ -14,6 +14,7 @@ import torch
 
 from ... import accelerators
 from ..loss_scaling import mean_of
+from ..model.microbatches import OwnCall
 from ..runtime import Runtime, Step
 from ..setup.preflight import Preflight
 from ..setup.process_settings import process_bytes
@@ -123,5 +124,6 @@ def count_tokens(micro_batches: Sequence[Any]) -> int:
 
 
 def _count_tokens(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, dict) else batch
+    batch = batch.inputs if isinstance(batch, OwnCall) else batch
+    values = batch.values() if isinstance(batch, Mapping) else batch
     return next((v.numel() for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point()), 0)

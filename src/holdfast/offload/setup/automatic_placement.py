@@ -19,6 +19,7 @@ import torch
 
 from ...errors import ModelNotSupported
 from ...measure.cached import CachedProfile, machine_at
+from ...measure.drive_rates import Limits, nearest
 from ...measure.machine_probe import BlockTimes
 from ...profiles import MachineProfile
 from ...quantities import format_seconds
@@ -29,9 +30,6 @@ from ..memory.device import Device
 from ..model.model_parts import ModelParts
 from ..reporting.block_times import BlockTimer, time_model
 from .process_settings import give_back_freed
-
-Limits = tuple[int | None, int | None, int | None]
-"""Limits in bytes per second: of reads, of writes, of both together. None is no limit."""
 
 
 @dataclass(frozen=True)
@@ -266,11 +264,3 @@ def _of_a_product(device: torch.device) -> BlockTimes:
     float((one @ one)[0, 0])
     seconds = perf_counter() - start
     return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product")
-
-
-def nearest(directory: Path) -> Path:
-    """Return ``directory``, or the nearest parent that exists."""
-    directory = directory.absolute()
-    while not directory.is_dir():
-        directory = directory.parent
-    return directory

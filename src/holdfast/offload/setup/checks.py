@@ -20,7 +20,9 @@ from ...errors import BadInput, ModelNotSupported
 from ...measure.hardware_rates import product_seconds
 from ...optim.mezo import epsilon_of
 from ...schedule.work import ORDERS
-from ..model.blocks import Blocks, candidates, configurations, parameter_bytes
+from ...state.capture import join
+from ..model.blocks import Blocks, candidates, configurations, is_compiled, parameter_bytes
+from ..model.side_outputs import recorder
 from ..offload_options import IO, Clipping, Durability, Placement, Precision
 from .step_planning import SCHEDULES, Budget
 
@@ -29,7 +31,7 @@ def check_choices(schedule: str, order: str, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
-        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
+        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens", "sum")),
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
@@ -103,22 +105,50 @@ def check_source(source: Any) -> None:
         raise BadInput(f"source = {str(source)!r} is a path: write source=holdfast.From({str(source)!r})")
 
 
-RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Settings of transformers models that record values inside blocks, which the blocks do not return."""
+RECORDED = ("output_hidden_states", "output_attentions")
+"""Settings of transformers models that keep values of every block until the end of the forward pass."""
+ROUTERS = "output_router_logits"
+"""Setting of transformers models with experts that records what the balancing loss is computed from."""
+SKIPPING = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Settings of transformers models that leave layers out of a forward pass at random."""
 
 
-def check_recorded(model: nn.Module) -> None:
-    """Raise ``ModelNotSupported`` if the model's forward would record values inside blocks.
-
-    Blocks run apart from that forward, so nothing would be recorded.
-    """
+def check_recorded(model: nn.Module, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` if the model records what would fill the memory, or what cannot be recorded here."""
     for path, config in configurations(model):
         for name in RECORDED:
             if getattr(config, name, False):
-                lost = "; experts are then trained without their balancing loss" if "router" in name else ""
                 raise ModelNotSupported(
-                    f"{path}.{name} records what happens inside of blocks, and these run apart from the model's"
-                    f" forward. Set {path}.{name} = False{lost}."
+                    f"{path}.{name} keeps values of every block on the device, for all micro-batches, which no budget"
+                    f" counts. Set {path}.{name} = False."
+                )
+        if not getattr(config, ROUTERS, False):
+            continue
+        pairs = zip(blocks.names, blocks.modules, strict=True)
+        compiled = next((name for name, block in pairs if is_compiled(block)), None)
+        if compiled is not None or recorder() is None:
+            why = (
+                f"{compiled} is compiled"
+                if compiled
+                else "this version of transformers records in another way"
+            )
+            raise ModelNotSupported(
+                f"{path}.{ROUTERS} records what happens inside of blocks, and {why}, so nothing would be recorded and"
+                f" experts would be trained without their balancing loss. Set {path}.{ROUTERS} = False to do that."
+            )
+
+
+def check_skipped(model: nn.Module, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` if a module that contains blocks skips layers at random."""
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        for name in SKIPPING:
+            fraction = getattr(config, name, 0)
+            if fraction and any(each in blocks.modules for each in module.modules()):
+                place = f"{join('model', path) if path else 'model'}.config.{name}"
+                raise ModelNotSupported(
+                    f"{place} = {fraction} skips layers at random, and every micro-batch must call every block."
+                    f" Build the model with {name} = 0."
                 )
 
 

@@ -9,26 +9,22 @@ use the drives that the first rank finds. Called by ``offload``. Bytes, seconds.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from ...distributed import Ranks
-from ...errors import DoesNotFit
 from ...io.queue import DriveQueues, IOQueue
-from ...measure.ssd import LEAST_BYTES, measure_ssd
+from ...measure.drive_rates import Limits, device_of, nearest, rate_of, spread, warn_of_one_file_system
 from ...optim.torch_threads import one_torch_thread
-from ...quantities import MiB, format_bytes
 from ...schedule.operations import SSD_READ, SSD_WRITE, as_guessed
 from ...store.commit.generations import Generations
 from ...store.disk import Disk
 from ...store.drive_links import HOME, Drive, directories_for, record_of
 from ...store.run_store import see_drives
 from ..model.model_parts import ModelParts
-from .automatic_placement import Limits, nearest, to_standard_error
+from .automatic_placement import to_standard_error
 from .step_planning import RunPlan
 
 
@@ -77,7 +73,7 @@ class Drives:
         known = record_of(disk)
         if {drive.folder: drive.directory for drive in known} == wanted:
             return cls(known)
-        _warn_of_one_file_system(wanted)
+        warn_of_one_file_system(wanted.values(), device_of)
         (say or to_standard_error)(f"measuring {len(wanted)} drives for a few seconds, once")
         return cls(
             tuple(
@@ -138,9 +134,6 @@ class Drives:
         ]
 
 
-SECONDS = 1.0
-"""Duration of the measurement of one drive."""
-FILE_BYTES = 256 * MiB
 OF_STATE = ("load_state", "store_state", "load_resident", "store_resident", "load_frozen")
 """Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
 
@@ -152,38 +145,6 @@ def moved_bytes(plan: RunPlan) -> tuple[int, int]:
     frozen = [block.frozen_file_bytes for block in plan.work.blocks]
     state += sum(frozen[op.key.block] for op in moved if op.key.kind == "load_params")
     return state, sum(op.nbytes for op in moved) - state
-
-
-def rate_of(directory: Path, limits: Limits) -> float:
-    """Measure the bytes per second that the drive of ``directory`` moves, half of them reads, within ``limits``."""
-    there = nearest(directory)
-    free = Disk(there).free_bytes()
-    if free < 2 * LEAST_BYTES:
-        raise DoesNotFit(
-            f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free, and"
-            f" {format_bytes(2 * LEAST_BYTES)} are needed. Free some, or leave it out of drives."
-        )
-    found = measure_ssd(there, min(FILE_BYTES, free // 2), SECONDS)
-    read, write, both = limits
-    one_way = [2.0 * limit for limit in (read, write) if limit is not None]
-    return max(1.0, min([found.mixed, *one_way, *([] if both is None else [float(both)])]))
-
-
-def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
-    devices: dict[int, str] = {}
-    for directory in wanted.values():
-        other = devices.setdefault(device_of(directory), directory)
-        if other != directory:
-            warnings.warn(
-                f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
-                " on another disk is of use",
-                stacklevel=7,
-            )
-
-
-def device_of(directory: str) -> int:
-    """Return the number of the file system on which ``directory`` is or would be."""
-    return os.stat(nearest(Path(directory))).st_dev
 
 
 def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) -> tuple[float, ...]:
@@ -201,27 +162,3 @@ def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) 
         return tuple(rate / total for rate in rates)
     first = max(0.0, rates[0] / total * (state_bytes + other_bytes) - other_bytes) / state_bytes
     return first, *((1 - first) * rate / others for rate in rates[1:])
-
-
-def spread(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[list[int]]:
-    """Return the drive of each unit of each rank, in the order in which a step goes through the units.
-
-    It is the drive that is furthest behind its share, counting all ranks and this one together.
-
-    >>> spread([[8, 8, 8, 8, 8, 8]], [1 / 3, 2 / 3])
-    [[1, 0, 1, 1, 0, 1]]
-    >>> spread([[8, 8, 8, 8], [8, 8, 8, 8]], [1 / 2, 1 / 2])
-    [[0, 1, 0, 1], [1, 0, 1, 0]]
-    """
-    found: list[list[int]] = [[] for _ in sizes]
-    placed, together = [[0] * len(shares) for _ in sizes], [0] * len(shares)
-    for unit in range(len(sizes[0])):
-        for rank, own in enumerate(placed):
-            nbytes = sizes[rank][unit]
-            wanted = sum(own) + sum(together) + 2 * nbytes
-            behind = [share * wanted - (a + b) for share, a, b in zip(shares, own, together, strict=True)]
-            drive = behind.index(max(behind))
-            own[drive] += nbytes
-            together[drive] += nbytes
-            found[rank].append(drive)
-    return found

@@ -46,6 +46,7 @@ from .checks import (
     check_recorded,
     check_renormalised,
     check_sample,
+    check_skipped,
     check_source,
     check_stateful,
     check_together,
@@ -82,7 +83,7 @@ class Arguments:
     schedule: str
     order: str
     clipping: Clipping
-    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float]
+    normalize: Literal["micro_batches", "tokens", "sum"] | Callable[[Any], float]
     sample: Any
     micro_batches: int
     loss_fn: Callable[..., Any] | None
@@ -128,7 +129,6 @@ def checked_arguments(given: Arguments, fellows: DataParallelGroup) -> Arguments
         refuse_open(given.model)
         open_layers(given.model)
         refuse_prepared(given.model)
-        check_recorded(given.model)
         check_renormalised(given.model)
         require_integer("micro_batches", given.micro_batches, 1)
         check_stateful(given.scheduler, given.loader)
@@ -296,6 +296,8 @@ def _examined(given: Arguments, ranks: Ranks, run: RunContents | None, streams_a
         streams_all,
     )
     check_compiled(given.model, parts.blocks)
+    check_recorded(given.model, parts.blocks)
+    check_skipped(given.model, parts.blocks)
     for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
         refuse_in_block(name, block)
     refuse_held(parts.captured)

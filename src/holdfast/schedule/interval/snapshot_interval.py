@@ -103,7 +103,7 @@ def bounds(measured: MeasuredCosts, limits: Limits) -> tuple[Bound, ...]:
             False,
             _quotient(_quotient(left_bytes, m.record_bytes) - spread, limits.retain) - spread,
         ),
-        Bound("host memory", "records", False, _quotient(copies, 2 * m.record_bytes)),
+        Bound("host memory", "records", False, _quotient(copies, 2 * m.staged_bytes)),
         Bound("steps on their way", "records", False, limits.pending_steps // 2),
         Bound("delay of a record", "records", False, _quotient(limits.delay_seconds, m.step_seconds) + 1),
     )

@@ -39,14 +39,25 @@ MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
 
 
 class Tuner:
-    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``)."""
+    """Chooses ``steps``, the steps between snapshots, unless the user gave them (``told``).
 
-    def __init__(self, told: int | None, limits: Limits, prior: MeasuredCosts) -> None:
+    A ``mean_seconds_between_failures`` that the user gave is believed whatever restarts show.
+    """
+
+    def __init__(
+        self,
+        told: int | None,
+        limits: Limits,
+        prior: MeasuredCosts,
+        mean_seconds_between_failures: float | None = None,
+    ) -> None:
         self.steps = told or FIRST_STEPS
         self.limits = limits
         self._told = told is not None
+        self._mean = mean_seconds_between_failures
         self._estimates = Estimates(prior, keep=KEEP)
-        self._sizes = {name: getattr(prior, name) for name in ("full_bytes", "frozen_bytes", "record_bytes")}
+        sizes = ("full_bytes", "frozen_bytes", "record_bytes", "captured_bytes")
+        self._sizes = {name: getattr(prior, name) for name in sizes}
         self._replay_seen = False
         self._num_steps = self._steps_since = 0
         self._seconds = self._record_stall = 0.0
@@ -56,6 +67,8 @@ class Tuner:
     def measured(self) -> MeasuredCosts:
         """The current estimates."""
         believed = replace(self._estimates.measured, **self._sizes)
+        if self._mean is not None:
+            believed = replace(believed, mean_seconds_between_failures=self._mean)
         if not self._replay_seen:  # an optimizer takes about a tenth of a step
             believed = replace(believed, replay_seconds=believed.step_seconds / 10)
         return believed
@@ -101,8 +114,10 @@ class Tuner:
         """Note that the run was restarted ``times`` times before this process, in ``seconds``."""
         self._estimates.ran(max(seconds, 0.0), times)
 
-    def records_are(self, nbytes: int) -> None:
-        self._sizes["record_bytes"] = nbytes
+    def records_are(self, nbytes: int, captured_bytes: int = 0) -> None:
+        """Note that records have ``nbytes`` on the disk, and ``captured_bytes`` in memory; 0 is not known."""
+        known = {"record_bytes": nbytes, "captured_bytes": captured_bytes}
+        self._sizes |= {name: value for name, value in known.items() if value}
 
     def retuned(self) -> IntervalChange | None:
         """Return another number of steps, if a snapshot or the first steps have shown that it is better by enough."""

@@ -59,6 +59,8 @@ class MeasuredCosts:
     mean_seconds_between_failures: float = 24 * HOUR
     frozen_bytes: int = 0
     """Bytes of frozen parameters, which are written once and loaded with every snapshot."""
+    captured_bytes: int = 0
+    """Bytes of a log record in memory, where rows of zeros are still in it; 0 if that is ``record_bytes``."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,6 +87,11 @@ class MeasuredCosts:
         record = max(self.replay_seconds / 2, self.record_bytes / self.read_bytes_per_second)
         loaded = self.full_bytes + self.frozen_bytes
         return loaded / self.read_bytes_per_second + (self.base_steps - 1) * record
+
+    @property
+    def staged_bytes(self) -> int:
+        """The bytes of host memory that one log record takes."""
+        return max(self.record_bytes, self.captured_bytes)
 
     def write_seconds(self, records: int) -> float:
         """Return the seconds until a write of ``records`` log records is durable."""
@@ -201,7 +208,7 @@ def host_bytes(measured: MeasuredCosts, cadence: Cadence) -> int:
     It holds the log records that wait and as many that are being written. For the snapshot it holds a quarter of the
     whole, or the part of a snapshot that one step copies, if that is more.
     """
-    records = 2 * cadence.records * measured.record_bytes
+    records = 2 * cadence.records * measured.staged_bytes
     return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
 
 

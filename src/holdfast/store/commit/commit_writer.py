@@ -40,6 +40,7 @@ from holdfast.store.format.manifest import (
 )
 from holdfast.store.format.payload_files import encode_index, read_named
 from holdfast.store.lock import HeldLock, lock_of
+from holdfast.store.log.striping import remove_segment
 
 Written = dict[str, tuple[int, tuple[str, ...]]]
 """The generation that was written and the checksums of its blocks, by unit."""
@@ -152,7 +153,7 @@ class WrittenCommits(RetainedCommits):
                 self.disk.unlink(path)
             for path in unneeded_segments(self.disk, needed, None):
                 failpoints.reach("before_segment_unlink")
-                self.disk.unlink(path)
+                remove_segment(self.disk, path)
             self._timelines = self.timelines()[0]
             self._prune_timelines()
 

@@ -19,7 +19,8 @@ from holdfast.store.drive_links import HOME, data_paths, folders, unneeded
 from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
 from holdfast.store.format.payload_files import encode_index, index_of, unverified_layout
 from holdfast.store.format.reference_files import REFERENCE
-from holdfast.store.log.segments import segments, streams
+from holdfast.store.log.segments import segments, streams, stripe_paths
+from holdfast.store.log.striping import sweep_stripes
 
 if TYPE_CHECKING:
     from holdfast.store.run_store import LocalStore
@@ -31,7 +32,7 @@ _SCRATCH_NAME = re.compile(
 
 
 def sweep(disk: AnyDisk) -> None:
-    """Remove the temporary files and the scratch of an earlier process."""
+    """Remove the temporary files and the scratch of an earlier process, and files of stripes without their segment."""
     for directory in ("commits", "index", "timelines"):
         for name in disk.listdir(directory):
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
@@ -42,6 +43,7 @@ def sweep(disk: AnyDisk) -> None:
     for name in disk.listdir("scratch"):
         if _SCRATCH_NAME.fullmatch(name):
             disk.unlink(f"scratch/{name}")
+    sweep_stripes(disk)
 
 
 def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
@@ -50,7 +52,7 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
     Nobody may have synced them: the directory may be a copy.
     """
     manifests = [manifest for manifest in retained.values() if manifest is not None]
-    payload = {ref.path for manifest in manifests for ref in manifest.files.values()}
+    payload = {ref.path for manifest in manifests for ref in manifest.files.values()} | {*stripe_paths(disk)}
     records = [f"timelines/{name}" for name in disk.listdir("timelines") if is_ours("timelines", name)]
     for why, paths in (
         ("reopen data", payload),

@@ -7,7 +7,8 @@ compaction. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.store.commit.retention import (
     Keep,
     Need,
+    certified_in,
     dropped,
     kept_for_good,
     lineage,
@@ -26,6 +28,8 @@ from holdfast.store.format.manifest import CommitRef, Manifest
 from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
+from holdfast.store.node_store import NodeStore
+from holdfast.store.log.striping import segment_bytes
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 
@@ -74,6 +78,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     unreadable = {ref for ref, manifest in manifests.items() if manifest is None}
     line = lineage(set(manifests) - unreadable, timelines, tip)
     for_good = kept_for_good([m for m in known if m.ref in line], keep)
+    for_good |= certified_in([manifest for ref in line if (manifest := manifests[ref]) is not None])
     going = dropped(
         manifests, timelines, tip, retain=keep.last, room=keep.last, for_good=for_good, damaged=unreadable
     )
@@ -92,7 +97,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
         for ref in going
     ]
     return Pruning(
-        tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
+        tuple(rows), tuple(m.ref for m in kept), gone, sum(segment_bytes(reader.disk, path) for path in gone),
         tuple(in_spans(lost_of(reader, before, after))), tuple(needed), tuple(before.reasons),
     )  # fmt: skip
 
@@ -119,6 +124,24 @@ def prune(root: Path, keep: Keep) -> Pruning:
         if found.going or found.segments:
             refuse_damaged(store, found.kept)
             store.retire([going.ref for going in found.going], found.needed)
+    return found
+
+
+def prune_nodes(reader: RunReader, directories: Sequence[Path], keep: Keep) -> Pruning:
+    """Remove what ``keep`` does not keep from the directories of all nodes, and the copies of it at their partners.
+
+    ``reader`` reads all of ``directories`` together. A kill in between leaves every directory whole; the next resume
+    gives all the same commits. Raises as ``prune``.
+    """
+    with ExitStack() as opened:
+        stores = [opened.enter_context(NodeStore(each, leads=True)) for each in directories]
+        for store in stores:
+            store.enter()
+        found = planned(reader, keep)
+        if found.going or found.segments:
+            refuse_damaged(reader, found.kept)
+            for store in stores:
+                store.retire_copies([going.ref for going in found.going], found.needed)
     return found
 
 

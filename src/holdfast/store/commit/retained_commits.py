@@ -18,7 +18,7 @@ from holdfast.store.commit.retention import (
     Keep,
     best_of,
     dropped,
-    kept_for_good,
+    kept_on_lines,
     lineage,
     needs,
     newest_tip,
@@ -30,6 +30,7 @@ from holdfast.store.commit.weights_files import copies_bytes, copies_in, copy_pa
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.log.segments import segments, streams
+from holdfast.store.log.striping import remove_segment
 from holdfast.store.reader import RunReader
 
 
@@ -146,7 +147,7 @@ class RetainedCommits(RunReader):
         alone = self._for_good() - set(self._newest())
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
-            self.disk.unlink(path)
+            remove_segment(self.disk, path)
         self._prune_timelines()
 
     def _prune_timelines(self) -> None:
@@ -202,6 +203,10 @@ class RetainedCommits(RunReader):
         self.prune_journal()
         return victim
 
+    def retains(self, ref: CommitRef) -> bool:
+        """Return whether ``ref`` is a commit that is retained."""
+        return ref in self._retained
+
     def is_among_best(self, value: float) -> bool:
         """Return whether a new commit with this ``value`` of the metric would be kept as one of the best.
 
@@ -255,16 +260,9 @@ class RetainedCommits(RunReader):
         """
         if self.keep is None or not self.keep.for_good:
             return self._certified()
-        retained, keep = self._retained, self.keep
-
-        def kept(line: list[CommitRef]) -> set[CommitRef]:
-            manifests = [retained.get(ref) for ref in line if ref not in self.damaged]
-            return kept_for_good([manifest for manifest in manifests if manifest is not None], keep)
-
-        line = self._line()
-        reached = line[0].step if line else 0
-        left = set().union(*(kept(self._line(other)) for other in self._timelines if other != self.timeline))
-        return self._certified() | kept(line) | {ref for ref in left if ref.step > reached}
+        retained = self._retained
+        whole = {ref: m for ref, m in retained.items() if m is not None and ref not in self.damaged}
+        return self._certified() | kept_on_lines(whole, self._timelines, self.timeline or 0, self.keep)
 
     def _certified(self) -> set[CommitRef]:
         """Return the newest whole commit of the line up to ``certified_step``, if there is one."""

@@ -8,7 +8,7 @@ stays as long as a commit needs a record in it. Called by the writers of commits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -123,6 +123,32 @@ def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
         if keep.hours is not None:
             first.setdefault(("hours", manifest.created // (keep.hours * HOUR)), manifest.ref)
     return {*first.values(), *best_of(line, keep)}
+
+
+def kept_on_lines(
+    commits: Mapping[CommitRef, Manifest], timelines: Mapping[int, Timeline], tip: int, keep: Keep
+) -> set[CommitRef]:
+    """Return the ``commits`` that stay although newer ones follow.
+
+    They are on the line of the timeline ``tip``, or on an abandoned one beyond the newest step of that line.
+    """
+
+    def kept(line: Collection[CommitRef]) -> set[CommitRef]:
+        return kept_for_good([commits[ref] for ref in line], keep)
+
+    line = lineage(commits, timelines, tip)
+    reached = line[0].step if line else 0
+    left = set().union(*(kept(lineage(commits, timelines, other)) for other in timelines if other != tip))
+    return kept(line) | {ref for ref in left if ref.step > reached}
+
+
+def certified_in(line: Sequence[Manifest]) -> set[CommitRef]:
+    """Return the newest certified commit of ``line``, newest first, as the newest one says; none without a guard.
+
+    A guard certifies the step that it is at. So what it has certified since the newest commit is that commit.
+    """
+    step = line[0].certified_step if line else None
+    return set([manifest.ref for manifest in line if step is not None and manifest.step <= step][:1])
 
 
 def best_of(line: Collection[Manifest], keep: Keep) -> list[CommitRef]:

@@ -14,9 +14,11 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.store.drive_links import FOLDER
+import xxhash
+
+from holdfast.store.drive_links import FOLDER, HOME
 from holdfast.store.format.checksummed_json import FORMAT, VERSION, reading, seal, unreadable, unseal
-from holdfast.store.format.reference_files import is_reference
+from holdfast.store.format.reference_files import REFERENCE, SAFETENSORS, is_reference
 
 ALONE = "rank-00000"
 """The log of a process that trains by itself, and of the first of several ranks."""
@@ -84,6 +86,16 @@ class FileRef:
         """
         _require(_PAYLOAD_PATH, item["path"])
         return cls(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
+
+
+def object_path(ref: FileRef) -> str:
+    """Return the name of a copy of a payload file, in a bucket or at a partner, derived from its content.
+
+    The directory writes its file again, so its name would not do. The drive plays no part.
+    """
+    digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
+    name = ref.path.rpartition("/")[2].removesuffix(SAFETENSORS).removesuffix(REFERENCE).rpartition(".")[0]
+    return f"{HOME}/{name}.{digest}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -240,6 +252,12 @@ class Manifest:
         """The values that the script measured at this step, by name; empty if it gave none."""
         found = self.progress_of(self.streams[0]).get("metrics")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def certified_step(self) -> int | None:
+        """The newest step that a guard of the loss had certified at this step; None without a guard."""
+        found = self.progress_of(self.streams[0]).get("certified")
+        return found if isinstance(found, int) else None
 
     def progress_of(self, stream: str) -> dict[str, Any]:
         return self.shares[stream].progress if self.shares else self.progress

@@ -19,6 +19,7 @@ from holdfast.store.commit.retention import ancestry
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import Manifest, Point
 from holdfast.store.log.segments import StoredRecord, read_payload, read_what_can_be, segments
+from holdfast.store.log.striping import open_segment
 from holdfast.store.reader import ATTEMPTS, RunReader
 
 AHEAD = 2
@@ -44,7 +45,7 @@ def payloads(
         while True:
             while free and (record := next(following, None)) is not None:
                 if record.path not in files:
-                    files[record.path] = disk.open(record.path, write=False)
+                    files[record.path] = open_segment(disk, record.path, record.stripes)
                 buffer = free.pop()
                 view = buffer.view[: record.payload_bytes]
                 under_way.append((record, buffer, read_payload(queue, files[record.path], record, view)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -21,11 +22,19 @@ from holdfast.errors import DiskFull
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.quantities import PAGE, MiB, round_up
-from holdfast.store.disk import AnyDisk, OpenFile
+from holdfast.store.disk import AnyDisk
 from holdfast.store.format.checksummed_json import FORMAT, VERSION, seal
 from holdfast.store.format.file_names import block_spans
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log.segments import KINDS, SegmentRef
+from holdfast.store.log.striping import (
+    SegmentFile,
+    Stripes,
+    cut_segment,
+    make_segment,
+    open_segment,
+    submitted,
+)
 
 SEGMENT_BYTES = 256 * MiB
 """Upper bound of a segment's bytes; a group of records that needs more gets a segment of its own."""
@@ -69,6 +78,7 @@ class JournalWriter:
     Used by one thread at a time.
     ``check_writer`` raises if the run may not be written (any more). ``reserve(needed, wanted)`` returns the size in
     bytes of a new segment. ``copying`` keeps a second copy of all records, as durable as this one.
+    ``stripes`` say how new segments lie on several drives.
     """
 
     def __init__(
@@ -82,11 +92,12 @@ class JournalWriter:
         reserve: Callable[[int, int], int] = lambda least, wanted: wanted,
         copying: Copying = uncopied,
         direct: bool = True,
+        stripes: Stripes | None = None,
     ) -> None:
         self._disk, self._queue, self._stream, self._timeline = disk, queue, stream, timeline
         self._check_writer, self._reserve, self._direct = check_writer, reserve, direct
-        self._copying = copying
-        self._file: OpenFile | None = None
+        self._copying, self._stripes = copying, stripes
+        self._file: SegmentFile | None = None
         self._path = ""
         self._end = self._capacity = 0
         self._digest = timeline.key
@@ -115,10 +126,11 @@ class JournalWriter:
             assert self._file is not None
             requests = list(_requests(self._file, memory, self._end, beat))
             with self._copying(self._path, self._capacity, self._end, memory, beat):
-                written.append(self._queue.submit(requests, **KINDS))
-                written[0].result()
+                written += submitted(self._queue, requests, **KINDS)
+                for future in written:
+                    future.result()
                 failpoints.reach("after_records_write")
-                self._disk.sync(self._file, why="records")
+                self._sync(requests)
                 failpoints.reach("after_records_sync")
         except BaseException:
             wait(written)  # after an interrupt, a thread may be writing to this descriptor
@@ -140,8 +152,21 @@ class JournalWriter:
     def cut(self) -> None:
         """Release the space that the last segment reserves behind its records. Called once it is closed."""
         if self._end < self._capacity:
-            self._disk.cut(self._path, self._end)
+            cut_segment(self._disk, self._path, self._stripes, self._end)
             self._capacity = self._end
+
+    def _sync(self, requests: Sequence[Request]) -> None:
+        """Make what ``requests`` have written durable, on all drives at the same time."""
+        files = list({id(request.file): request.file for request in requests}.values())
+        if len(files) == 1:
+            return self._disk.sync(files[0], why="records")
+        syncs = [
+            self._queue.submit([], finish=partial(self._disk.sync, file, why="records"), **KINDS)
+            for file in files
+        ]
+        wait(syncs)
+        for future in syncs:
+            future.result()
 
     def _headers(self, records: Sequence[Record]) -> list[Buffer]:
         """Return the headers of ``records``, each with the digest of the one before."""
@@ -161,18 +186,18 @@ class JournalWriter:
         self._path = path = SegmentRef(self._timeline.id, step, self._stream).path
         ahead = max(LEAST_GROUPS * nbytes, self.records_ahead * round_up(nbytes // count))
         wanted = max(nbytes, min(SEGMENT_BYTES, GROUPS_PER_SEGMENT * nbytes, ahead))
-        self._capacity, self._end = self._reserve(nbytes, wanted), 0
+        head = 0 if self._stripes is None else PAGE
+        self._capacity, self._end = self._reserve(nbytes + head, wanted + head) - head, 0
         try:
-            self._disk.allocate(path, self._capacity)
+            make_segment(self._disk, path, self._stripes, self._capacity)
         except DiskFull:
             if self._capacity == nbytes:
                 raise
             # a smaller segment will do as long as the records themselves fit
-            self._capacity = self._reserve(nbytes, nbytes)
-            self._disk.allocate(path, self._capacity)
-        self._disk.sync_dir(f"journal/{self._stream}", why="segment directory")
+            self._capacity = self._reserve(nbytes + head, nbytes + head) - head
+            make_segment(self._disk, path, self._stripes, self._capacity)
         failpoints.reach("after_segment_made")
-        self._file = self._disk.open(path, direct=self._direct)
+        self._file = open_segment(self._disk, path, self._stripes, write=True, direct=self._direct)
 
 
 def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
@@ -205,10 +230,10 @@ def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
 
 
 def _requests(
-    file: OpenFile, memory: Sequence[memoryview], offset: int, beat: Callable[[], None] | None
+    file: SegmentFile, memory: Sequence[memoryview], offset: int, beat: Callable[[], None] | None
 ) -> Iterator[Request]:
     """Yield the writes that put ``memory`` into ``file``, one block after another."""
     for view in memory:
         for start, stop in block_spans(len(view)):
-            yield Request(file, view[start:stop], offset + start, True, before=beat)
+            yield from file.requests(view[start:stop], offset + start, write=True, before=beat)
         offset += len(view)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, ManifestCorrupt
-from holdfast.io.queue import IOQueue, Request
+from holdfast.io.queue import IOQueue
 from holdfast.quantities import PAGE, MiB, round_up
-from holdfast.store.disk import AnyDisk, OpenFile
+from holdfast.store.disk import AnyDisk
 from holdfast.store.format.checksummed_json import unseal
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
 from holdfast.store.format.manifest import Timeline
+from holdfast.store.log.striping import SegmentFile, Stripes, find_segment, joined, segment_paths, submitted
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}
 """The names by which the I/O queue counts the transfers of the log."""
@@ -42,6 +44,19 @@ class SegmentRef(NamedTuple):
     @property
     def path(self) -> str:
         return f"journal/{self.stream}/step-{self.first_step:012d}.t{self.timeline:04d}.log"
+
+    @classmethod
+    def of_path(cls, path: str) -> SegmentRef:
+        """Return the segment at ``path``. Raises ``ValueError`` for another file.
+
+        >>> SegmentRef.of_path("journal/rank-00000/step-000000000007.t0002.log")
+        SegmentRef(timeline=2, first_step=7, stream='rank-00000')
+        """
+        _, stream, name = path.split("/")
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{path!r} is no segment")
+        return cls(int(match[2]), int(match[1]), stream)
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,8 @@ class StoredRecord:
     """The xxh3_128 of the header."""
     fork: tuple[int | None, int | None, str | None] | None = None
     """The timeline's parent, the last step of that, and the parent's key. None in records of older versions."""
+    stripes: Stripes | None = None
+    """The way in which the segment lies on several drives; None if it is one file."""
 
     @property
     def timeline_record(self) -> Timeline | None:
@@ -93,6 +110,12 @@ def segments(disk: AnyDisk, stream: str) -> list[SegmentRef]:
 
 def streams(disk: AnyDisk) -> list[str]:
     return disk.listdir("journal")
+
+
+def stripe_paths(disk: AnyDisk) -> list[str]:
+    """Return the files on drives that have records of the segments that are there."""
+    refs = [ref for stream in streams(disk) for ref in segments(disk, stream)]
+    return [path for ref in refs for path in segment_paths(disk, ref.path)[1:]]
 
 
 def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]]:
@@ -133,15 +156,30 @@ def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
     for ref in segments(disk, stream):
         try:
             records, _ = read_segment(disk, ref)  # payloads may end with zeros
-            end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
+            for path, least in _file_ends(disk, ref.path, records):
+                _cut(disk, path, least)
         except DiskFailed as error:
             unread.append(error)
             continue
         except Damaged:  # not a regular file: nothing is reserved
             continue
-        if end < disk.size(ref.path):
-            disk.cut(ref.path, end)
     return unread
+
+
+def _file_ends(disk: AnyDisk, path: str, records: Sequence[StoredRecord]) -> list[tuple[str, int]]:
+    """Return the files of the segment ``path``, each with the bytes that ``records`` have there."""
+    if not records:
+        return [(each, 0) for each in segment_paths(disk, path)]
+    end, stripes = records[-1].end, records[-1].stripes
+    return [(path, end)] if stripes is None else [*zip(stripes.paths(path), stripes.sizes(end), strict=True)]
+
+
+def _cut(disk: AnyDisk, path: str, least: int) -> None:
+    """Cut a file behind its last page that is not zeros, and not before ``least``."""
+    with suppress(FileNotFoundError):  # of a segment that nothing needs and a power cut brought back in part
+        end = max(_written_bytes(disk, path), least)
+        if end < disk.size(path):
+            disk.cut(path, end)
 
 
 def _written_bytes(disk: AnyDisk, path: str) -> int:
@@ -180,18 +218,18 @@ def read_what_can_be(
     """Return as ``read_segment`` does, with a header that cannot be read ending the reading."""
     found: list[StoredRecord] = []
     try:
-        size, offset = disk.size(ref.path), start
-        file = disk.open(ref.path, write=False, direct=False)
+        file = find_segment(disk, ref.path)
     except FileNotFoundError:
         return [], None
-    except Damaged as error:
+    except (Damaged, DiskFailed) as error:
         return [], error
+    size, offset = file.nbytes, start
     try:
         while offset + PAGE <= size:
             header = _read_header(file, offset, size)
             if header is None:
                 break
-            record = _decode(header, ref.path, offset)
+            record = _decode(header, ref.path, offset, file.stripes)
             if record.timeline != ref.timeline or record.end > size:
                 raise _torn(ref.path, offset, "a record that does not belong here")
             found.append(record)
@@ -203,7 +241,7 @@ def read_what_can_be(
     return found, None
 
 
-def _read_header(file: OpenFile, offset: int, size: int) -> bytes | None:
+def _read_header(file: SegmentFile, offset: int, size: int) -> bytes | None:
     """Return the bytes of the header at ``offset``, or None for a page of zeros.
 
     Raises ``Damaged`` if there is no header.
@@ -225,7 +263,7 @@ def _read_header(file: OpenFile, offset: int, size: int) -> bytes | None:
     return bytes(page)
 
 
-def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
+def _decode(header: bytes, path: str, offset: int, stripes: Stripes | None) -> StoredRecord:
     try:
         table = unseal(header, path)
         parts = tuple((part["bytes"], tuple(part["xxh3_64"])) for part in table["parts"])
@@ -238,8 +276,9 @@ def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
         raise _torn(path, offset, "the header of a record that fails its digest") from error
     digest = xxhash.xxh3_128_hexdigest(header)
     return StoredRecord(
-        **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest, fork=fork
-    )
+        **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest, fork=fork,
+        stripes=stripes,
+    )  # fmt: skip
 
 
 def _is_part(nbytes: Any, checksums: tuple[str, ...]) -> bool:
@@ -257,7 +296,7 @@ def _torn(path: str, offset: int, what: str) -> Damaged:
     )
 
 
-def read_payload(queue: IOQueue, file: OpenFile, record: StoredRecord, view: memoryview) -> Future[None]:
+def read_payload(queue: IOQueue, file: SegmentFile, record: StoredRecord, view: memoryview) -> Future[None]:
     """Fill ``view``, of ``record.payload_bytes``, and verify it. Raises ``ChunkCorrupt``."""
     requests, start = [], 0
     for nbytes, checksums in record.parts:
@@ -265,9 +304,9 @@ def read_payload(queue: IOQueue, file: OpenFile, record: StoredRecord, view: mem
             piece = view[start + a : start + b]
             offset = record.offset + record.header_bytes + start + a
             check = partial(_verify, record, offset, piece, expected)
-            requests.append(Request(file, piece, offset, False, after=check))
+            requests += file.requests(piece, offset, write=False, after=check)
         start += nbytes
-    return queue.submit(requests, **KINDS)
+    return joined(submitted(queue, requests, **KINDS))
 
 
 def _verify(record: StoredRecord, offset: int, piece: memoryview, expected: str) -> None:

@@ -20,6 +20,7 @@ from ..format.file_names import block_spans
 from ..format.manifest import CommitRef, Timeline
 from ..log.chain import Journal
 from ..log.segments import SegmentRef, StoredRecord, read_segment, segments, streams
+from ..log.striping import open_segment
 from .object_store import ObjectDisk
 
 GROUP_BYTES = 32 * MiB
@@ -197,7 +198,7 @@ def blocks_of(disk: AnyDisk, record: StoredRecord) -> Iterator[bytes]:
 
     Raises ``Damaged``, or ``FileNotFoundError`` if its segment has gone.
     """
-    with closing(disk.open(record.path, write=False, direct=False)) as file:
+    with closing(open_segment(disk, record.path, record.stripes, direct=False)) as file:
         header = bytearray(record.header_bytes)
         file.read(memoryview(header), record.offset)
         if xxhash.xxh3_128_hexdigest(header) != record.digest:

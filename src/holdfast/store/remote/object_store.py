@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ...errors import BadInput, DiskFailed
 from ...quantities import KiB, MiB
 from ...regular_files import home_path
+from ..joined_nodes import JoinedNodes
 from ..lock import HeldLock
 
 if TYPE_CHECKING:
@@ -295,6 +296,18 @@ class Url(PurePosixPath):
         return "s3://" + super().__str__().removeprefix("s3:/")
 
 
+class Nodes(Url):
+    """A run whose nodes have a directory each, as ``DIRECTORY,DIRECTORY,...``: read like one in a bucket."""
+
+    @property
+    def directories(self) -> list[Path]:
+        """The directories of the nodes."""
+        return [Path(each) for each in str(self).split(",")]
+
+    def __str__(self) -> str:
+        return PurePosixPath.__str__(self)
+
+
 @dataclass(frozen=True)
 class NamedCommit:
     """A commit as a person named it; without a step the newest one.
@@ -316,8 +329,19 @@ class NamedCommit:
 
 
 def place_of(path: str | PurePath) -> Path | Url:
-    """Return the place of a run. ``Path`` merges the two slashes of an address."""
-    return Url(path) if str(path).startswith("s3:/") else home_path(path)
+    """Return the place of a run. ``Path`` merges the two slashes of an address.
+
+    A comma separates the directories of a run's nodes, each of which is there, unless it is part of one name.
+    """
+    if isinstance(path, Nodes):
+        return path
+    text = str(path)
+    if text.startswith("s3:/"):
+        return Url(path)
+    nodes = [home_path(each) for each in text.split(",") if each]
+    if len(nodes) > 1 and all((each / "commits").is_dir() for each in nodes) and not os.path.lexists(text):
+        return Nodes(",".join(map(str, nodes)))
+    return home_path(path)
 
 
 def holds_run(path: Path | Url) -> bool:
@@ -327,8 +351,10 @@ def holds_run(path: Path | Url) -> bool:
     return (path / "commits").is_dir() or (path / "config.toml").is_file()
 
 
-def remote_disk(place: Path | Url) -> ObjectDisk | None:
-    """Return a reader for a run in a bucket; None for a run in a directory."""
+def remote_disk(place: Path | Url) -> ObjectDisk | JoinedNodes | None:
+    """Return a reader for a run in a bucket, or in several nodes' directories; None for a run in one directory."""
+    if isinstance(place, Nodes):
+        return JoinedNodes(place.directories)
     return ObjectDisk(place) if isinstance(place, Url) else None
 
 

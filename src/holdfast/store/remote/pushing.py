@@ -23,19 +23,19 @@ from ..commit.generations import corrupt
 from ..commit.retention import (
     Keep,
     ancestry,
+    certified_in,
     dropped,
-    kept_for_good,
+    kept_on_lines,
     lineage,
     needs,
     newest_tip,
     unneeded_segments,
     unneeded_timelines,
 )
-from ..drive_links import HOME
 from ..format.file_names import block_spans
 from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
+from ..format.manifest import object_path as object_path
 from ..format.payload_files import INSPECT, check_size, read_verified
-from ..format.reference_files import REFERENCE, SAFETENSORS
 from ..log.chain import chain_of
 from ..log.segments import segments, streams
 from ..reader import RunReader, run_key_of
@@ -336,7 +336,8 @@ class Pusher:
             return [], set()
         tip, last = newest_tip(commits, timelines), self._keep.last
         line = lineage(commits, timelines, tip)
-        for_good = kept_for_good([commits[ref] for ref in line], self._keep)
+        for_good = kept_on_lines(commits, timelines, tip, self._keep)
+        for_good |= certified_in([commits[ref] for ref in line])
         gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
         return gone, for_good - set(line[:last])
 
@@ -373,16 +374,6 @@ class Pusher:
         used |= {ref.timeline for stream in streams(self._disk) for ref in segments(self._disk, stream)}
         for timeline in unneeded_timelines(self._timelines, used, max(self._timelines, default=0)):
             self._disk.unlink(self._timelines.pop(timeline).path)
-
-
-def object_path(ref: FileRef) -> str:
-    """Return the name of a payload file in a bucket, derived from its content.
-
-    The directory writes its file again, so its name would not do. The drive plays no part.
-    """
-    digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
-    name = ref.path.rpartition("/")[2].removesuffix(SAFETENSORS).removesuffix(REFERENCE).rpartition(".")[0]
-    return f"{HOME}/{name}.{digest}.safetensors"
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("transformers")
 
 from holdfast.formats.memory_source import InMemory
+from holdfast.formats.naming import Converted, Group
 from holdfast.formats.source import places_of
-from holdfast.models.naming import Converted, Group
 from holdfast.state.tensor_entries import TensorEntry
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from ..errors import Damaged
-from ..formats.load import read_flat
-from ..formats.restore import read_tensors
-from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 from ..state.layout.fragments import Fragments, dense
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
+from .load import read_flat
+from .restore import read_tensors
+from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 
 KEPT_GROUPS = 2
 """The number of groups whose converted tensors stay in memory.

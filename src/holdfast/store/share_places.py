@@ -3,21 +3,34 @@
 The payload of a rank's share lies in the directory that hosted the rank's stream in the timeline of the commit, which
 that directory's own record of the timeline says. Copies are named by their content, so a copy that has the name has the
 bytes. Log segments have one name everywhere. Every rank computes the same from what all nodes hold, so that all agree
-without another exchange. Called by ``node_run``.
+without another exchange. Called by ``node_run``, and by readers of several nodes' directories.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...store.format.manifest import FileRef, Manifest
-from ...store.node_store import Holdings
-from ...store.remote.pushing import object_path
+from holdfast.store.format.manifest import FileRef, Manifest, object_path
 
 OWN, PARTNER, BUCKET = "own disk", "partner", "bucket"
 """The tiers, in the order in which they are read."""
 TIERS = (OWN, PARTNER, BUCKET)
+
+
+@dataclass
+class Holdings:
+    """The content of one node's directory that other nodes may read."""
+
+    hosted: dict[str, list[str]] = field(default_factory=dict)
+    """The streams that the directory hosted, by the key of the timeline."""
+    own: dict[str, int] = field(default_factory=dict)
+    """Sizes of the payload files and segments of the node's own ranks, by path."""
+    copies: dict[str, int] = field(default_factory=dict)
+    """Sizes of the copies for the partner, by path in ``partner/``."""
+    has_log: bool = False
+    """True if there is a directory of logs, which a run that records its steps has."""
 
 
 class Place(NamedTuple):

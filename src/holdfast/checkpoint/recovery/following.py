@@ -1,0 +1,92 @@
+"""The live state of a standby, kept close behind the process that trains the run.
+
+While a standby waits for the run's lock, its model is idle. A thread at low priority loads the newest snapshot into it
+and replays the log records as they come, with the code of any recovery. What is left at a takeover are the records of
+the last moment. Nothing depends on the thread: the recovery at the takeover compares the snapshot and the record that
+the state is at with what the run holds then, and loads everything where they differ. Called by ``StepLog``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from ...errors import HoldfastError
+from ...state.live_state import LiveState
+from ...store.format.manifest import CommitRef
+from ...store.run_store import LocalStore
+from .lineage import Lineage, Reached
+from .recovery_progress import RecoveryProgress
+
+LOOK_SECONDS = 0.2
+"""The shortest time between two looks at the run."""
+REST = 1.0
+"""The rest after some work, as a multiple of its time: training beside it has the processors for the other half."""
+NICE = 19
+
+
+class Follower:
+    """A thread that keeps ``state`` close behind the run in ``store``, from ``__enter__`` to ``__exit__``.
+
+    Until then ``state`` is this object's alone. Takes no lock and writes nothing.
+    """
+
+    def __init__(
+        self, store: LocalStore, state: LiveState, after_update: Callable[[int], None] | None = None
+    ) -> None:
+        self._store, self._state, self._after_update = store, state, after_update
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="holdfast-follower", daemon=True)
+        self._failed: CommitRef | None = None
+        """A snapshot from which nothing could be replayed. The next one is waited for."""
+        self.reached: Reached | None = None
+        """The point that ``state`` is at; None while it is at none."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop after the record, or the file, that is under way."""
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        with suppress(AttributeError, OSError):  # a system without priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        seconds = 0.0
+        while not self._over.wait(max(LOOK_SECONDS, REST * seconds)):
+            began = time.monotonic()
+            try:
+                self._look()
+            except (HoldfastError, OSError):  # the recovery says what is wrong, if it is still wrong then
+                self.reached = None
+            seconds = time.monotonic() - began
+
+    def _look(self) -> None:
+        """Bring the state as far as the run's records reach."""
+        refs = self._store.line()
+        if not refs or refs[0] == self._failed:
+            return
+        line = Lineage.of(self._store, self._store.load(refs[0]), None)
+        reached = self.reached
+        if len(line.chains) > 1 or (reached is not None and line.reached(0) == reached):
+            return
+        self.reached, self._failed = None, refs[0]
+        line.ends_early = self._over.is_set
+        line.watch = RecoveryProgress(self._refuse_when_over)
+        line.replay_into(self._state, 0, self._after_update, reached)
+        self.reached, self._failed = line.reached(0), None
+
+    def _refuse_when_over(self, progress: RecoveryProgress) -> None:
+        """Raise ``_Over`` between two files of a snapshot that need not be loaded any more."""
+        if self._over.is_set() and not progress.replayed_records and progress.reached is None:
+            raise _Over
+
+
+class _Over(HoldfastError):
+    """The standby takes over."""

@@ -1,0 +1,229 @@
+"""One call of a ``Trainer``'s ``train`` whose optimizer steps are done by the out-of-core engine.
+
+1. Before a step's batches are fetched, the state of the trainer is taken. It is part of the engine's commit of the
+   step.
+2. At the first micro-batch the engine does the whole step: each micro-batch runs the trainer's own ``training_step``,
+   whose backward pass is left to the engine. The commit also gets the results of the step: losses, gradient norm,
+   metrics.
+3. The trainer's loop goes through the micro-batches and gets their losses; the optimizer's own step does nothing.
+
+A resume goes back to 1, fetches the same batches, and gives the loop the results that the commit has. So callbacks,
+log, evaluation and saving of the newest step are repeated, and nothing of it is computed again. Called by
+``offloaded_trainer``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ...offload.api import offload
+from ...offload.engine import Engine
+from ...offload.model.microbatches import OwnCall
+from ...state.encoding import decode, encode
+from ...state.progress import random_state, restore_random_state
+from ..trainer_run import Training
+from .preference_references import references, without_reference_flag
+
+
+class OffloadedTraining(Training):
+    """One call of ``train`` with its engine, which treats this object as the loader."""
+
+    def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
+        super().__init__(trainer, run, options)
+        self.engine: Engine | None = None
+        self._first_step = 0
+        """The engine's number of steps when the trainer had done none."""
+        self._state_before: dict[str, Any] | None = None
+        """The state of the trainer before the present step; None before the first."""
+        self._batches_of_step: list[Any] = []
+        self._items_of_step: Any = None
+        self._losses: list[float] = []
+        """The losses of the present step that the loop has not got yet."""
+        self._loss = threading.local()
+        """The loss that the micro-batch on this thread would go backward from."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.engine is not None and error[0] is not None:
+            self.engine.__exit__(*error)
+
+    # Opening
+
+    def open(self, loader: Any) -> Engine:
+        """Open or resume the run. Optimizer and schedule exist, and no step of this call was done."""
+        trainer = self._trainer
+        optimizer: Any = trainer.optimizer
+        assert trainer.model is not None
+        self._watch_loader(loader)
+        self._watch_attributes()
+        optimizer.step = MethodType(_left_to_the_engine, optimizer)
+        norm = trainer.args.max_grad_norm
+        usual: dict[str, Any] = {
+            "device": str(trainer.args.device),
+            "precision": precision_of(trainer),
+            "clipping": norm if norm and norm > 0 else float("inf"),
+            "micro_batches": trainer.args.gradient_accumulation_steps,
+        }
+        self.engine = offload(
+            trainer.model, optimizer, self._run, loader=self, normalize="sum", **(usual | self._options)
+        )
+        if self._restored is None:
+            self._first_step = self.engine.steps_done
+        return self.engine
+
+    # Replacements of the trainer's methods
+
+    def run_epoch(self, **loop: Any) -> None:
+        """Run an epoch; one that the run has completed is skipped."""
+        if self._restored is None:
+            self._place = replace(
+                self._place, epoch=loop["epoch"], random=encode(self._order.now()), updates=0
+            )
+            self._run_epoch(**loop)
+        elif loop["epoch"] == self._restored["place"]["epoch"]:
+            found, self._restored = self._restored, None
+            self._first_step = found["first_step"]
+            self._trainer.lr_scheduler.load_state_dict(found["schedule"])  # type: ignore[union-attr]
+            restore_random_state(found["random"])
+            if not found["place"]["updates"]:
+                self._order.put_back(decode(found["place"]["random"]))
+            self._go_on(found, loop)
+
+    def end_step(self, tr_loss: Any, grad_norm: Any, *rest: Any, **options: Any) -> None:
+        """Count the step. Called at the end of every optimizer step, and again at the end of an epoch."""
+        if self._trainer.state.global_step > self._recorded_step:
+            self._recorded_step = self._trainer.state.global_step
+            self._place.updates += 1
+        self._end_step(tr_loss, grad_norm, *rest, **options)
+
+    # Steps
+
+    def before_step(self) -> None:
+        """Take the state of the trainer. Called before the batches of a step are fetched."""
+        self._state_before = super().state_dict() | {
+            "begun": True,
+            "first_step": self._first_step,
+            "schedule": self._trainer.lr_scheduler.state_dict(),  # type: ignore[union-attr]
+            "random": random_state(),
+        }
+
+    def fetched(self, batches: list[Any], num_items: Any) -> None:
+        """Note the micro-batches of the step, and the number of items that their losses are divided by."""
+        self._batches_of_step, self._items_of_step, self._losses = batches, num_items, []
+
+    def loss(self, training_step: Callable[..., Any]) -> torch.Tensor:
+        """Return the loss of the next micro-batch, as the trainer adds it up. The first call does the whole step.
+
+        Args:
+            training_step: The trainer's own method.
+        """
+        if not self._losses:
+            engine, batches = self._opened, self._batches_of_step
+            self._trainer.model.train()  # type: ignore[union-attr]  # TRL's log asks it
+            if engine.steps_done - self._first_step > self._trainer.state.global_step:
+                self._take_results()
+            elif batches:
+                self._do_step(training_step)
+            assert engine.results is not None
+            self._losses = list(engine.results["losses"])
+            self._batches_of_step = []  # of many tokens
+        return torch.tensor(self._losses.pop(0), dtype=torch.float32, device=self._trainer.args.device)
+
+    @property
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the newest step's gradient before it was clipped; NaN if the step was skipped without one."""
+        assert self._opened.results is not None
+        norm = self._opened.results["grad_norm"]
+        return torch.tensor(float("nan") if norm is None else norm, dtype=torch.float32)
+
+    @property
+    def _opened(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _take_results(self) -> None:
+        """Set what training changed in the trainer when the step was done, before a process ended."""
+        assert self._opened.results is not None
+        if self._attributes is not None:
+            self._attributes.restore(self._opened.results["attributes"])
+
+    def _do_step(self, training_step: Callable[..., Any]) -> None:
+        trainer, batches = self._trainer, self._batches_of_step
+        accelerator: Any = trainer.accelerator
+        takes_loss = takes_only_the_loss(trainer)
+        results: dict[str, Any] = {"losses": [None] * len(batches), "attributes": None}
+        calls = [
+            OwnCall(self._call(training_step, m, results), tensors_of(batch), results, takes_loss)
+            for m, batch in enumerate(batches)
+        ]
+        with references(trainer, self._opened, batches):
+            vars(accelerator)["backward"] = self._leave_backward
+            try:
+                self._opened.step(calls)
+            finally:
+                del vars(accelerator)["backward"]
+
+    def _call(self, training_step: Callable[..., Any], m: int, results: dict[str, Any]) -> Callable[[], Any]:
+        batch, num_items, model = self._batches_of_step[m], self._items_of_step, self._trainer.model
+
+        def call() -> torch.Tensor:
+            returned = training_step(model, batch, num_items)
+            loss = self._loss.value
+            del self._loss.value
+            results["losses"][m] = float(returned)
+            if None not in results["losses"] and self._attributes is not None:
+                results["attributes"] = without_reference_flag(self._attributes.changed())
+            return loss
+
+        return call
+
+    def _leave_backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """Take the place of ``Accelerator.backward``."""
+        self._loss.value = loss / self._trainer.accelerator.gradient_accumulation_steps
+
+    # The loader's interface for the engine
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._state_before is None:
+            return {"same": self._same(), "begun": False}
+        return self._state_before
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["begun"]:
+            super().load_state_dict(state)
+            self._state_before = state
+
+
+def precision_of(trainer: Trainer) -> str:
+    """Return the dtype to compute in: that of the arguments, or else of the model's parameters."""
+    assert trainer.model is not None
+    short = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters())
+    return "bf16" if trainer.args.bf16 or short else "fp32"
+
+
+def takes_only_the_loss(trainer: Trainer) -> bool:
+    """Return whether the loss is the one that the model returns, and nothing else of its result is used."""
+    own = type(trainer).compute_loss is not Trainer.compute_loss
+    return not own and trainer.compute_loss_func is None and trainer.label_smoother is None
+
+
+def tensors_of(batch: Any) -> Mapping[str, Any]:
+    """Return the tensors of ``batch`` by name; an empty dict if it has no names."""
+    if not isinstance(batch, Mapping):
+        return {}
+    return {str(name): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _left_to_the_engine(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+    """Take the place of ``optimizer.step``: the engine has done it."""
+
+
+_left_to_the_engine._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule warns of a step of its own

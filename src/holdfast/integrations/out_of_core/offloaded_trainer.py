@@ -1,0 +1,327 @@
+"""A ``Trainer`` of Hugging Face whose optimizer steps run in the out-of-core engine.
+
+    Trainer = offloaded(Trainer)  # the line that is added; the rest of the script stays as it was
+
+``offloaded`` makes a subclass of any ``Trainer``. Arguments, callbacks, loss, log, evaluation and saving are those of
+the class that it is given. All micro-batches of an optimizer step go through the blocks together. The training state
+is in a run directory, and the same script goes on there after a kill. Where the class has a method that would compute
+with the parameters, which are not in memory, the engine computes instead. Names are those of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import Trainer
+
+from ...errors import BadInput
+from ...offload.engine import Engine
+from ...supervised.attempt import training_directory
+from ..trainer_run import prefer_run
+from .offloaded_run import OffloadedTraining
+from .preference_references import references, refuse_reference
+
+USED = (
+    "train", "_prepare_for_training", "get_batch_samples", "training_step", "evaluation_loop", "prediction_step",
+    "_save", "_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler", "_load_best_model", "_run_epoch",
+    "_maybe_log_save_evaluate", "_load_rng_state", "_inner_training_loop",
+)  # fmt: skip
+"""The methods of ``Trainer`` that this module replaces or depends on."""
+AHEAD = 8
+"""The most batches of an evaluation that go through the blocks together."""
+
+
+def offloaded(trainer_class: type[Trainer], run: str | Path | None = None, **options: Any) -> type[Any]:
+    """Return a subclass of ``trainer_class`` whose optimizer steps run in the out-of-core engine.
+
+    The script uses it in the place of ``trainer_class``. ``train`` begins a run, or goes on after its newest step.
+
+    Args:
+        trainer_class: ``transformers.Trainer`` or a subclass, TRL's ``SFTTrainer`` for one.
+        run: The run directory; None is ``_holdfast`` in ``args.output_dir``, which no push to the Hub takes along.
+        options: Options of ``holdfast.offload``: ``placement``, ``budget``, ``io``, ``source`` and others. Precision,
+            clipping and device follow from the arguments of the trainer.
+
+    Raises ``BadInput`` for a class that is no ``Trainer``, or has a loop of its own. The subclass raises it, before
+    anything is written to the run, for what the engine cannot do: several processes, fp16, ``torch_compile``.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise BadInput(f"offloaded({trainer_class!r}) is for subclasses of transformers.Trainer")
+    if absent := [name for name in USED if not hasattr(trainer_class, name)]:
+        raise BadInput(
+            f"Trainer of transformers {transformers.__version__} has no {absent[0]}; install transformers 5.23"
+        )
+    if taken := sorted({"model", "optimizer", "loader", "scheduler", "normalize"} & options.keys()):
+        raise BadInput(f"{taken[0]} is given to the engine by the trainer: leave it out of offloaded()")
+    _refuse_other_loops(trainer_class)
+    name = f"Offloaded{trainer_class.__name__}"
+    made: dict[str, Any] = {
+        "_run_directory": run,
+        "_engine_options": options,
+        "__doc__": trainer_class.__doc__,
+    }
+    return type(name, (OffloadedSteps, trainer_class), made | {"__module__": trainer_class.__module__})
+
+
+class OffloadedSteps(Trainer):
+    """The methods that ``offloaded`` puts before those of a trainer's class.
+
+    Before ``train`` and after the engine is closed, the model is in memory and they are the class's own. ``engine``
+    stays open after ``train``, for evaluation and saving. ``engine.close()`` gives the model back.
+    """
+
+    _run_directory: str | Path | None
+    _engine_options: dict[str, Any]
+    _offloaded: OffloadedTraining | None = None
+    """The call of ``train``; None before."""
+    _ahead: BatchesAhead | None = None
+    """The batches of the evaluation that is under way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that holds the model; None before ``train`` and after it was closed."""
+        engine = None if self._offloaded is None else self._offloaded.engine
+        return None if engine is None or engine.is_closed else engine
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the class does; a run that has steps goes on, before any ``resume_from_checkpoint``."""
+        run = training_directory(self._run_directory or os.path.join(self.args.output_dir or "", "_holdfast"))
+        if self._offloaded is not None and self.engine is not None:
+            raise BadInput(
+                f"{run} holds the training that has ended; make another trainer, with another directory"
+            )
+        if (args and args[0] is not None) or kwargs.get("trial") is not None:
+            raise BadInput(
+                "a search for hyper-parameters begins many trainings; offloaded() does one in one run"
+            )
+        _refuse(self)
+        if resume_from_checkpoint:
+            prefer_run(run, resume_from_checkpoint)
+        self.args.activation_checkpointing = False  # the engine computes blocks again by itself
+        self._offloaded = OffloadedTraining(self, run, self._engine_options)
+        with self._offloaded:
+            return super().train(None, *args, **kwargs)
+
+    # Steps
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        """Create optimizer and schedule, and open the engine in the place of accelerate's preparation."""
+        assert self._offloaded is not None and self.model is not None
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None  # type: ignore[bad-override]
+            self._created_lr_scheduler = False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = self.model
+        _switch_off_checkpointing(self.model)
+        self._offloaded.open(train_dataloader)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self._offloaded is None:
+            return super().get_batch_samples(*args, **kwargs)
+        self._offloaded.before_step()
+        fetched = super().get_batch_samples(*args, **kwargs)
+        self._offloaded.fetched(*fetched)
+        return fetched
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the loss of the next micro-batch; at the first, the engine does the whole step."""
+        if self._offloaded is None:
+            return super().training_step(*args, **kwargs)
+        return self._offloaded.loss(super().training_step)
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        assert self._offloaded is not None
+        return self._offloaded.gradient_norm if grad_norm is None else grad_norm
+
+    # Evaluation
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the class does, with several batches in one pass of the engine."""
+        if self.engine is None:
+            self._bring_model()
+        prepared: list[Any] = self.accelerator._models
+        if added := not prepared:
+            prepared.append(self.model)  # accelerate would wrap its forward in autocast
+        self._ahead = BatchesAhead(dataloader, AHEAD)
+        try:
+            return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            del self._ahead
+            if added:
+                prepared.clear()
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class returns for ``inputs``, from a pass over all batches that are at hand."""
+        engine, step = self.engine, super().prediction_step
+        if engine is None:
+            return step(model, inputs, *args, **kwargs)
+        ahead = self._ahead or BatchesAhead([], 1)
+        if id(inputs) not in ahead.results:
+            group = ahead.group if any(each is inputs for each in ahead.group) else [inputs]
+            with references(self, engine, group):
+                made = engine.run_calls([partial(step, model, each, *args, **kwargs) for each in group])
+            ahead.results = {id(each): result for each, result in zip(group, made, strict=True)}
+        return ahead.results.pop(id(inputs))
+
+    # Saving
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.engine is not None and state_dict is None:
+            state_dict = self._weights(self.engine)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _weights(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """Return the weights in the dtypes of the model; of one with adapters, these alone."""
+        assert self.model is not None
+        dtypes = {each.name: each.parameter.dtype for each in engine.held.captured.parameters}
+        values = engine.state_dict(trained=hasattr(self.model, "peft_config"))
+        for name in values.keys() & dtypes.keys():  # one by one, so that no two copies of all exist
+            values[name] = values[name].to(dtypes[name])
+        return values
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the schedule alone: the optimizer's state is in the run, from where training goes on."""
+        if self.engine is None:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))  # type: ignore[union-attr]
+        return None
+
+    def _load_best_model(self) -> None:
+        if self.engine is not None:
+            self.engine.close()  # gives the model back, into which the weights are loaded
+        super()._load_best_model()
+
+    # The model in memory
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave the model where it is: the engine brings one block at a time."""
+
+    def _bring_model(self) -> None:
+        """Move the model to the device, to compute with it before ``train`` or after the engine is closed."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):  # type: ignore[union-attr]
+            raise BadInput("the model has no values in memory: evaluate after train(), with the engine open")
+        if self.place_model_on_device:
+            super()._move_model_to_device(self.model, self.args.device)  # type: ignore[arg-type]
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the reference's log-probabilities as TRL does, with the model in memory."""
+        self._bring_model()
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+
+class BatchesAhead:
+    """The batches of ``loader``, fetched in groups of up to ``count``, so that one pass takes a whole group.
+
+    accelerate's loaders say at their last batch that they are at the end; they say so here as well, and not earlier.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+        self.group: list[Any] = []
+        """The batches of the present group."""
+        self.results: dict[int, Any] = {}
+        """Results for batches of the group that are not handed out yet, by their ``id``."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, batches = self._loader, iter(self._loader)
+        ended = False
+        while not ended:
+            self.group, at_end = [], False
+            while len(self.group) < self._count and not at_end:
+                batch = next(batches, self)
+                if ended := batch is self:
+                    break
+                self.group.append(batch)
+                at_end = bool(getattr(loader, "end_of_dataloader", False))
+            for number, batch in enumerate(self.group, 1):
+                if at_end:
+                    loader.end_of_dataloader = number == len(self.group)
+                yield batch
+            if at_end:
+                ended = next(batches, self) is self  # lets the loader end its pass
+
+
+def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
+    """Raise ``BadInput`` for a class that trains by a loop or with texts of its own making."""
+    for name in ("_inner_training_loop", "_run_epoch"):
+        if getattr(trainer_class, name) is not getattr(Trainer, name):
+            raise BadInput(
+                f"{trainer_class.__name__} has a training loop of its own ({name}), which is not supported"
+            )
+    if hasattr(trainer_class, "_generate_and_score_completions"):
+        raise BadInput(
+            f"{trainer_class.__name__} generates texts between steps, which is not supported: train it in memory,"
+            " with HoldfastCallback"
+        )
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise ``BadInput`` for settings that the engine cannot keep to."""
+    args = trainer.args
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise BadInput(
+            f"offloaded() trains in one process on one device, and here are {max(args.world_size, args.n_gpu)}: start"
+            " the script by itself, with one device in CUDA_VISIBLE_DEVICES"
+        )
+    if (
+        trainer.is_deepspeed_enabled
+        or trainer.is_fsdp_enabled
+        or args.fsdp
+        or args.parallelism_config is not None
+    ):
+        raise BadInput("DeepSpeed, FSDP and other parallelism lay the state out themselves: leave them out")
+    for name, instead in {
+        "fp16": "use bf16, or neither for fp32",
+        "fp16_full_eval": "leave it out: evaluation computes as training does",
+        "bf16_full_eval": "leave it out: evaluation computes as training does",
+        "torch_compile": "leave it out",
+        "use_liger_kernel": "leave it out",
+        "auto_find_batch_size": "give a batch size",
+        "ignore_data_skip": "leave it out: it gives up the position in the data",
+        "activation_offloading": "leave it out: the engine keeps block inputs out of memory itself",
+        "predict_with_generate": "leave it out",
+    }.items():
+        if getattr(args, name, False):
+            raise BadInput(f"{name}=True does not work with offloaded(): {instead}")
+    if any(type(each).__module__.startswith("holdfast.") for each in trainer.callback_handler.callbacks):
+        raise BadInput(
+            "HoldfastCallback records training in memory: leave it out, the engine keeps every step"
+        )
+    refuse_reference(trainer)
+    if args.load_best_model_at_end and any(parameter.is_meta for parameter in trainer.model.parameters()):
+        raise BadInput(
+            "load_best_model_at_end needs a model in memory, and its parameters are on meta: leave it out"
+        )
+
+
+def _switch_off_checkpointing(model: Any) -> None:
+    """Switch off activation checkpointing, which would call blocks again in the backward pass."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False

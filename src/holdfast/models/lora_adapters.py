@@ -1,0 +1,148 @@
+"""LoRA adapters on the model of a folder, made by PEFT's own ``get_peft_model`` as the section ``[lora]`` says.
+
+The model is on ``meta``, so PEFT makes its adapters there, and the engine has PEFT draw their first values. DoRA begins
+with magnitudes that are made of the layers' weights; these are read here, one layer at a time. What does not fit the
+model is refused before anything is written. Called by the recipe of ``holdfast train``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..config import AdapterConfig, literal
+from ..errors import BadInput, ConfigError
+from ..offload.exit_hook import deferred
+from ..offload.model.peft_adapters import lora_layers
+from ..quantities import shown
+from .keeping import ADAPTER_CONFIG, CONFIG
+from .pretrained import Weights
+
+NAME = "default"
+"""The name that PEFT gives the only adapter of a model."""
+ALL_LINEAR = "all-linear"
+
+
+def peft_for(what: str) -> Any:
+    """Return the PEFT library. Raises ``BadInput`` if it is not installed."""
+    try:
+        with deferred():
+            return import_module("peft")
+    except ImportError as error:
+        raise BadInput(
+            f"{what} needs PEFT, which cannot be imported ({error}): pip install 'holdfast[adapters]'"
+        ) from error
+
+
+def refuse_adapter_folder(folder: Path) -> None:
+    """Raise ``BadInput`` if ``folder`` holds adapters, which would be ignored beside a model."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        whole = "has adapters beside its model" if (folder / CONFIG).is_file() else "holds adapters alone"
+        raise BadInput(
+            f"{folder} {whole} ({ADAPTER_CONFIG}), and adapters on adapters are not trained. Merge them first"
+            " (model.merge_and_unload() of PEFT, then save_pretrained), or give the folder of the model without them."
+        )
+
+
+def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
+    """Return ``model`` with the adapters that ``how`` describes. It is changed in place, and its own weights frozen.
+
+    Args:
+        model: The causal language model of ``folder``, on ``meta``.
+        how: The section ``[lora]``.
+        folder: The folder of the model, for messages.
+
+    Raises:
+        ConfigError: A target is no layer of the model, or of a kind that PEFT does not adapt.
+        BadInput: PEFT is not installed.
+    """
+    peft = peft_for(f"lora.rank = {how.rank}")
+    all_linear = how.targets == (ALL_LINEAR,)
+    if not all_linear:
+        _refuse_unmatched(model, how.targets, folder)
+    assert how.rank != "none"
+    alpha = 2 * how.rank if how.alpha == "auto" else how.alpha
+    config = peft.LoraConfig(
+        r=how.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=how.dropout,
+        target_modules=ALL_LINEAR if all_linear else list(how.targets),
+        use_dora=how.dora,
+        use_rslora=how.rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        made = adapted(model, config, NAME)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"lora.targets = {literal(how.targets)}: PEFT makes no such adapters on the model in {folder}:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
+    wrapped = [name for name, layer in lora_layers(made) if type(layer).__name__ == "ParamWrapper"]
+    if wrapped:
+        raise ConfigError(
+            f"lora.targets = {literal(how.targets)}: on the model in {folder} PEFT would adapt the fused weights of"
+            f" {wrapped[0]}, by changing them as the model runs, which is not done out of core. Name linear layers,"
+            " such as --set lora.targets=[q_proj,v_proj]."
+        )
+    return made
+
+
+def adapted(model: nn.Module, config: Any, name: str) -> Any:
+    """Return ``model`` as PEFT adapts it, in place, with the adapter ``name`` of PEFT's configuration ``config``."""
+    with warnings.catch_warnings():  # what PEFT corrects by itself
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        return peft_for("lora.rank").get_peft_model(model, config, adapter_name=name)
+
+
+def set_magnitudes(model: nn.Module, weights: Weights) -> None:
+    """Set DoRA's first magnitudes: the norms of the weights that ``weights`` has, of one layer after the other.
+
+    Raises ``ConfigError`` for an adapted embedding, whose magnitudes are others.
+    """
+    layers = lora_layers(model)
+    for name, layer in layers:
+        if type(layer.lora_magnitude_vector[NAME]).__name__ != "DoraLinearLayer":
+            raise ConfigError(
+                f"lora.dora = true: {name} is no linear layer. Leave it out of lora.targets, or set lora.dora = false."
+            )
+    values = weights.read(layer.get_base_layer().weight for _, layer in layers)
+    for (_, layer), weight in zip(layers, values, strict=True):
+        magnitude = layer.lora_magnitude_vector[NAME]
+        norms = magnitude.get_weight_norm(weight, weight.new_zeros(()), 1)  # an adapter begins with zero
+        magnitude.weight = nn.Parameter(norms)
+
+
+def adapter_config(model: Any, folder: Path) -> bytes:
+    """Return the ``adapter_config.json`` of an adapted model, with ``folder`` as the place of its base."""
+    told = model.peft_config[NAME].to_dict()
+    told |= {"base_model_name_or_path": str(folder.absolute()), "inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in told.items()}
+    return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _refuse_unmatched(model: nn.Module, targets: tuple[str, ...], folder: Path) -> None:
+    """Raise ``ConfigError`` naming a target that no layer of ``model`` is called by; PEFT would pass it over."""
+    modules = dict(model.named_modules())
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in modules):
+            continue
+        layers = [name for name, module in modules.items() if _is_linear(module)]
+        ends = [*dict.fromkeys(name.rpartition(".")[2] for name in layers)]
+        near = get_close_matches(target, ends, n=1)
+        hint = f"; did you mean {literal(near[0])}?" if near else "."
+        raise ConfigError(
+            f"lora.targets: no layer of the model in {folder} is called {literal(target)}{hint} Its linear layers are"
+            f" {shown(ends, 12)}."
+        )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -1,0 +1,181 @@
+"""A standby's state follows the run: what a takeover still loads and replays, and what it does not trust."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Checkpointer
+from holdfast.checkpoint.recovery import following
+from holdfast.supervised.standing_by import VARIABLE
+from holdfast.supervised.supervisor import Supervisor
+
+
+@pytest.fixture(autouse=True)
+def supervised(monkeypatch, tmp_path):
+    """Every process of these tests is a standby if its run is locked."""
+    folder = tmp_path / "standby"
+    folder.mkdir()
+    monkeypatch.setenv(VARIABLE, str(folder / "process-1.jsonl"))
+    monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
+    with Supervisor(folder):
+        yield
+
+
+class Job:
+    """A model with batch norm under a ``Checkpointer``, and steps whose data depend on their number alone."""
+
+    def __init__(self, run, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.ckpt = Checkpointer(run, model=self.model, optimizer=self.optimizer, base_every=1000)
+
+    def steps(self, count):
+        for _ in range(count):
+            torch.manual_seed(100 + self.ckpt.steps_done)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 6)).square().mean().backward()
+            self.optimizer.step()
+            self.ckpt.step()
+        self.ckpt.wait()
+
+    def state(self):
+        states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
+        return [*self.model.state_dict().values(), *(value for each in states for value in each.values())]
+
+    def equals(self, other):
+        pairs = list(zip(self.state(), other.state(), strict=False))
+        return len(self.state()) == len(other.state()) and all(torch.equal(*pair) for pair in pairs)
+
+
+class Standby:
+    """A second job that waits in ``resume()`` for the run of another one."""
+
+    def __init__(self, run):
+        self.job = Job(run, seed=1)
+        self.error = None
+        self._thread = threading.Thread(target=self._resume, daemon=True)
+        self._thread.start()
+
+    def _resume(self):
+        try:
+            self.job.ckpt.resume()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def reached(self):
+        follower = self.job.ckpt._backend._follower
+        reached = follower and follower.reached
+        return -1 if reached is None else reached.step
+
+    def until(self, true):
+        end = time.monotonic() + 20
+        while not true():
+            assert self.error is None and time.monotonic() < end, self.error
+            time.sleep(0.002)
+
+    def takes_over(self):
+        self._thread.join(20)
+        assert self.error is None and not self._thread.is_alive()
+        self.job.ckpt._thread = threading.get_ident()  # from here on this thread trains
+        return self.job
+
+
+def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(3)
+    standby = Standby(tmp_path / "run")
+    standby.until(lambda: standby.reached == 3)
+    assert standby.job.equals(first)
+    first.steps(2)
+    standby.until(lambda: standby.reached == 5)
+    assert standby.job.equals(first)
+    first.ckpt.close()
+    job = standby.takes_over()
+    assert job.ckpt.steps_done == 5 and job.equals(first)
+    assert "followed to step 5, and 0 records replayed" in job.ckpt._backend.recovered_by
+    job.steps(3)
+    job.ckpt.close()
+    whole = Job(tmp_path / "whole")
+    whole.ckpt.resume()
+    whole.steps(8)
+    whole.ckpt.close()
+    assert job.equals(whole)
+
+
+def test_takeover_replays_what_came_since(tmp_path, monkeypatch):
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(3)
+    standby = Standby(tmp_path / "run")
+    standby.until(lambda: standby.reached == 3)
+    monkeypatch.setattr(following.Follower, "_look", lambda self: None)
+    first.steps(2)
+    first.ckpt.close()
+    job = standby.takes_over()
+    assert job.ckpt.steps_done == 5 and job.equals(first)
+    assert "followed to step 3, and 2 records replayed" in job.ckpt._backend.recovered_by
+    job.ckpt.close()
+
+
+@pytest.mark.parametrize("change", ["base", "timeline"])
+def test_state_of_another_line_is_loaded_again(tmp_path, monkeypatch, change):
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(3)
+    standby = Standby(tmp_path / "run")
+    standby.until(lambda: standby.reached == 3)
+    monkeypatch.setattr(following.Follower, "_look", lambda self: None)
+    if change == "base":
+        first.ckpt.save()
+    else:
+        first.ckpt.rollback(2)
+        torch.manual_seed(7)
+        first.model(torch.randn(4, 6)).mean().backward()
+        first.optimizer.step()
+        first.ckpt.step()
+        first.ckpt.wait()
+    first.ckpt.close()
+    job = standby.takes_over()
+    assert job.ckpt.steps_done == 3 and job.equals(first)
+    assert " loaded" in job.ckpt._backend.recovered_by
+    job.ckpt.close()
+
+
+def test_follower_goes_on_from_a_newer_base(tmp_path):
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(2)
+    standby = Standby(tmp_path / "run")
+    standby.until(lambda: standby.reached == 2)
+    with torch.no_grad():
+        first.model[0].weight.mul_(2)  # in no record
+    first.ckpt.save()
+    first.steps(1)
+    standby.until(lambda: standby.reached == 3)
+    assert standby.job.equals(first)
+    first.ckpt.close()
+    standby.takes_over().ckpt.close()
+
+
+def test_run_that_cannot_be_followed_is_taken_over_all_the_same(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError("made up")
+
+    monkeypatch.setattr(following.Follower, "_look", fail)
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(2)
+    standby = Standby(tmp_path / "run")
+    time.sleep(0.1)
+    first.ckpt.close()
+    job = standby.takes_over()
+    assert job.ckpt.steps_done == 2 and job.equals(first)
+    job.ckpt.close()

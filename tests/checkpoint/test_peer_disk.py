@@ -1,0 +1,83 @@
+"""The log of another node is read by few requests, and as it is there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.checkpoint.collective_snapshots import StorageShare
+from holdfast.checkpoint.nodes.partner_copy import PeerServer
+from holdfast.checkpoint.nodes.peer_disk import PeerDisk, packed, unpacked
+from holdfast.distributed import Ranks
+from holdfast.io.queue import IOQueue
+from holdfast.store.disk import Disk
+from holdfast.store.format.manifest import CommitRef
+from holdfast.store.log.segments import read_segment, segments
+from holdfast.store.share_places import OWN, Place
+from store.test_journal import PAGE, record, written
+
+COUNT = 20
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A log on another node, and how this one reads it, with what it asks for."""
+    queue = IOQueue(2)
+    disk = written(tmp_path / "there", queue, [[record(n, (32 * PAGE,))] for n in range(11, 11 + COUNT)])
+    queue.close()
+    [ref] = segments(disk, "s")
+    server, asked = PeerServer(disk, Disk(tmp_path / "copies")), []
+
+    def ask(node, request, view):
+        asked.append(request["do"])
+        _, data = server.handle(request, memoryview(b""))
+        view[: len(data)] = data
+        return {"bytes": len(data)}
+
+    place = Place(1, OWN, ref.path, disk.size(ref.path))
+    return disk, ref, PeerDisk(tmp_path / "here", 0, {ref.path: [place]}, ask), asked
+
+
+def test_headers_of_another_nodes_log_come_in_one_answer(log):
+    disk, ref, seen, asked = log
+    found, damage = read_segment(seen, ref)
+    assert (found, damage) == read_segment(disk, ref) and len(found) == COUNT
+    assert asked == ["headers"]
+
+
+def test_a_torn_log_of_another_node_ends_where_it_ends_there(log):
+    disk, ref, seen, _ = log
+    fifth = read_segment(disk, ref)[0][4]
+    with open(disk.root / ref.path, "r+b") as file:
+        file.seek(fifth.offset + 40)
+        file.write(b"?")
+    found, damage = read_segment(seen, ref)
+    assert len(found) == 4 and damage is not None and damage.offset == fifth.offset
+
+
+def test_headers_that_one_answer_cannot_hold_are_asked_for_again():
+    data = memoryview(bytes(range(256)) * 16)
+    memory = memoryview(bytearray(1024))
+
+    def read(view, offset):
+        view[:] = data[offset : offset + len(view)]
+
+    spans = [(0, 300), (900, 300), (2000, 300), (3000, 300)]
+    found = unpacked(bytes(packed(read, spans, memory)))
+    assert [(offset, bytes(piece)) for offset, piece in found] == [
+        (offset, bytes(data[offset : offset + 300])) for offset in (0, 900, 2000)
+    ]
+    assert unpacked(bytes(packed(read, [(0, 2000)], memory))) == []
+
+
+@pytest.mark.parametrize("is_commit", [True, False])
+def test_nodes_retire_what_the_first_rank_has_retired(is_commit):
+    """A copy of weights has the name of a commit, which stays."""
+    ref, dropped = CommitRef(1, 4), []
+    store = SimpleNamespace(drop_oldest=lambda: ref, retains=lambda each: not is_commit)
+    room = StorageShare(
+        Ranks(), store, None, None, lambda: 0, lambda: None, SimpleNamespace(drop=dropped.append)
+    )
+    assert room._drop_one()
+    assert dropped == [ref if is_commit else None]

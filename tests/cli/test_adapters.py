@@ -1,0 +1,313 @@
+"""``holdfast train`` with ``[lora]``: the adapters of PEFT, resumed, exported alone and merged, as PEFT has them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import holdfast as library
+from holdfast.cli.train.engine_build import make_optimizer
+from holdfast.cli.train.recipe import recipe_of
+from holdfast.config import load_config
+from holdfast.data.loader import step_loader
+from holdfast.events import read_events
+from training import differing, stored
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import tiny_folders  # noqa: E402  (needs transformers)
+from tiny_folders import TEXT, write_folder  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ignore:.*fan_in_fan_out")
+
+TINY = {
+    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
+    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
+    "data.validation_fraction": 0,
+}  # fmt: skip
+LORA = ("lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.dropout=0.2")
+
+
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT * 12)
+    return path
+
+
+@pytest.fixture
+def train(holdfast, text):
+    def call(run, folder, steps, *sets):
+        keys = TINY | {"run.dir": run, "data.text": text, "train.steps": steps}
+        every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
+        return holdfast("train", "--model", folder, *(word for each in every for word in ("--set", each)))
+
+    return call
+
+
+def losses(run):
+    return {
+        event["step"]: event["loss"]
+        for event in read_events(run / "events.jsonl")
+        if event["event"] == "step"
+    }
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(20)[None] * 13 % 300).logits
+
+
+def base_of(folder, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def with_adapter(folder, adapter, dtype=torch.float32, **options):
+    return peft.PeftModel.from_pretrained(base_of(folder, dtype), adapter, **options)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return {}
+
+
+@pytest.fixture
+def run(tmp_path_factory, made, train, llama):
+    """A run of three steps, in two sittings. Tests of this module share it, and leave it as it is."""
+    if not made:
+        made["run"] = tmp_path_factory.mktemp("shared") / "run"
+        for steps in (1, 3):
+            result = train(made["run"], llama, steps, *LORA)
+            assert result.code == 0, result.err
+    return made["run"]
+
+
+def test_adapters_resume_and_are_written_as_peft_loads_them(tmp_path, run, train, holdfast, llama):
+    result = train(tmp_path / "whole", llama, 3, *LORA)
+    assert "LoRA of rank 4 on q_proj, v_proj, up_proj; all else is frozen" in result.out
+    assert f"convert {tmp_path / 'whole'} OUT --to peft" in result.out
+    assert losses(run) == losses(tmp_path / "whole")
+    found = stored(run)
+    assert differing(found, stored(tmp_path / "whole")) == []
+
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(llama) and told["r"] == 4 and told["lora_alpha"] == 8
+    assert told["lora_dropout"] == 0.2 and sorted(told["target_modules"]) == ["q_proj", "up_proj", "v_proj"]
+    loaded = with_adapter(llama, tmp_path / "adapter")
+    values = {f"{name}/param": value for name, value in loaded.named_parameters() if "lora_" in name}
+    assert len(values) == 3 * 3 * 2 and differing(found, values) == []
+    assert all(value.abs().max() > 0 for value in values.values())
+
+    result = holdfast(
+        "convert", run, tmp_path / "merged", "--to", "huggingface", "--merge", "--dtype", "fp32"
+    )
+    assert result.code == 0, result.err
+    expected = loaded.merge_and_unload()
+    merged = base_of(tmp_path / "merged")
+    assert torch.equal(logits(merged), logits(expected)) and not torch.equal(
+        logits(merged), logits(base_of(llama))
+    )
+    assert not (tmp_path / "merged/adapter_config.json").exists()
+    assert (tmp_path / "merged/tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+
+def test_merged_in_the_dtype_of_the_folder(tmp_path, run, holdfast, llama):
+    """As PEFT merges on a base in bf16: the sum is rounded once."""
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    assert holdfast("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge").code == 0
+    expected = with_adapter(llama, tmp_path / "adapter", torch.bfloat16).merge_and_unload().state_dict()
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert differing(found, expected) == [] and found.keys() == expected.keys()
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_of_adapters_is_not_written_as_a_model(tmp_path, run, holdfast):
+    for more, said in (
+        (["--to", "huggingface"], "--to peft writes them alone, and --to huggingface --merge"),
+        (["--to", "torch", "--merge"], "--merge writes the folder of a model"),
+    ):
+        result = holdfast("convert", run, tmp_path / "out.pt", *more)
+        assert result.code == 2 and said in result.err and not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.slow
+def test_merging_asks_for_adapters(tmp_path, train, holdfast, llama):
+    assert train(tmp_path / "run", llama, 1).code == 0
+    result = holdfast("convert", tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--merge")
+    assert result.code == 2 and "does not say which adapters it trained" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("make", ["llama", "gpt2"])
+def test_losses_are_those_of_peft_in_a_plain_loop(tmp_path, train, holdfast, text, make, kind):
+    """With the adapters' values of step 0, the samples of the run, and its keys for random numbers."""
+    folder = write_folder(tmp_path / "folder", tiny_folders.EVERY[make])
+    run, sets = tmp_path / "run", ["lora.rank=4", "lora.dropout=0.2", "train.clip_norm=0"]
+    sets += [f"lora.{kind}=true"] if kind != "lora" else []
+    assert train(run, folder, 3, *sets, "durability.retain=9").code == 0
+    assert holdfast("convert", f"{run}@0", tmp_path / "begins", "--to", "peft").code == 0
+    told = json.loads((tmp_path / "begins/adapter_config.json").read_text())
+    asked = {
+        "lora_dropout": 0.2,
+        "use_rslora": kind == "rslora",
+        "use_dora": kind == "dora",
+        "lora_alpha": 8,
+        "r": 4,
+    }
+    assert {key: told[key] for key in asked} == asked
+    model = with_adapter(folder, tmp_path / "begins", is_trainable=True).train()
+    fresh = peft.get_peft_model(
+        base_of(folder),
+        peft.LoraConfig(r=4, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM"),
+    )
+    begun = dict(model.named_parameters())
+    for name, value in fresh.named_parameters():
+        assert begun[name].shape == value.shape and begun[name].requires_grad == value.requires_grad
+        if "magnitude" in name or "lora_B" in name:
+            assert torch.equal(begun[name], value), name
+
+    config = load_config(run / "config.toml")
+    recipe = recipe_of(config, lambda _: None)
+    loader = step_loader(recipe.corpus, 2, 2, seed=config.run.seed, stack=recipe.stack)
+    recipe.model = model
+    optimizer, found = make_optimizer(recipe, config), losses(run)
+    model.config.use_cache = False
+    with library.keyed_rng(model, config.run.seed) as keys:
+        for step, scale in enumerate(_rates(config)):
+            for group in optimizer.param_groups:
+                group["lr"] = config.train.highest_rate * scale
+            micro_batches = next(loader)
+            tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+            total = 0.0
+            for m, batch in enumerate(micro_batches):
+                keys.at(step, m)
+                count = int((batch["labels"][:, 1:] != -100).sum())
+                loss = model(**batch).loss * count / tokens
+                loss.backward()
+                total += float(loss.detach())
+            assert total == pytest.approx(found[step + 1], rel=1e-5), step
+            optimizer.step()
+            optimizer.zero_grad()
+    ends = stored(run)
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            assert torch.allclose(ends[f"{name}/param"], value, atol=1e-5), name
+
+
+def _rates(config):
+    from holdfast.cli.train.engine_build import learning_rate_factor
+
+    return [learning_rate_factor(step, config.train.warmup_steps, config.train.steps) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["lora.rank=0"], 'lora.rank = 0: must be at least 1, or "none"'),
+        (["lora.rank=4", "lora.targets=[q_pro]"], 'is called "q_pro"; did you mean "q_proj"? Its linear layers are'),
+        (["lora.rank=4", "lora.targets=[q_proj,wrong]"], 'is called "wrong". Its linear layers are q_proj, k_proj'),
+        (["lora.rank=4", "lora.targets=[input_layernorm]"], "PEFT makes no such adapters"),
+        (["lora.alpha=8"], "lora.alpha = 8.0: needs adapters: give lora.rank"),
+        (["lora.rank=4", "train.optimizer=apollo"], 'train.optimizer = "apollo" projects'),
+        (["quantization.bits=4"], "quantised weights cannot be trained. Train adapters on them"),
+        (["lora.rank=4", "quantization.bits=4", "lora.dora=true"], "which are packed in a quantised base"),
+        (["lora.rank=4", "quantization.bits=8", "quantization.type=fp4"], "is for quantization.bits = 4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line_and_nothing_is_written(tmp_path, train, llama, sets, said):
+    result = train(tmp_path / "run", llama, 1, *sets)
+    assert result.code == 2 and said in result.err and result.err.count("error:") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_want_a_folder(tmp_path, holdfast):
+    result = holdfast("train", "--set", f"run.dir={tmp_path / 'run'}", "--set", "lora.rank=4")
+    assert (
+        result.code == 2
+        and "Name its folder: --model FOLDER" in result.err
+        and not (tmp_path / "run").exists()
+    )
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_adapters_on_adapters_are_refused(tmp_path, train, llama, alone):
+    folder = tmp_path / "folder"
+    shutil.copytree(llama, folder)
+    (folder / "adapter_config.json").write_text("{}")
+    if alone:
+        (folder / "config.json").unlink()
+    result = train(tmp_path / "run", folder, 1, *LORA)
+    assert result.code == 2 and "adapters on adapters are not trained. Merge them first" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_its_adapters(run, train, llama):
+    result = train(run, llama, 4, "lora.rank=8", *LORA[1:])
+    assert result.code == 2 and "its lora.rank is 4, and 8 was asked for" in result.err
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_adapters_ends_the_same_without_its_folder(
+    tmp_path, train, holdfast_process, llama, text
+):
+    folder, whole, run = tmp_path / "folder", tmp_path / "whole", tmp_path / "run"
+    shutil.copytree(llama, folder)
+    assert train(whole, folder, 8, *LORA, "lora.dora=true").code == 0
+    keys = TINY | {"run.dir": run, "data.text": text, "train.steps": 8, "io.write_limit": "100KB"}
+    sets = [*(f"{key}={value}" for key, value in keys.items()), *LORA, "lora.dora=true"]
+    words = [word for each in sets for word in ("--set", each)]
+    process = holdfast_process("train", "--model", folder, *words)
+    while not (run / "events.jsonl").exists() or len(losses(run)) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert len(losses(run)) < 8
+    shutil.rmtree(folder)
+    result = train(run, folder, 8, *LORA, "lora.dora=true")
+    assert result.code == 0 and "Continuing after step" in result.out, result.err
+    assert differing(stored(run), stored(whole)) == [] and losses(run) == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["mixtral", "llama_tied", "gpt2"])
+def test_other_families_merge_as_peft_does(tmp_path, train, holdfast, make):
+    """Fused experts, tied weights, and transposed ones."""
+    folder, run = write_folder(tmp_path / "folder", tiny_folders.EVERY[make]), tmp_path / "run"
+    if make == "mixtral":
+        result = train(run, folder, 2, "lora.rank=4")
+        assert result.code == 2 and "PEFT would adapt the fused weights of" in result.err and not run.exists()
+    targets = [] if make == "gpt2" else ["lora.targets=[q_proj,o_proj]"]
+    result = train(run, folder, 2, "lora.rank=4", "lora.rslora=true", *targets)
+    assert result.code == 0, result.err
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    result = holdfast(
+        "convert", run, tmp_path / "merged", "--to", "huggingface", "--merge", "--dtype", "fp32"
+    )
+    assert result.code == 0, result.err
+    expected = with_adapter(folder, tmp_path / "adapter").merge_and_unload()
+    found, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()) and differing(found.state_dict(), expected.state_dict()) == []
+    assert torch.equal(logits(found), logits(expected))

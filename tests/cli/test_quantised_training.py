@@ -1,0 +1,196 @@
+"""``holdfast train`` with ``[quantization]``: bitsandbytes packs a folder, and adapters train on what it packed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.config import QuantizationConfig
+from holdfast.events import read_events
+from holdfast.models import quantise_folder as packing
+from training import differing
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+import tiny_folders  # noqa: E402  (needs transformers)
+from tiny_folders import TEXT, write_folder, write_quantised, write_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:MatMul8bitLt",
+    "ignore:.is_gradient_checkpointing",
+)
+
+TINY = {
+    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
+    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
+    "data.validation_fraction": 0, "lora.rank": 4, "lora.dropout": 0.1,
+}  # fmt: skip
+WAYS = {
+    "nf4": QuantizationConfig(bits=4),
+    "fp4": QuantizationConfig(bits=4, type="fp4", double=False),
+    "int8": QuantizationConfig(bits=8),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
+
+
+@pytest.fixture
+def train(holdfast, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT * 12)
+
+    def call(run, folder, steps, *sets):
+        keys = TINY | {"run.dir": run, "data.text": tmp_path / "text.txt", "train.steps": steps}
+        every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
+        return holdfast("train", "--model", folder, *(word for each in every for word in ("--set", each)))
+
+    return call
+
+
+def of(how):
+    sets = [f"quantization.bits={how.bits}"]
+    return (
+        sets
+        if how.bits == 8
+        else [*sets, f"quantization.type={how.type}", f"quantization.double={how.double}".lower()]
+    )
+
+
+def losses(run):
+    return {
+        event["step"]: event["loss"]
+        for event in read_events(run / "events.jsonl")
+        if event["event"] == "step"
+    }
+
+
+def tensors_in(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(20)[None] * 13 % 300).logits
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_the_folder_is_packed_as_transformers_packs_it(tmp_path, monkeypatch, kind):
+    """In several files, and again from the start where it was interrupted."""
+    theirs = write_quantised(tmp_path, kind)
+    monkeypatch.setattr(packing, "FILE_BYTES", 4000)
+    packing.quantise_folder(tmp_path / "plain", tmp_path / "ours", WAYS[kind])
+    expected = tensors_in(theirs)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    assert differing(tensors_in(tmp_path / "ours"), expected) == []
+    assert tensors_in(tmp_path / "ours").keys() == expected.keys()
+    told, here = (json.loads((each / "config.json").read_text()) for each in (theirs, tmp_path / "ours"))
+    assert here["quantization_config"] == told["quantization_config"]
+
+    first = min((tmp_path / "ours").glob("*.safetensors"))
+    first.write_bytes(b"torn")
+    packing.quantise_folder(tmp_path / "plain", tmp_path / "ours", WAYS[kind])
+    assert first.read_bytes() == b"torn"
+    (tmp_path / "ours/config.json").unlink()
+    packing.quantise_folder(tmp_path / "plain", tmp_path / "ours", WAYS[kind])
+    assert differing(tensors_in(tmp_path / "ours"), expected) == []
+
+
+def test_transposed_weights_are_refused_by_name(tmp_path):
+    folder = write_folder(tmp_path / "folder", tiny_folders.gpt2)
+    from holdfast.errors import ModelNotSupported
+
+    with pytest.raises(ModelNotSupported, match=r"attn\.c_attn keeps its weight transposed"):
+        packing.quantise_folder(folder, tmp_path / "ours", WAYS["nf4"])
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_run_packs_its_base_resumes_and_is_exported(tmp_path, train, holdfast, kind):
+    folder, run, whole = write_folder(tmp_path / "folder"), tmp_path / "run", tmp_path / "whole"
+    for steps in (1, 3):
+        result = train(run, folder, steps, *of(WAYS[kind]))
+        assert result.code == 0, result.err
+        assert (f"quantising {folder} to" in result.out) == (steps == 1)
+    assert train(whole, folder, 3, *of(WAYS[kind])).code == 0
+    assert losses(run) == losses(whole)
+    assert holdfast("verify", run).code == 0
+    assert (
+        len(list((run / "data").glob("*.reference"))) >= 3
+    )  # the base is there once, and the commits refer to it
+
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        run / "base", dtype=torch.float32, device_map="cpu"
+    )
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    values = {f"{name}/param": value for name, value in loaded.named_parameters() if "lora_" in name}
+    kept = stored_adapter(run)
+    assert values and differing(kept, values) == []
+
+    result = holdfast(
+        "convert", run, tmp_path / "merged", "--to", "huggingface", "--merge", "--dtype", "fp32"
+    )
+    assert result.code == 0, result.err
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        run / "base", dtype=torch.float32, device_map="cpu"
+    )
+    plain = plain.dequantize(torch.float32).float()
+    expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    assert differing(merged.state_dict(), expected.state_dict()) == []
+    assert torch.equal(logits(merged.eval()), logits(expected.eval()))
+
+
+def stored_adapter(run):
+    """What ``convert`` has of the run, as its files may be references that no other tool reads."""
+    from holdfast.cli.runs import open_run
+    from holdfast.formats.restore import read_tensors
+    from holdfast.opening import source_of
+    from holdfast.state.layout.regions import Region
+
+    source = source_of(str(run), open_run)
+    wanted = {key: each for key, each in source.atoms.items() if "lora_" in key and key.endswith("/param")}
+    tensors = read_tensors(source, [(each, Region.whole(each.atom.shape)) for each in wanted.values()])
+    return dict(zip(wanted, tensors))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+def test_a_folder_that_is_packed_already_trains_adapters(tmp_path, train, holdfast, kind):
+    folder, run = write_quantised(tmp_path, kind), tmp_path / "run"
+    write_tokenizer(folder)
+    for steps in (1, 2):
+        result = train(run, folder, steps)
+        assert result.code == 0, result.err
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    result = holdfast("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge")
+    if kind == "fp8":
+        assert result.code == 2 and "adapters are not merged into it" in result.err
+        assert not (tmp_path / "merged").exists()
+        return
+    assert result.code == 0, result.err
+    _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told.values())
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["quantization.bits=4"], "are quantised already. Leave [quantization] out"),
+        (["lora.dora=true"], "which are packed in a quantised base"),
+    ],
+)
+def test_what_a_packed_folder_cannot_is_one_line(tmp_path, train, sets, said):
+    result = train(tmp_path / "run", write_quantised(tmp_path, "fp8"), 1, *sets)
+    assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()

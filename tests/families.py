@@ -1,0 +1,442 @@
+"""Families of models of transformers, tiny and random, and what is known of each out of core.
+
+    python tests/families.py > docs/families.md
+
+``FAMILIES`` has an entry for each class. What it claims is tried by ``models/test_families.py``, and the page is made
+of the same entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY, ROWS, TOKENS = 50, 2, 10
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HEADS = {"head_dim": 8}
+WIDE = SIZES | {"intermediate_size": 128}
+"""Text beside images has most of the parameters."""
+IMAGE = 4
+"""The token that stands for a part of an image."""
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 2,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+MULTIMODAL_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+
+Batch = dict[str, Any]
+
+
+def text(generator: torch.Generator, number: int) -> Batch:
+    """Of another length in each micro-batch, the first row with padding before its text."""
+    tokens = torch.randint(5, VOCABULARY, (ROWS, TOKENS - number), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+    }
+
+
+def of_images(generator: torch.Generator, number: int) -> Batch:
+    """An image of four parts before the text of each row."""
+    batch = text(generator, number)
+    batch["input_ids"][:, :IMAGE] = IMAGE
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)
+    return batch | {"pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator)}
+
+
+def with_types(generator: torch.Generator, number: int) -> Batch:
+    batch = of_images(generator, number)
+    return batch | {"token_type_ids": (batch["input_ids"] != IMAGE).long()}
+
+
+def in_patches(generator: torch.Generator, number: int) -> Batch:
+    """Images as rows of patches: of 4 by 4, which are merged by fours, so an image of 16 patches has four tokens."""
+    batch = of_images(generator, number)
+    del batch["pixel_values"]
+    return batch | {
+        "pixel_values": torch.randn(ROWS * 16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+        "mm_token_type_ids": (batch["input_ids"] == IMAGE).int(),
+    }
+
+
+def balanced(generator: torch.Generator, number: int) -> Batch:
+    """Text, and the wish for the loss of the routers."""
+    return text(generator, number) | {"output_router_logits": True}
+
+
+def classified(generator: torch.Generator, number: int) -> Batch:
+    return text(generator, number) | {"labels": torch.randint(0, 3, (ROWS,), generator=generator)}
+
+
+def right_padded(generator: torch.Generator, number: int) -> Batch:
+    """Padding after the text, as encoders have it."""
+    batch = classified(generator, number)
+    mask = batch["attention_mask"].flip(1)
+    return batch | {"attention_mask": mask, "input_ids": batch["input_ids"].masked_fill(mask == 0, 0)}
+
+
+def pictures(generator: torch.Generator, number: int) -> Batch:
+    return {
+        "pixel_values": torch.randn(ROWS + number, 3, 8, 8, generator=generator),
+        "labels": torch.randint(0, 3, (ROWS + number,), generator=generator),
+    }
+
+
+def sounds(generator: torch.Generator, number: int) -> Batch:
+    labels = text(generator, number)["labels"]
+    return {"input_features": torch.randn(ROWS, 8, 32, generator=generator), "labels": labels}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers, a tiny configuration of it, and what is known of it."""
+
+    kind: str
+    """The heading of its table."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What its configuration has beyond ``sizes``."""
+    sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
+    batch: Callable[[torch.Generator, int], Batch] = text
+    blocks: Callable[[nn.Module], list[nn.Module]] | None = None
+    named: str = ""
+    """``blocks``, as a script writes it."""
+    micro_batches: int = 2
+    attention: str = ""
+    """The implementation of attention, where it is not the usual one."""
+    says: str = ""
+    """What a user has to know."""
+    quick: bool = False
+    """True if it is tried in the quick tier, too."""
+
+
+DENSE = "Dense"
+EXPERTS = "Mixtures of experts, with the balancing loss of their routers (`output_router_logits`)"
+LATENT_ATTENTION = "Latent attention"
+HYBRID = "State spaces and linear attention"
+SHARED = "Keys and values shared between layers"
+IMAGES = "Images and text"
+TWO = "Encoder and decoder"
+ENCODERS = "Encoders"
+
+TWO_SIDES = "one micro-batch: the order of sums in the matrix that both sides share depends on their number"
+
+
+def both(encoder: str, decoder: str) -> Callable[[nn.Module], list[nn.Module]]:
+    return lambda model: [*model.get_submodule(encoder), *model.get_submodule(decoder)]
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(DENSE, {"attention_dropout": 0.1}, quick=True),
+    "MistralForCausalLM": Family(DENSE, {"sliding_window": 4}),
+    "Qwen2ForCausalLM": Family(DENSE, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "Qwen3ForCausalLM": Family(DENSE, HEADS),
+    "GemmaForCausalLM": Family(DENSE, HEADS),
+    "Gemma2ForCausalLM": Family(DENSE, HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 8}),
+    "Gemma3ForCausalLM": Family(DENSE, HEADS | {"sliding_window": 4, "layer_types": SLIDING}),
+    "PhiForCausalLM": Family(DENSE, {"num_key_value_heads": 2}),
+    "Phi3ForCausalLM": Family(DENSE),
+    "GPT2LMHeadModel": Family(
+        DENSE,
+        {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": VOCABULARY, "use_cache": False,
+         "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}, {},
+        says="with its dropout of 0.1",
+    ),
+    "GPTNeoXForCausalLM": Family(
+        DENSE, {"hidden_dropout": 0.1}, {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
+    ),
+    "OPTForCausalLM": Family(
+        DENSE,
+        {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "word_embed_proj_dim": 16,
+         "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False, "tie_word_embeddings": False,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, {},
+    ),
+    "FalconForCausalLM": Family(
+        DENSE,
+        {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCABULARY,
+         "use_cache": False, "tie_word_embeddings": False, "max_position_embeddings": 32, "bos_token_id": 1,
+         "eos_token_id": 2}, {},
+    ),
+    "BloomForCausalLM": Family(
+        DENSE,
+        {"hidden_size": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCABULARY, "use_cache": False,
+         "tie_word_embeddings": False}, {},
+    ),
+    "Olmo2ForCausalLM": Family(DENSE),
+    "SmolLM3ForCausalLM": Family(DENSE, {"no_rope_layers": [1, 0, 1]}),
+    "GraniteForCausalLM": Family(DENSE, {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "Starcoder2ForCausalLM": Family(DENSE),
+    "Cohere2ForCausalLM": Family(DENSE, {"sliding_window": 4, "layer_types": SLIDING}),
+    "Glm4ForCausalLM": Family(DENSE, HEADS),
+
+    "MixtralForCausalLM": Family(EXPERTS, ROUTED | {"num_local_experts": 4}, quick=True),
+    "Qwen2MoeForCausalLM": Family(
+        EXPERTS, ROUTED | {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    ),
+    "Qwen3MoeForCausalLM": Family(EXPERTS, ROUTED | {"num_experts": 4, "moe_intermediate_size": 8}),
+    "OlmoeForCausalLM": Family(EXPERTS, ROUTED | {"num_experts": 4}),
+    "GptOssForCausalLM": Family(EXPERTS, ROUTED | HEADS | {"num_local_experts": 4, "sliding_window": 4}),
+    "PhimoeForCausalLM": Family(EXPERTS, ROUTED | {"num_local_experts": 4}),
+    "GraniteMoeForCausalLM": Family(EXPERTS, ROUTED | {"num_local_experts": 4}),
+    "JambaForCausalLM": Family(
+        EXPERTS,
+        ROUTED | {"num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+                  "mamba_d_state": 4, "mamba_dt_rank": 4},
+        says="layers of two classes, attention and state spaces",
+    ),
+    "Qwen3NextForCausalLM": Family(
+        EXPERTS,
+        ROUTED | HEADS | {
+            "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+            "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        says="linear and full attention by turns",
+    ),
+
+    "DeepseekV2ForCausalLM": Family(
+        LATENT_ATTENTION, LATENT | {"topk_method": "group_limited_greedy"}, says="no balancing loss in transformers"
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        LATENT_ATTENTION, LATENT | {"num_experts_per_tok": 2},
+        says="no balancing loss in transformers; the bias of its routers is a buffer and stays",
+    ),
+
+    "MambaForCausalLM": Family(
+        HYBRID,
+        {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "use_cache": False,
+         "tie_word_embeddings": False, "time_step_rank": 4}, {},
+    ),
+    "Mamba2ForCausalLM": Family(
+        HYBRID,
+        {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "use_cache": False,
+         "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4, "pad_token_id": 0}, {},
+    ),
+    "BambaForCausalLM": Family(
+        HYBRID,
+        {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4},
+    ),
+    "FalconH1ForCausalLM": Family(
+        HYBRID,
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4,
+         "head_dim": 8},
+    ),
+    "Zamba2ForCausalLM": Family(
+        HYBRID,
+        {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 4,
+         "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "num_key_value_heads": 2, "adapter_rank": 4,
+         "tie_word_embeddings": True},
+        micro_batches=1,
+        says=(
+            "layers of two classes; weights that the hybrid ones share stay on the device; one micro-batch: the order"
+            " of the sums of shared weights depends on their number"
+        ),
+    ),
+    "Lfm2ForCausalLM": Family(HYBRID, {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+
+    "Gemma3nForCausalLM": Family(
+        SHARED,
+        HEADS | {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4, "layer_types": SLIDING[:2] * 2,
+            "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 4, "altup_num_inputs": 2,
+            "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+        quick=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        SHARED,
+        HEADS | {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4, "layer_types": SLIDING[:2] * 2,
+            "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 4, "global_head_dim": 8,
+        },
+    ),
+
+    "LlavaForConditionalGeneration": Family(
+        IMAGES,
+        {"text_config": {"model_type": "llama", **WIDE}, "vision_config": {"model_type": "clip_vision_model", **VISION},
+         "image_token_index": IMAGE}, {}, batch=of_images,
+    ),
+    "PaliGemmaForConditionalGeneration": Family(
+        IMAGES,
+        {"text_config": {"model_type": "gemma", **WIDE, **HEADS},
+         "vision_config": {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+         "projection_dim": 16, "hidden_size": 16, "image_token_index": IMAGE, "tie_word_embeddings": False}, {},
+        batch=with_types,
+    ),
+    "Qwen2VLForConditionalGeneration": Family(
+        IMAGES,
+        {"text_config": {**WIDE, "rope_parameters": MULTIMODAL_ROPE},
+         "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
+                           "mlp_ratio": 2},
+         "image_token_id": IMAGE, "vision_start_token_id": 3, "tie_word_embeddings": False}, {},
+        batch=in_patches,
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        IMAGES,
+        {"text_config": {**WIDE, **HEADS, "sliding_window": 4, "layer_types": SLIDING},
+         "vision_config": {"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+         "mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 3, "eoi_token_index": 3,
+         "tie_word_embeddings": False}, {},
+        batch=with_types,
+    ),
+
+    "Qwen3VLForConditionalGeneration": Family(
+        IMAGES,
+        {"text_config": {**WIDE, **HEADS, "rope_parameters": MULTIMODAL_ROPE},
+         "vision_config": {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+                           "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+         "image_token_id": IMAGE, "vision_start_token_id": 3, "tie_word_embeddings": False}, {},
+        batch=in_patches,
+        says="features of the image are added between layers",
+    ),
+
+    "T5ForConditionalGeneration": Family(
+        TWO,
+        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 2,
+         "vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": False,
+         "use_cache": False}, {},
+        attention="eager",
+        blocks=both("encoder.block", "decoder.block"),
+        named="[*model.encoder.block, *model.decoder.block]",
+        micro_batches=1,
+        says='with `attn_implementation="eager"`; ' + TWO_SIDES,
+    ),
+    "BartForConditionalGeneration": Family(
+        TWO,
+        {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+         "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCABULARY,
+         "max_position_embeddings": 32, "use_cache": False, "tie_word_embeddings": False,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2}, {},
+        blocks=both("model.encoder.layers", "model.decoder.layers"),
+        named="[*model.model.encoder.layers, *model.model.decoder.layers]",
+        micro_batches=1,
+        says="with its dropout of 0.1; " + TWO_SIDES,
+    ),
+    "WhisperForConditionalGeneration": Family(
+        TWO,
+        {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+         "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCABULARY, "num_mel_bins": 8,
+         "max_source_positions": 16, "max_target_positions": 32, "use_cache": False, "tie_word_embeddings": False,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3,
+         "suppress_tokens": [], "begin_suppress_tokens": []}, {},
+        batch=sounds,
+        blocks=both("model.encoder.layers", "model.decoder.layers"),
+        named="[*model.model.encoder.layers, *model.model.decoder.layers]",
+    ),
+
+    "SwitchTransformersForConditionalGeneration": Family(
+        TWO,
+        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
+         "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "vocab_size": VOCABULARY,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": False, "use_cache": False}, {},
+        attention="eager",
+        batch=balanced,
+        blocks=both("encoder.block", "decoder.block"),
+        named="[*model.encoder.block, *model.decoder.block]",
+        micro_batches=1,
+        says='with `attn_implementation="eager"` and `output_router_logits=True` in each micro-batch; ' + TWO_SIDES,
+    ),
+
+    "BertForSequenceClassification": Family(
+        ENCODERS, {"num_labels": 3}, batch=right_padded, says="with its dropout of 0.1"
+    ),
+    "RobertaForSequenceClassification": Family(
+        ENCODERS, {"num_labels": 3, "max_position_embeddings": 40}, batch=right_padded, says="with its dropout of 0.1"
+    ),
+    "ModernBertForMaskedLM": Family(ENCODERS, {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}),
+    "ViTForImageClassification": Family(ENCODERS, VISION | {"num_labels": 3}, {}, batch=pictures, quick=True),
+    "Dinov2ForImageClassification": Family(
+        ENCODERS, VISION | {"num_labels": 3, "drop_path_rate": 0.1}, {}, batch=pictures
+    ),
+}  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    """Return the model of a family, with the same values every time."""
+    family, made = FAMILIES[name], getattr(transformers, name)
+    torch.manual_seed(0)
+    options = {**family.sizes, **family.options}
+    chosen = {"attn_implementation": family.attention} if family.attention else {}
+    model = made._from_config(made.config_class(**options), dtype=torch.float32, **chosen)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.1, 0.1)
+    return model.train()
+
+
+def micro_batches(name: str, step: int) -> list[Batch]:
+    """Return the micro-batches of a step."""
+    family = FAMILIES[name]
+    return [
+        family.batch(torch.Generator().manual_seed(100 * step + number), number)
+        for number in range(family.micro_batches)
+    ]
+
+
+REFUSED = {
+    "`output_hidden_states`, `output_attentions` in the configuration": (
+        "before anything is written: values of every block would stay on the device"
+    ),
+    "blocks that are compiled, with `output_router_logits`": "before anything is written",
+    "layers that are skipped at random (`layerdrop`)": "before anything is written",
+    "layers that are called several times (ALBERT)": "in the first step",
+    "a mapping that blocks share, and from which one removes an entry": "in the first step",
+}
+"""What is refused by name, and why."""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Families of models\n\nMade by `python tests/families.py`. Not edited by hand.\n"
+    yield (
+        f"The tests train each of these {len(FAMILIES)} classes of transformers {transformers.__version__} out of core,"
+        " unmodified, with a tiny random\nconfiguration on a CPU in fp32. Losses, parameters and optimizer state of"
+        " three steps have the bits of a plain loop. Each is trained\n"
+    )
+    yield "* in memory, killed in the third step and resumed,"
+    yield "* on `meta` from its folder (`holdfast.pretrained(FOLDER)`),"
+    yield (
+        "* and written back by `holdfast convert RUN OUT --to huggingface`, from where its own class loads every"
+        " tensor.\n"
+    )
+    yield (
+        "Embedding and head have separate weights; [one that both share](fits.md#what-works-with-it) has the bits of a"
+        " plain loop but for the order\nof one sum. Not tried: diffusion models, and these models on a GPU.\n"
+    )
+    for kind in dict.fromkeys(family.kind for family in FAMILIES.values()):
+        yield f"## {kind}\n\n| class | blocks | |\n|---|---|---|"
+        for name, family in FAMILIES.items():
+            if family.kind == kind:
+                yield f"| `{name}` | {f'`{family.named}`' if family.named else 'found'} | {family.says} |"
+        yield ""
+    yield "## Refused by name\n\n| | |\n|---|---|"
+    for what, why in REFUSED.items():
+        yield f"| {what} | {why} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,157 @@
+"""TRL's trainers out of core: log, metrics and adapters are those of the same script in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+
+from holdfast.errors import BadInput  # noqa: E402
+from holdfast.integrations.transformers import offloaded  # noqa: E402
+from integrations_interrupt import Interrupt, Interrupted, close_engines, same  # noqa: E402
+from offloaded_script import logged  # noqa: E402
+from survive_run import digest  # noqa: E402
+from tiny_folders import TEXT, write_folder  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # of TRL, PEFT and datasets
+]
+WORDS = TEXT.split()
+USUAL = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 0.01,
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+    "dataloader_pin_memory": False, "bf16": False, "max_length": 48, "eval_strategy": "steps", "eval_steps": 2,
+    "log_level": "error",
+}  # fmt: skip
+
+
+def words(first, count=6):
+    return " ".join(WORDS[(first + i) % len(WORDS)] for i in range(count))
+
+
+PAIRS = {
+    "prompt": [words(i, 3) for i in range(10)],
+    "chosen": [" " + words(3 * i + 1, 3) for i in range(10)],
+    "rejected": [" " + words(5 * i + 2, 2) for i in range(10)],
+}
+
+
+@pytest.fixture(autouse=True)
+def engines_are_closed():
+    yield
+    close_engines()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("folder") / "llama", dtype=torch.float32)
+
+
+def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
+    texts = datasets.Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
+    return kind(trl.SFTTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        args=trl.SFTConfig(output_dir=str(output), **USUAL | options),
+        train_dataset=texts,
+        eval_dataset=texts.select(range(3)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=lora() if adapters else None,
+        callbacks=list(callbacks),
+    )
+
+
+def dpo(kind, folder, output, *, adapters=False, callbacks=(), **options):
+    pairs = datasets.Dataset.from_dict(PAIRS)
+    return kind(trl.DPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        args=trl.DPOConfig(output_dir=str(output), **USUAL | options),
+        train_dataset=pairs,
+        eval_dataset=pairs.select(range(3)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=lora() if adapters else None,
+        callbacks=list(callbacks),
+    )
+
+
+def reward(kind, folder, output, *, callbacks=(), **options):
+    pairs = datasets.Dataset.from_dict(PAIRS)
+    torch.manual_seed(0)  # of the head
+    return kind(trl.RewardTrainer)(
+        model=AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1),
+        args=trl.RewardConfig(output_dir=str(output), **USUAL | options),
+        train_dataset=pairs,
+        eval_dataset=pairs.select(range(3)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        callbacks=list(callbacks),
+    )
+
+
+def lora():
+    torch.manual_seed(1)
+    return peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def itself(kind):
+    return kind
+
+
+SCRIPTS = {
+    "sft": (sft, {}),
+    "sft adapters": (sft, {"adapters": True}),
+    "sft packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
+    "dpo": (dpo, {"precompute_ref_log_probs": True}),
+    "dpo reference": (dpo, {}),
+    "dpo adapters": (dpo, {"adapters": True}),
+    "reward": (reward, {}),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_log_is_that_of_the_script_in_memory(tmp_path, folder, name):
+    script, options = SCRIPTS[name]
+    plain = script(itself, folder, tmp_path / "a", **options)
+    trainer = script(offloaded, folder, tmp_path / "b", **options)
+    for each in (plain, trainer):
+        each.train()
+    same(logged(trainer), logged(plain))
+    trainer.engine.close()
+    for mine, theirs in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sft", "sft adapters", "dpo adapters"])
+def test_an_interrupted_script_ends_the_same(tmp_path, folder, name):
+    script, options = SCRIPTS[name]
+    whole = script(offloaded, folder, tmp_path / "a", **options, logging_first_step=True)
+    whole.train()
+    with pytest.raises(Interrupted):
+        script(offloaded, folder, tmp_path / "b", callbacks=[Interrupt(3, "on_step_end")], **options).train()
+    trainer = script(offloaded, folder, tmp_path / "b", **options)
+    trainer.train()
+    assert logged(trainer) == logged(whole)
+    for each in (trainer, whole):
+        each.engine.close()
+    assert digest(dict(trainer.model.state_dict())) == digest(dict(whole.model.state_dict()))
+
+
+def test_adapters_are_saved_alone(tmp_path, folder):
+    trainer = sft(offloaded, folder, tmp_path / "out", adapters=True)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "saved", is_trainable=True)
+    trainer.engine.close()
+    assert digest(dict(loaded.state_dict())) == digest(dict(trainer.model.state_dict()))
+    assert {path.name for path in (tmp_path / "saved").iterdir()} & {"model.safetensors"} == set()
+
+
+def test_generation_between_steps_is_refused():
+    with pytest.raises(BadInput, match="generates texts between steps"):
+        offloaded(trl.GRPOTrainer)

@@ -136,7 +136,7 @@ def test_four_processes_of_lightning_are_killed_and_two_go_on(world, by_torch, t
 @pytest.mark.parametrize(
     "script, ranks, kinds",
     [
-        ({"host": "accelerate"}, [2, 3, 1], ["fsdp", "ddp", "ddp"]),
+        ({"host": "accelerate", "order": "shuffled"}, [2, 3, 1], ["fsdp", "ddp", "ddp"]),
         ({"host": "accelerate"}, [1, 2], ["ddp", "fsdp"]),
         ({"host": "trainer"}, [2, 1, 3], ["ddp", "ddp", "fsdp"]),
         ({"host": "lightning"}, [3, 2, 3], ["fsdp", "ddp", "fsdp"]),

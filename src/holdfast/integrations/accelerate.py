@@ -71,10 +71,8 @@ class AcceleratedCheckpointer(Checkpointer):
 
     def resume(self, *args: Any, **options: Any) -> int:
         done = super().resume(*args, **options)
-        if done:
-            self._accelerator.step = (
-                0  # batches since an update; load_state sets those of the run's accumulation
-            )
+        if done:  # no batches since the update; load_state sets a count by the accumulation of the run
+            self._accelerator.step = 0
         if isinstance(self.batches, Batches):
             self.batches.resumed()
         return done

@@ -66,6 +66,7 @@ def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world
     said = ended(world.run(others, root=tmp_path / "run", kind="holdfast"))
     assert said[0]["resumed"] == 5
     assert said[0]["steps"] - 5 == left  # of 39 samples
+    assert any("moved the schedule 2 times, once by each" in text for text in said[0]["warnings"])
 
 
 @pytest.mark.parametrize(

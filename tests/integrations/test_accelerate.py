@@ -53,9 +53,9 @@ def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", passes=2))
     said = world.run(others, root=tmp_path / "run")
     assert (
-        f"RunMismatch: the run was trained with a number of ranks of 2, now it is {others}"
-        in said[0]["error"]
+        f"the run was trained by 2 ranks, and here are {others}. A step of the run has 6" in said[0]["error"]
     )
+    assert f"and here {3 * others} samples" in said[0]["error"]
     compare(ended(world.run(2, root=tmp_path / "run")), ended(world.run(2)))
 
 
@@ -66,6 +66,7 @@ def test_a_loader_that_counts_all_samples_goes_on_with_any_number_of_ranks(world
     said = ended(world.run(others, root=tmp_path / "run", kind="holdfast"))
     assert said[0]["resumed"] == 5
     assert said[0]["steps"] - 5 == left  # of 39 samples
+    assert any("moved the schedule 2 times, once by each" in text for text in said[0]["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -140,3 +141,37 @@ def test_hooks_of_save_state_are_told(tmp_path):
             AcceleratedCheckpointer(tmp_path / "run", accelerator, loader).close()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    "by, more, text",
+    [
+        ("FSDP", {}, "set fsdp_version: 2"),
+        (
+            "DEEPSPEED",
+            {},
+            "trains by DEEPSPEED here.*holdfast.integrations.deepspeed saves and loads commits",
+        ),
+        (
+            "FSDP",
+            {"is_fsdp2": True, "parallelism_config": {"cp_enabled": True}},
+            "context or sequence parallel",
+        ),
+        (
+            "FSDP",
+            {"is_fsdp2": True, "parallelism_config": {"tp_enabled": True}},
+            "context or sequence parallel",
+        ),
+    ],
+)
+def test_what_lays_out_state_otherwise_is_refused_by_name(by, more, text):
+    from types import SimpleNamespace
+
+    from accelerate.utils import DistributedType
+
+    from holdfast.errors import BadInput
+    from holdfast.integrations.shared.changed_attributes import refuse_unless_torchs
+
+    more = {**more, "parallelism_config": SimpleNamespace(**more.get("parallelism_config", {}))}
+    with pytest.raises(BadInput, match=text):
+        refuse_unless_torchs(SimpleNamespace(distributed_type=DistributedType(by), **more))

@@ -35,7 +35,11 @@ def test_killed_two_processes_end_the_same(world, tmp_path, habit):
 def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", output=tmp_path, max_steps=3))
     said = world.run(others, root=tmp_path / "run", output=tmp_path)
-    assert f"was trained with processes 2, now it is {others}" in said[0]["error"]
+    why = {
+        1: "The run reads an order by seed and epoch, and this script",
+        3: "A step of the run has 6 samples",
+    }
+    assert f"was trained by 2 ranks, and here are {others}. {why[others]}" in said[0]["error"]
 
 
 def test_a_checkpoint_of_the_trainer_is_not_loaded_over_the_run(world, tmp_path):

@@ -1,9 +1,9 @@
 """Batches are the sampler's own, and the generators are what they are told to be when a batch is asked for."""
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from holdfast.integrations.shared.position import WatchedBatches
+from holdfast.integrations.shared.position import Batches, WatchedBatches
 from holdfast.state.progress import random_state
 
 
@@ -49,3 +49,44 @@ def test_the_generators_are_set_behind_the_last_batch_too():
     batches.replay_generators(1, [random_state(), after])
     list(batches)
     assert torch.equal(torch.rand(()), expected)
+
+
+class Ahead:
+    """A loader that is one batch ahead, as those of trainers are."""
+
+    def __init__(self, batch):
+        self.base_dataloader = DataLoader(Noise(), batch)
+
+    def __iter__(self):
+        batches = iter(self.base_dataloader)
+        batch = next(batches)
+        for after in batches:
+            yield batch
+            batch = after
+        yield batch
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return torch.stack([torch.tensor(float(i)), torch.rand(())])
+
+
+def test_another_number_of_ranks_makes_its_next_batch_with_its_own_numbers():
+    """The batch that the run was ahead by is another one, made with the numbers before it."""
+    torch.manual_seed(1)
+    run = Batches(Ahead(4), 1)
+    batches = iter(run)
+    next(batches)
+    state = run.state_dict()
+    assert state["pending"] is not None
+    other = Batches(Ahead(2), 2, accumulation=2)
+    other.load_state_dict(state)
+    torch.manual_seed(77)
+    other.resumed()
+    assert other.count == 2
+    batch = next(iter(other))
+    torch.manual_seed(77)
+    assert batch.tolist() == [[4.0, torch.rand(()).item()], [5.0, torch.rand(()).item()]]

@@ -30,5 +30,5 @@ def test_killed_they_end_the_same(world, tmp_path, habit):
 def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", max_steps=3))
     said = world.run(others, root=tmp_path / "run")
-    assert f"was trained with processes 2, now it is {others}" in said[0]["error"]
+    assert f"was trained by 2 ranks, and here are {others}. A step of the run has 6" in said[0]["error"]
     ended(world.run(2, root=tmp_path / "run"))

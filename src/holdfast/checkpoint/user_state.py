@@ -197,6 +197,15 @@ class ScriptState:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
+    def show_all(self, progresses: Sequence[Mapping[str, Any]]) -> None:
+        """Give objects with an attribute ``of_ranks`` the states that they had on all ranks of the run, by rank.
+
+        Called before ``restore`` where another number of ranks continues.
+        """
+        for name, thing in self.things.items():
+            if hasattr(thing, "of_ranks") and all(name in each["things"] for each in progresses):
+                thing.of_ranks = [decode(each["things"][name]) for each in progresses]
+
     def restore(
         self, progress: dict[str, Any], which: Callable[[str, Any], bool] = lambda name, thing: True
     ) -> None:

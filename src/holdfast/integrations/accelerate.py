@@ -49,7 +49,7 @@ class AcceleratedCheckpointer(Checkpointer):
     def __init__(self, run: str | Path, accelerator: Accelerator, loader: Any, **options: Any) -> None:
         """Create the checkpointer. Raises ``BadInput`` and its subclasses, with nothing written."""
         model = _model_of(accelerator, options)
-        self.batches = _batches_of(loader, accelerator.num_processes)
+        self.batches = _batches_of(loader, accelerator)
         """The batches to iterate over. ``batches.epoch`` counts the passes that have ended."""
         super().__init__(
             run,
@@ -58,7 +58,7 @@ class AcceleratedCheckpointer(Checkpointer):
             scheduler=next(iter(accelerator._schedulers), None),
             loader=self.batches,
             scaler=accelerator.scaler,
-            also=_also(accelerator),
+            also=_also(accelerator, self.batches),
             **options,
         )
         _tell_of_hooks(accelerator)
@@ -71,6 +71,8 @@ class AcceleratedCheckpointer(Checkpointer):
 
     def resume(self, *args: Any, **options: Any) -> int:
         done = super().resume(*args, **options)
+        if done:  # no batches since the update; load_state sets a count by the accumulation of the run
+            self._accelerator.step = 0
         if isinstance(self.batches, Batches):
             self.batches.resumed()
         return done
@@ -118,6 +120,26 @@ class _Mark:
         self._checkpointer.resume(step=state["step"])
 
 
+class _Moves:
+    """The moves of the schedule in an optimizer step, which may be one for each process."""
+
+    def __init__(self, moves: int) -> None:
+        self._moves = moves
+
+    def state_dict(self) -> dict[str, int]:
+        return {"moves": self._moves}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["moves"] != self._moves:
+            warnings.warn(
+                f"a step of the run moved the schedule {state['moves']} times, once by each process, and here"
+                f" {self._moves} times, so learning rates change otherwise. Use"
+                " DataLoaderConfiguration(split_batches=True), or register the schedule for checkpointing instead of"
+                " preparing it.",
+                stacklevel=2,
+            )
+
+
 def _model_of(accelerator: Accelerator, options: dict[str, Any]) -> nn.Module:
     """Return the one prepared model.
 
@@ -148,18 +170,33 @@ def _tell_of_hooks(accelerator: Accelerator) -> None:
         )
 
 
-def _batches_of(loader: Any, num_ranks: int) -> Any:
+def _batches_of(loader: Any, accelerator: Accelerator) -> Any:
     if isinstance(loader, DataLoaderDispatcher):
         raise BadInput(
             "the batches are read by the first process and dispatched, so that the others know no place in them:"
             " prepare the loader with dispatch_batches=False"
         )
     own = hasattr(loader, "state_dict") and not hasattr(loader, "base_dataloader")
-    return loader if own else Batches(loader, num_ranks)
+    if own:
+        return loader
+    return Batches(
+        loader, accelerator.num_processes, accelerator.gradient_accumulation_steps, _moves_of(accelerator)
+    )
 
 
-def _also(accelerator: Accelerator) -> dict[str, Any]:
+def _moves_of(accelerator: Accelerator) -> int:
+    """Return how often the prepared schedulers are moved in an optimizer step: once, or once for each process."""
+    for each in accelerator._schedulers:
+        if getattr(each, "step_with_optimizer", False) and not each.split_batches:
+            return accelerator.num_processes
+    return 1
+
+
+def _also(accelerator: Accelerator, batches: Any) -> dict[str, Any]:
     """Return further objects with a state, by name."""
     schedulers = {f"scheduler {i}": each for i, each in enumerate(accelerator._schedulers) if i}
     objects = {f"{type(each).__name__} {i}": each for i, each in enumerate(accelerator._custom_objects)}
-    return {**schedulers, **objects}
+    moves = {}
+    if accelerator._schedulers and not isinstance(batches, Batches):  # which refuse another number of moves
+        moves = {"moves of the schedule": _Moves(_moves_of(accelerator))}
+    return {**schedulers, **objects, **moves}

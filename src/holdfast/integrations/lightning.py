@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
@@ -32,7 +32,7 @@ from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..store.commit.retention import Keep, refuse_best
 from ..supervised.attempt import training_directory
-from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of
+from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of, sums_of_ranks
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.position import LoaderPlace
@@ -52,7 +52,8 @@ class HoldfastCallback(Callback):
 
     ``options`` are those of ``Checkpointer``. State is restored that passes through Lightning's own hooks
     (``state_dict`` and ``on_save_checkpoint`` of other callbacks, the module, the datamodule and the precision plugin),
-    and plain values that training has set as attributes. The number of processes must stay the same.
+    and plain values that training has set as attributes. Another number of processes continues if a batch of all of
+    them together has as many samples.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
@@ -84,10 +85,9 @@ class HoldfastCallback(Callback):
 class Fit:
     """One call of ``fit``, which its checkpointer treats as the loader; its state is all that the trainer holds.
 
-    ``elastic`` is true because this class itself refuses another number of processes, ``has_loop`` because what is
-    restored here does not move the trainer's loop. Order of calls:
-    ``restore_callbacks``, ``begin``, ``process_dataloader``, ``begin_training``, then ``end_iteration`` for each batch,
-    ``end_training``, ``close``.
+    ``elastic`` is true because ``place`` refuses another number of processes where it would mean another, ``has_loop``
+    because what is restored here does not move the trainer's loop. Order of calls: ``restore_callbacks``, ``begin``,
+    ``process_dataloader``, ``begin_training``, then ``end_iteration`` for each batch, ``end_training``, ``close``.
     """
 
     elastic = True
@@ -104,6 +104,10 @@ class Fit:
         self._newest: dict[str, Any] = {}
         """The progress of the newest commit, as JSON, until the run is resumed."""
         self._restored: dict[str, Any] = {}
+        self.of_ranks: list[dict[str, Any]] = []
+        """The states of all processes of the run, where another number of them continues it."""
+        self._has_place = False
+        """True once the place of the run was found again."""
         self._began = False
         """True once the loop over epochs has begun."""
         self._accumulates = trainer.accumulate_grad_batches
@@ -203,12 +207,13 @@ class Fit:
                 " let the module or datamodule make it"
             )
         self._began = True
+        self._refuse_no_place()
         self._host.watch()
         if self.random is not None:
             restore_random_state(self.random)
             self._metrics().update(self._restored["metrics"])
             if "sums" in self._restored:
-                restore_sums(self._trainer, self._restored["sums"])
+                restore_sums(self._trainer, self._sums())
             self._host.restore_attributes(self._restored)
             # or schedules by a metric would skip the end of this epoch
             self._trainer.fit_loop._restarting = False
@@ -244,7 +249,7 @@ class Fit:
         if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
-            self.place = LoaderPlace(loader, self._trainer.world_size)
+            self.place = LoaderPlace(loader, self._trainer.world_size, self._accumulates)
             self._put(loader, "state_dict", self._place_now)
             self._put(loader, "load_state_dict", self._find_place)
         return loader
@@ -272,6 +277,7 @@ class Fit:
         self.place.check(state)
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
         self.place.load(state, self.random)
+        self._has_place = True
 
     # The loader's interface for the checkpointer
 
@@ -290,20 +296,34 @@ class Fit:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
-        here = {"processes": trainer.world_size, "accumulate_grad_batches": self._accumulates}
-        for key, value in here.items():
-            if state[key] != value:
-                raise RunMismatch(
-                    f"{self._callback.run} was trained with {key} {state[key]}, now it is {value}, so that its place in"
-                    f" the data means nothing. Set it to {state[key]}, or begin another run."
-                )
+        accumulated = state["accumulate_grad_batches"]
+        if accumulated != self._accumulates:
+            raise RunMismatch(
+                f"{self._callback.run} was trained with accumulate_grad_batches {accumulated}, now it is"
+                f" {self._accumulates}, so that its place in the data means nothing. Set it to {accumulated}, or begin"
+                " another run."
+            )
         self._host.load_state_dict(state)
-        if state["sync"] is not None:
+        if state["sync"] is not None and hasattr(trainer.model, SYNC):
             setattr(trainer.model, SYNC, state["sync"])
         trainer.fit_loop.load_state_dict(state["loop"])
         # else what follows the last batch is left out, and all epochs with it, where this trainer has run a fit before
         self._loop.val_loop._has_run = False
         self._restored = state
+
+    def _refuse_no_place(self) -> None:
+        """Raise ``RunMismatch`` if another number of processes would continue without a place in the data."""
+        there = self._restored.get("processes", self._trainer.world_size)
+        if there != self._trainer.world_size and not self._has_place:
+            raise RunMismatch(
+                f"{self._callback.run} has no place in the data that another number of processes could find, as it was"
+                f" trained by {there}. Resume with {there}, or begin another run."
+            )
+
+    def _sums(self) -> dict[str, Any]:
+        """Return the running sums of the epoch with which this process continues."""
+        own, each = self._restored["sums"], [state["sums"] for state in self.of_ranks if "sums" in state]
+        return sums_of_ranks(own, each, self._trainer.global_rank) if each else own
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._trainer.lightning_module.named_parameters())
@@ -327,10 +347,16 @@ def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _refuse(trainer: Any) -> None:
     """Raise ``BadInput`` for settings that prevent recording of steps or of the place in the data."""
-    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy):
         raise BadInput(
-            f"{type(trainer.strategy).__name__} is not a strategy whose state this callback knows: train on one device"
-            ' or with strategy="ddp"'
+            f"{type(trainer.strategy).__name__} is not a strategy whose state this callback knows: train on one device,"
+            ' with strategy="ddp", or with ModelParallelStrategy and fully_shard in configure_model'
+        )
+    mesh = getattr(trainer.strategy, "device_mesh", None)
+    if mesh is not None and mesh["tensor_parallel"].size() > 1:
+        raise BadInput(
+            "ModelParallelStrategy with tensor parallelism was never resumed here: give it tensor_parallel_size=1, or"
+            " use holdfast.Checkpointer in a loop of your own"
         )
     refuse_callbacks(trainer)
     if trainer.reload_dataloaders_every_n_epochs:

@@ -10,7 +10,8 @@ restored is refused. Called by ``integrations.lightning``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -30,7 +31,7 @@ from torchmetrics import Metric
 
 from ..checkpoint.user_state import MOST_BYTES, tensor_bytes
 from ..errors import BadInput
-from ..quantities import format_bytes
+from ..quantities import format_bytes, shown
 from .shared.changed_attributes import ChangedAttributes, datasets_of, modules_of, names_in
 
 LEFT_OUT: dict[type, frozenset[str]] = {
@@ -263,6 +264,45 @@ def restore_sums(trainer: Any, sums: Mapping[str, Any]) -> None:
         results[key] = _made(trainer, about, metric)
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = sums["first"], sums["fx"]
+
+
+def sums_of_ranks(
+    own: Mapping[str, Any], all_ranks: Sequence[Mapping[str, Any]], rank: int
+) -> dict[str, Any]:
+    """Return the sums with which ``rank`` continues an epoch that another number of ranks has begun.
+
+    The first rank gets what all of them had of a value that is reduced over ranks. Metrics of torchmetrics, which
+    exchange their own state, cannot be divided: a warning names them.
+
+    Args:
+        own: The result of ``sums_of`` that this rank would restore.
+        all_ranks: The results of all ranks of the run.
+        rank: This rank.
+    """
+    kept = dict(own["kept"])
+    for key, about in own["kept"].items():
+        each = [sums["kept"][key] for sums in all_ranks if key in sums["kept"]]
+        if about["sync"][0] and about["value"] is not None:
+            kept[key] = {**about, **_joined(each, about["reduction"], is_first=rank == 0)}
+    metrics = [about["plain"]["name"] for about in kept.values() if about["value"] is None]
+    if metrics and rank == 0:
+        warnings.warn(
+            f"{shown(sorted(metrics))} of this epoch will not count what each process of the run saw once, since"
+            " another number of processes continues it. Log numbers instead, with sync_dist=True.",
+            stacklevel=2,
+        )
+    return {**own, "kept": kept}
+
+
+def _joined(each: Sequence[Mapping[str, Any]], reduction: str, is_first: bool) -> dict[str, Any]:
+    """Return the running value, and its weight, of what ``each`` rank has of a value."""
+    values = torch.stack([about["value"] for about in each])
+    if reduction in ("max", "min"):
+        return {"value": values.amax(0) if reduction == "max" else values.amin(0)}
+    total = {"value": values.sum(0)}
+    if each[0]["batches"] is not None:
+        total["batches"] = torch.stack([torch.as_tensor(about["batches"]) for about in each]).sum(0)
+    return total if is_first else {name: torch.zeros_like(value) for name, value in total.items()}
 
 
 def _is_kept(result: _ResultMetric) -> bool:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -33,6 +35,7 @@ from .shared.changed_attributes import (
     set_up_again,
 )
 from .shared.collective_commit import newest_progress
+from .shared.epoch_batches import EpochBatches
 from .shared.position import Order, WatchedBatches, refuse_other_batches
 
 STATE = (
@@ -48,7 +51,7 @@ LOSS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_fl
 class Training:
     """One call of ``train``, which its checkpointer treats as the loader; its state is all that the trainer holds.
 
-    ``elastic`` is true because this class itself refuses another number of processes.
+    ``elastic`` is true because this class itself refuses another number of processes where a place would mean another.
     """
 
     elastic = True
@@ -79,6 +82,8 @@ class Training:
         self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
+        self.of_ranks: list[dict[str, Any]] = []
+        """The states of all processes of the run, where another number of them continues it."""
         self._ending: dict[str, Any] | None = None
         """The values with which the last recorded step is logged."""
         self._random_now: dict[str, Any] = {}
@@ -131,7 +136,7 @@ class Training:
             assert self._checkpointer is not None
             self._recorded_step = self._trainer.state.global_step
             self._place.updates += 1
-            self._ending = {"grad_norm": grad_norm, "learning_rate": learning_rate}
+            self._ending = {"grad_norm": _whole(grad_norm), "learning_rate": learning_rate}
             self._checkpointer.step()
         elif learning_rate is None and self._place.updates:  # only the end of the epoch was left
             assert self._ending is not None
@@ -239,7 +244,8 @@ class Training:
         elif batches:
             self._random_now = random_state()
             if self._batches is not None:
-                pending = [decode(place.pending)] if place.pending is not None else []
+                is_own = place.pending is not None and not self.of_ranks  # others make other batches
+                pending = [decode(place.pending)] if is_own else []
                 self._batches.replay_generators(batches, [*pending, self._random_now])
             self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
@@ -250,6 +256,7 @@ class Training:
         trainer = self._trainer
         return {
             "same": self._same(),
+            "epoch_batches": None if (batches := self._epoch_batches()) is None else batches.as_dict(),
             "seed": self._order.seed,
             "place": vars(self._place) | {"pending": self._pending()},
             "state": {name: getattr(trainer.state, name) for name in STATE},
@@ -263,7 +270,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        refuse_other_batches(state["same"], self._same(), self._run)
+        self._refuse_other_place(state)
         epoch, num_epochs = state["place"]["epoch"], self._trainer.state.num_train_epochs
         if epoch >= num_epochs:
             raise RunMismatch(
@@ -271,6 +278,26 @@ class Training:
                 " or begin another run."
             )
         self._restored = state
+
+    def _refuse_other_place(self, state: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if the place of ``state`` means other batches here."""
+        here, there = self._epoch_batches(), state.get("epoch_batches")
+        if here is None or there is None or there["ranks"] == here.ranks:
+            refuse_other_batches(state["same"], self._same(), self._run)
+        else:
+            here.refuse_unlike(EpochBatches(**there), self._run)
+
+    def _epoch_batches(self) -> EpochBatches | None:
+        """Return how an epoch is divided; None for an ``IterableDataset``, whose order may follow the processes."""
+        if self._batches is None:
+            return None
+        args = self._trainer.args
+        return EpochBatches.of(
+            self._batches.inner,
+            self._loader.dataset,
+            ranks=args.world_size,
+            accumulation=args.gradient_accumulation_steps,
+        )
 
     def _same(self) -> dict[str, Any]:
         """Return the values that a position in the data depends on."""
@@ -300,6 +327,8 @@ class Training:
         trainer.state.log_history = self._logged.entries_of(found["log_history"])
         for name, value in found["loss"].items():
             setattr(trainer, name, value)
+        if self.of_ranks:
+            self._divide_unlogged()
         trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
         vars(trainer.control).update(found["control"])
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
@@ -316,6 +345,17 @@ class Training:
                 vars(match).update(state["attributes"])
         if self._attributes is not None and found.get("attributes"):
             self._attributes.restore(found["attributes"])
+
+    def _divide_unlogged(self) -> None:
+        """Divide among the present processes what those of the run have not logged yet: losses and operations.
+
+        Each process holds its own sums, and the log has their mean or total.
+        """
+        losses = [state["loss"] for state in self.of_ranks]
+        trainer = self._trainer
+        trainer._tr_loss = torch.stack([each["_tr_loss"] for each in losses]).mean()
+        operations = sum(each["current_flos"] for each in losses)
+        vars(trainer)["current_flos"] = operations / trainer.args.world_size
 
 
 @dataclass
@@ -346,6 +386,11 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
+
+
+def _whole(value: Any) -> Any:
+    """Return ``value``; of a distributed tensor, as norms are under FSDP2, all of it. Collective then."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _is_transformers(kind: type) -> bool:

@@ -315,6 +315,8 @@ class _Search:
         if lost or line.residuals_dropped:
             self.state.forget_residuals()
         progress = line.progress(rank)
+        if len(line.chains) != self.ranks.world_size:
+            self.script.show_all([line.progress(each) for each in range(len(line.chains))])
         self.problems += self._told_of_changes(line, others)
         self.script.restore(progress)
         if rank >= len(line.chains):

@@ -248,7 +248,9 @@ def _text(value: Any) -> str | None:
 
 
 TORCHS_OWN = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Ways of accelerate to train that leave the state to torch: one process, or several of DDP."""
+"""Ways of accelerate to train that leave the state to torch: one process, or several of DDP. FSDP2 is one more."""
+NOT_TRIED = ("tp_enabled", "cp_enabled", "sp_enabled")
+"""Kinds of parallelism that accelerate adds to FSDP2, and that were never resumed."""
 
 
 def innermost(optimizer: Any) -> Any:
@@ -260,9 +262,22 @@ def innermost(optimizer: Any) -> Any:
 
 def refuse_unless_torchs(accelerator: Any) -> None:
     """Raise ``BadInput`` if something other than torch lays out the state of what ``accelerator`` trains."""
-    by = accelerator.distributed_type
-    if by not in TORCHS_OWN:
+    by = accelerator.distributed_type.value
+    if getattr(accelerator, "is_fsdp2", False):
+        config = getattr(accelerator, "parallelism_config", None)
+        if any(getattr(config, name, False) for name in NOT_TRIED):
+            raise BadInput(
+                "accelerate adds tensor, context or sequence parallelism to FSDP2 here, which this adapter does not"
+                " know: leave it out of parallelism_config, or use holdfast.Checkpointer in a loop of your own"
+            )
+    elif by == "FSDP":
         raise BadInput(
-            f"accelerate trains by {by.value} here, and its state is not one that this adapter knows: train in one"
-            " process, or in several with DistributedDataParallel, which torchrun gives without more settings"
+            "accelerate trains by FSDP1 here, whose state is flattened: set fsdp_version: 2 in its configuration, or"
+            " FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    elif by not in TORCHS_OWN:
+        raise BadInput(
+            f"accelerate trains by {by} here, and its state is not one that this adapter knows: train in one process,"
+            " or in several with DistributedDataParallel or FSDP2. Of a DeepSpeed engine"
+            " holdfast.integrations.deepspeed saves and loads commits."
         )

@@ -3,8 +3,8 @@
 Batches that were trained on are skipped by their indices alone. The generators are stored as they were when the epoch
 began, so that its order is drawn again, and are set to where the run had them when the first new batch is made. Loaders
 are one batch ahead of training, so a batch that is made but not handed out is made again with its own draws (masks,
-augmentation). A position belongs to one rank of a fixed number: other batch sizes or numbers of ranks are refused.
-Called by the integrations.
+augmentation). Another number of ranks continues after the same samples, as far as ``epoch_batches`` allows that; other
+batch sizes are refused. Called by the integrations.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ...errors import BadInput, RunMismatch
 from ...state.progress import random_state, restore_random_state
+from .epoch_batches import EpochBatches
 
 
 class LoaderPlace:
     """The place of one of ``num_ranks`` in ``loader``, torch's own or a wrapper. The caller counts the batches."""
 
-    def __init__(self, loader: Any, num_ranks: int) -> None:
-        """Wrap the loader's batch sampler. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
+    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
+        """Wrap the loader's batch sampler.
+
+        Args:
+            loader: The loader.
+            num_ranks: The number of ranks that train.
+            accumulation: The batches of one optimizer step.
+            moves: The moves of the learning-rate schedule in an optimizer step.
+
+        Raises ``BadInput`` for a loader whose batches cannot be skipped.
+        """
         self._inside = getattr(loader, "base_dataloader", loader)
         _refuse(self._inside)
-        self._num_ranks = num_ranks
+        self._num_ranks, self._accumulation, self._moves = num_ranks, accumulation, moves
         self._watched = _watched(self._inside)
         self._watched.begins = self._begin
         self._order = Order(self._inside, self._watched.inner)
@@ -41,6 +51,7 @@ class LoaderPlace:
         """Return the place after ``count`` batches of the current epoch; 0 also if no epoch has begun."""
         return {
             "same": self._same(),
+            "epoch_batches": self._epoch_batches().as_dict(),
             "count": count,
             "begun": self._begun if count else None,
             "pending": self._pending(count),
@@ -49,12 +60,24 @@ class LoaderPlace:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ``RunMismatch`` if the place of ``state`` refers to other batches."""
-        refuse_other_batches(state["same"], self._same(), "the run")
+        if (there := self._of_other_ranks(state)) is None:
+            refuse_other_batches(state["same"], self._same(), "the run")
+        else:
+            here = self._epoch_batches()
+            here.refuse_unlike(there, "the run")
+            here.count_of(there, state["count"])
+
+    def count_of(self, state: dict[str, Any]) -> int:
+        """Return the number of batches, of this number of ranks, that the run had done of the epoch at ``state``."""
+        there = self._of_other_ranks(state)
+        return state["count"] if there is None else self._epoch_batches().count_of(there, state["count"])
 
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Continue from ``state`` in the next epoch that begins; ``random`` is the state of the generators there."""
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
+        if self._of_other_ranks(state) is not None:  # whose next batch was another
+            state = {**state, "count": self.count_of(state), "pending": None}
         self._restored = state if self._begun is not None else None
 
     def leave(self) -> None:
@@ -87,6 +110,23 @@ class LoaderPlace:
         number, state = self._watched.newest
         return state if count and number == count and not self._inside.num_workers else None
 
+    def _of_other_ranks(self, state: dict[str, Any]) -> EpochBatches | None:
+        """Return the batches of the run at ``state`` if it had another number of ranks; None if it had this one.
+
+        None as well for a run of a version that did not store them.
+        """
+        found = state.get("epoch_batches")
+        return None if found is None or found["ranks"] == self._num_ranks else EpochBatches(**found)
+
+    def _epoch_batches(self) -> EpochBatches:
+        return EpochBatches.of(
+            self._watched.inner,
+            self._inside.dataset,
+            ranks=self._num_ranks,
+            accumulation=self._accumulation,
+            moves=self._moves,
+        )
+
     def _same(self) -> dict[str, Any]:
         """Return the values that a place depends on, by name."""
         return {
@@ -99,15 +139,15 @@ class LoaderPlace:
 class Batches:
     """The batches of ``loader``, to be iterated over in its place. A pass is an epoch, also if it was left early.
 
-    ``elastic`` is true because this class itself refuses another number of ranks, as it does other batch sizes.
+    ``elastic`` is true because this class itself refuses another number of ranks where a place would mean another one.
     """
 
     elastic = True
 
-    def __init__(self, loader: Any, num_ranks: int) -> None:
-        """Wrap the loader. Raises ``BadInput`` for a loader whose batches cannot be skipped."""
+    def __init__(self, loader: Any, num_ranks: int, accumulation: int = 1, moves: int = 1) -> None:
+        """Wrap the loader, as ``LoaderPlace`` does. Raises ``BadInput`` for one whose batches cannot be skipped."""
         self.loader = loader
-        self.place = LoaderPlace(loader, num_ranks)
+        self.place = LoaderPlace(loader, num_ranks, accumulation, moves)
         self.epoch = 0
         """The number of passes that have ended."""
         self.count = 0
@@ -140,7 +180,7 @@ class Batches:
         """Continue from the restored state. Called when the generators are where the run had them."""
         if self._restored is not None:
             self.place.load(self._restored, random_state())
-            self.epoch, self.count = self._restored["epoch"], self._restored["count"]
+            self.epoch, self.count = self._restored["epoch"], self.place.count_of(self._restored)
             if self._restored["iteration"] is not None:
                 self.loader.iteration = self._restored["iteration"]
 
@@ -257,7 +297,10 @@ class Order:
         return {"random": random_state(), "own": own}
 
     def put_back(self, state: dict[str, Any]) -> None:
+        """Restore what ``now`` returned. A run of several ranks may have given the sampler a generator."""
         restore_random_state(state["random"])
+        if "sampler" in state["own"] and getattr(self.sampler, "generator", self) is None:
+            self.sampler.generator = torch.Generator()
         for place, generator in self._own().items():
             if place in state["own"]:
                 generator.set_state(state["own"][place])

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config import QuantizationConfig
 from ..errors import BadInput, ModelNotSupported
+from ..formats.naming import names_by_model
 from ..formats.readers.safetensors_files import INDEX, SafetensorsFiles
 from ..formats.restore import read_tensors
 from ..offload.exit_hook import deferred
@@ -27,7 +28,6 @@ from ..quantities import MiB
 from ..state.layout.regions import Region
 from ..store.disk import Disk, write_durably
 from .keeping import CONFIG
-from .naming import names_by_model
 from .pretrained import empty_model
 
 FILE_BYTES = 512 * MiB

@@ -28,8 +28,8 @@ from holdfast.store.format.manifest import CommitRef, Manifest
 from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
-from holdfast.store.node_store import NodeStore
 from holdfast.store.log.striping import segment_bytes
+from holdfast.store.node_store import NodeStore
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 

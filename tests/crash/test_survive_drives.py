@@ -80,10 +80,9 @@ def test_every_image_of_all_drives_recovers(small, tmp_path, states, queue, list
     assert with_steps > 60
 
 
-@pytest.mark.parametrize(
-    "why", ["stripe directory", "stripes", "segment directory", "records", "unit data", "drives"]
-)
+@pytest.mark.parametrize("why", ["stripe directory", "stripes", "records"])
 def test_without_any_one_sync_some_image_breaks_the_promise(small, tmp_path, monkeypatch, states, queue, why):
+    """The others show in ``test_survive_images.py``, and that of links in ``store/test_drives.py``."""
     if why == "stripes":  # all records are on the drive
         rates = {"a": 1e15}
         monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: rates.get(directory.name, 1e9))

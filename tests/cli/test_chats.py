@@ -173,6 +173,23 @@ def test_validation_without_held_out_text_is_refused(tmp_path, holdfast, folder,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of PEFT
+def test_adapters_train_on_packed_rows(tmp_path, holdfast, folder, chats):
+    """And their best weights are the folder of the model with the adapters merged in."""
+    pytest.importorskip("peft")
+    run = tmp_path / "run"
+    more = ("data.packing=on", "lora.rank=4", "train.validate_every=2", "train.keep_best=true")
+    result = holdfast("train", "--model", folder, *arguments(run, chats, *more))
+    assert result.code == 0, result.err
+    assert "Samples are packed into rows" in result.out
+    [kept] = (run / "best").iterdir()
+    found = transformers.AutoModelForCausalLM.from_pretrained(kept).state_dict()
+    begun = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
+    assert found.keys() == begun.keys()
+    assert any(not value.equal(begun[name]) for name, value in found.items())
+
+
+@pytest.mark.slow
 def test_best_weights_are_kept_as_a_folder(tmp_path, holdfast, folder, chats):
     """The last of them, which are the newest ones of a run that learns."""
     run, more = tmp_path / "run", ("train.validate_every=2", "train.keep_best=true")

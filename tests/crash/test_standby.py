@@ -42,8 +42,9 @@ class Standby:
         return Path(f"{self.out}.told").read_text()
 
     def steps(self):
-        """Steps and the processes that did them."""
-        return [tuple(map(int, line.split())) for line in self.out.read_text().splitlines()]
+        """Steps and the processes that did them, of the lines that are whole."""
+        whole, _, _ = self.out.read_text().rpartition("\n")
+        return [tuple(map(int, line.split())) for line in whole.splitlines()]
 
     def until(self, true, seconds=200):
         end = time.monotonic() + seconds

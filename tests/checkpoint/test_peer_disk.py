@@ -15,7 +15,7 @@ from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log.segments import read_segment, segments
 from holdfast.store.share_places import OWN, Place
-from store.test_journal import PAGE, record, written
+from support.journal_records import PAGE, record, written
 
 COUNT = 20
 

@@ -18,9 +18,7 @@ from holdfast.store.log import journal
 from holdfast.store.log.journal import JournalWriter, Record
 from holdfast.store.log.segments import read_payload, read_segment, segments, trim
 from holdfast.store.log.striping import open_segment
-
-TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
-PAGE = 4096
+from support.journal_records import PAGE, TIMELINE, part, record, written
 
 
 @pytest.fixture
@@ -28,27 +26,6 @@ def queue():
     queue = IOQueue(2)
     yield queue
     queue.close()
-
-
-def part(nbytes, seed):
-    view = Buffer(nbytes, "test").view
-    view[:] = random.Random(seed).randbytes(nbytes)
-    return view
-
-
-def record(step, sizes=(PAGE, 2 * PAGE)):
-    parts = tuple(part(size, step * 10 + number) for number, size in enumerate(sizes))
-    return Record(step, {"rate": 0.1 * step, "text": "é\n"}, parts)
-
-
-def written(root, queue, groups, **options):
-    disk = Disk(root)
-    disk.makedirs("")
-    writer = JournalWriter(disk, queue, "s", TIMELINE, **options)
-    for group in groups:
-        writer.append(group)
-    writer.close()
-    return disk
 
 
 def payload(disk, queue, stored):

@@ -18,7 +18,7 @@ from holdfast.store.log import segments as log
 from holdfast.store.log.journal import JournalWriter
 from holdfast.store.log.segments import read_payload, read_segment, segments, stripe_paths, trim
 from holdfast.store.log.striping import Stripes, open_segment, remove_segment, segment_bytes, segment_paths
-from store.test_journal import PAGE, TIMELINE, record
+from support.journal_records import PAGE, TIMELINE, record
 
 STREAM = "rank-00000"
 FOLDERS = ("data/drive_1", "data/drive_2")

@@ -124,7 +124,11 @@ def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
         "record_stall_seconds": record / COPY_BYTES_PER_SECOND,
         "replay_seconds": values["step_seconds"] / 10,
     }
-    known = {*values, "frozen_bytes"}  # none, unless given
+    known = {
+        *values,
+        "frozen_bytes",
+        "captured_bytes",
+    }  # none frozen, unless given, and rows of zeros in no record
     return {name: guess for name, guess in (defaults | guesses).items() if name not in known}
 
 

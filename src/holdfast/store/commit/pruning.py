@@ -29,7 +29,7 @@ from holdfast.store.format.reference_files import is_reference
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
 from holdfast.store.log.striping import segment_bytes
-from holdfast.store.node_store import NodeStore
+from holdfast.store.node_store import NodeStore, even_out
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 
@@ -140,6 +140,7 @@ def prune_nodes(reader: RunReader, directories: Sequence[Path], keep: Keep) -> P
         found = planned(reader, keep)
         if found.going or found.segments:
             refuse_damaged(reader, found.kept)
+            even_out(stores)
             for store in stores:
                 store.retire_copies([going.ref for going in found.going], found.needed)
     return found

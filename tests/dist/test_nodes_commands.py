@@ -76,6 +76,14 @@ def test_pruned_nodes_keep_what_the_newest_base_needs(world, runs, tmp_path, cap
     assert said[0]["resumed"] == 8
 
 
+def test_some_of_the_nodes_are_not_pruned(runs, tmp_path):
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    before = {*tmp_path.glob("run-*/*/*")}
+    with pytest.raises(BadInput, match="the share of rank-00001 of step"):
+        prune_run(joined(tmp_path, 0, 2), Keep(1), dry_run=False, as_json=True)
+    assert {*tmp_path.glob("run-*/*/*")} == before
+
+
 def test_a_commit_that_only_one_node_has_keeps_its_files_on_all(runs, tmp_path, capsys):
     """A kill while it was published. It names files of an earlier commit again, as frozen parameters have it."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)

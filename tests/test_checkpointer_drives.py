@@ -372,6 +372,44 @@ def test_a_file_of_the_log_that_a_drive_lost_ends_the_run_there_with_a_warning(t
         loop.checkpointer.close()
 
 
+@pytest.mark.parametrize("used", [["one"], []])
+def test_a_log_that_is_put_back_has_its_records_on_drives(tmp_path, rates, used):
+    root, used = tmp_path / "run", [tmp_path / name for name in used]
+    states = train(root, 8, [tmp_path / "one"], base_every=1000)
+    (root / "journal").rename(tmp_path / "away")
+    with pytest.raises(Damaged, match="put it back"):
+        train(root, 1, used)
+    (tmp_path / "away").rename(root / "journal")
+    with Loop(root, used, seed=1, base_every=1000) as loop:
+        assert loop.start == 8 and same(loop.state(), states[8])
+
+
+def test_a_segment_that_is_put_back_has_its_records_on_drives(tmp_path, rates):
+    root, drive = tmp_path / "run", tmp_path / "one"
+    states = train(root, 8, [drive], base_every=1000)
+    first = segments(Disk(root), "rank-00000")[0].path
+    (root / first).rename(tmp_path / "away")
+    with pytest.warns(UserWarning, match="a segment was removed"):
+        train(root, 1, [drive], base_every=1000)
+    (tmp_path / "away").rename(root / first)
+    loop = Loop(tmp_path / "fresh", seed=1)
+    with loop.checkpointer:
+        assert loop.checkpointer.resume(source=f"{root}@8.t1") == 8 and same(loop.state(), states[8])
+
+
+def test_a_run_without_commits_is_not_taken_for_a_fresh_one_by_its_drives(tmp_path, rates):
+    root, drive = tmp_path / "run", tmp_path / "one"
+    train(root, 4, [drive], base_every=1000)
+    for folder in "commits", "journal":
+        (root / folder).rename(tmp_path / folder)
+    for path in [*(root / "data").glob("*.safetensors"), *drive.glob("*.safetensors")]:
+        path.unlink()
+    before = content(root, drive)
+    with pytest.raises(RunMismatch, match=r"has records of .*, which is missing too"):
+        train(root, 1, [drive])
+    assert content(root, drive) == before
+
+
 # What is refused
 
 

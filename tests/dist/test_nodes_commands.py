@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
+import xxhash
 
 from dist.world import ended
 from holdfast.cli.diff import compare
@@ -72,6 +74,37 @@ def test_pruned_nodes_keep_what_the_newest_base_needs(world, runs, tmp_path, cap
     shutil.rmtree(tmp_path / "run-1")
     said = ended(world.run(3, root=tmp_path / "run", steps=9, **ORDER))
     assert said[0]["resumed"] == 8
+
+
+def test_some_of_the_nodes_are_not_pruned(runs, tmp_path):
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    before = {*tmp_path.glob("run-*/*/*")}
+    with pytest.raises(BadInput, match="the share of rank-00001 of step"):
+        prune_run(joined(tmp_path, 0, 2), Keep(1), dry_run=False, as_json=True)
+    assert {*tmp_path.glob("run-*/*/*")} == before
+
+
+def test_a_commit_that_only_one_node_has_keeps_its_files_on_all(runs, tmp_path, capsys):
+    """A kill while it was published. It names files of an earlier commit again, as frozen parameters have it."""
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    first = RunReader(tmp_path / "run-0")
+    newest, earlier, *_ = map(first.load, first.line())
+    shares = {}
+    for stream, share in newest.shares.items():
+        share = replace(share, files=dict(earlier.shares[stream].files))
+        text = json.dumps(share.to_json()).encode()
+        digest = xxhash.xxh3_128_hexdigest(text)
+        (tmp_path / "run-0" / "index" / f"{digest}.json").write_bytes(text)
+        shares[stream] = replace(share, path=f"index/{digest}.json", bytes=len(text), xxh3_128=digest)
+    for node in range(3):
+        (tmp_path / f"run-{node}" / newest.path).unlink()
+    (tmp_path / "run-0" / newest.path).write_bytes(newest.with_shares(shares).encode())
+    name = joined(tmp_path, 0, 1, 2)
+    assert verify(name, as_json=True)
+    prune_run(name, Keep(1), dry_run=False, as_json=True)
+    assert verify(name, as_json=True)
+    for lost in range(3):
+        assert verify(joined(tmp_path, *({0, 1, 2} - {lost})), as_json=True)
 
 
 @pytest.mark.parametrize("nodes", [(0, 1, 2), (0,)])

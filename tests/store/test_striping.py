@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,11 +15,19 @@ from holdfast.store.commit.housekeeping import sweep
 from holdfast.store.disk import Disk
 from holdfast.store.drive_links import Drive
 from holdfast.store.format.checksummed_json import seal
+from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log import journal, striping
 from holdfast.store.log import segments as log
-from holdfast.store.log.journal import JournalWriter
-from holdfast.store.log.segments import read_payload, read_segment, segments, stripe_paths, trim
-from holdfast.store.log.striping import Stripes, open_segment, remove_segment, segment_bytes, segment_paths
+from holdfast.store.log.journal import JournalWriter, Record
+from holdfast.store.log.segments import SegmentRef, read_payload, read_segment, segments, stripe_paths, trim
+from holdfast.store.log.striping import (
+    Stripes,
+    make_segment,
+    open_segment,
+    remove_segment,
+    segment_bytes,
+    segment_paths,
+)
 from support.journal_records import PAGE, TIMELINE, record
 
 STREAM = "rank-00000"
@@ -189,11 +199,54 @@ def test_files_of_stripes_without_their_segment_are_swept(tmp_path, queue):
     disk = written(tmp_path, queue, [[record(11, (16 * PAGE,))]])
     mine = tmp_path / "data/drive_1" / f"{STREAM}.step-000000000011.notes"
     mine.write_text("mine")
-    sweep(disk)
+    sweep(disk, {})
     assert len(stripe_paths(disk)) == 2
     (tmp_path / segments(disk, STREAM)[0].path).unlink()
-    sweep(disk)
+    sweep(disk, {})
     assert [path for folder in FOLDERS for path in (tmp_path / folder).iterdir()] == [mine]
+
+
+@pytest.mark.parametrize(
+    "commit, later, stays",
+    [
+        (CommitRef(3, 10), None, True),
+        (CommitRef(1, 10), 12, True),  # it ends with step 11
+        (CommitRef(3, 11), 12, False),
+        (CommitRef(3, 30), None, True),  # nothing says where it ends
+        (CommitRef(4, 10), None, False),  # a commit needs no records of an earlier timeline
+    ],
+)
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_stripes_stay_while_their_segment_may_be_put_back(tmp_path, queue, commit, later, stays, is_readable):
+    disk = written(tmp_path, queue, [[record(11, (16 * PAGE,))]])
+    (tmp_path / segments(disk, STREAM)[0].path).unlink()
+    if later is not None:
+        (tmp_path / SegmentRef(3, later, STREAM).path).write_bytes(b"")
+    manifest = SimpleNamespace(oldest_step=commit.step) if is_readable else None
+    sweep(disk, cast(Any, {commit: manifest}))
+    assert len(stripe_paths(disk)) == (2 if stays or (manifest is None and commit.timeline == 3) else 0)
+
+
+def test_stripes_without_a_byte_do_not_stay(tmp_path, queue):
+    """A kill between the names of a segment."""
+    disk = written(tmp_path, queue, [])
+    stripes = Stripes.over(drives(0.25, 0.5, 0.25))
+    make_segment(disk, path := SegmentRef(3, 11, STREAM).path, stripes, 32 * PAGE)
+    disk.unlink(path)
+    sweep(disk, {CommitRef(3, 10): None})
+    assert stripe_paths(disk) == []
+
+
+def test_zeros_at_the_end_of_records_stay_while_a_file_is_missing(tmp_path, queue):
+    zeros = Buffer(16 * PAGE, "test").view
+    zeros[:] = bytes(len(zeros))
+    disk = written(tmp_path, queue, [[Record(11, {}, (zeros,))]])
+    (missing, *_) = stripe_paths(disk)
+    (tmp_path / missing).rename(tmp_path / "away")
+    assert trim(disk, STREAM) == []
+    (tmp_path / "away").rename(tmp_path / missing)
+    [stored] = read_segment(disk, segments(disk, STREAM)[0])[0]
+    assert payload(disk, queue, stored) == bytes(zeros)
 
 
 def test_reserved_space_is_released_on_every_drive(tmp_path, queue):

@@ -8,7 +8,7 @@ Besides, the directory holds the copies for another node (``partner_files``). Si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,11 +70,21 @@ class NodeStore(LocalStore):
                             self._small.add(path)
                         write_durably(self.disk, path, texts[path], why=f"node's {folder}")
 
-    def look_again(self) -> None:
-        """Retain the commits that are listed now. Raises ``RunMismatch`` if they are of two runs."""
+    def text_for_others(self, path: str) -> bytes:
+        """Return the content of a small file for another node, whose record of a timeline names no streams."""
+        text = self.disk.read_bytes(path)
+        if not path.startswith("timelines/"):
+            return text
+        return without_streams(Timeline.decode(text, path)).encode()
+
+    def look_again(self, sweeps: bool = True) -> None:
+        """Retain the commits that are listed now. Raises ``RunMismatch`` if they are of two runs.
+
+        ``sweeps`` removes the copies for the partner that no commit names, for which all nodes must be there.
+        """
         self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
         refuse_two_runs(self, self._retained)
-        if self.leads and None not in self._retained.values():
+        if sweeps and self.leads and None not in self._retained.values():
             sweep_copies(self.copies, self._named())
 
     def refuse_other_data(self) -> None:
@@ -143,6 +153,23 @@ class NodeStore(LocalStore):
         """Return the payload that retained commits name, by content."""
         retained = [manifest for manifest in self._retained.values() if manifest is not None]
         return {object_path(file) for manifest in retained for file in manifest.files.values()}
+
+
+def even_out(stores: Sequence[NodeStore]) -> None:
+    """Write the small files that one of ``stores`` has and another lacks where they are missing, as a resume does.
+
+    A kill may have left a commit on some nodes alone, and to the others its files would seem to be needed by none.
+    """
+    found = [store.small_files() for store in stores]
+    newest: dict[str, tuple[float, NodeStore]] = {}
+    for store, files in zip(stores, found, strict=True):
+        for path, made in files.items():
+            if path not in newest or newest[path][0] < made:
+                newest[path] = made, store
+    for store, files in zip(stores, found, strict=True):
+        missing = {path: at for path, (made, at) in newest.items() if files.get(path, -1.0) < made}
+        store.take_small_files({path: at.text_for_others(path) for path, at in missing.items()})
+        store.look_again(sweeps=False)
 
 
 def without_streams(timeline: Timeline) -> Timeline:

@@ -125,7 +125,7 @@ class LocalStore(RankCommits):
             refuse_lost(self.disk, [*payload, *stripe_paths(self.disk)])
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
-            sweep(self.disk)
+            sweep(self.disk, retained)
             self._keep(retained)
             self._drop_orphans()
             self.unread = [error for stream in streams(self.disk) for error in trim(self.disk, stream)]

@@ -29,7 +29,7 @@ from ...quantities import shown
 from ...store.format.manifest import CommitRef, Manifest, Point, RankShare, Timeline, object_path
 from ...store.joined_nodes import STREAMS
 from ...store.log.chain import chain_of, last_step, read_journal
-from ...store.node_store import NodeStore, is_mine_of, without_streams
+from ...store.node_store import NodeStore, is_mine_of
 from ...store.reader import RunReader
 from ...store.remote.copying import blocks_of
 from ...store.remote.object_store import ObjectDisk, Url
@@ -174,7 +174,7 @@ class NodeRun:
             for path in lacking
         }
         found = ranks.all_do(
-            lambda: {path: _text(store, path) for path in lacking if source[path] == ranks.rank}
+            lambda: {path: store.text_for_others(path) for path in lacking if source[path] == ranks.rank}
         )
         texts = {path: text for each in found for path, text in each.items()}
         own = mine[ranks.rank]
@@ -432,14 +432,6 @@ class NodeRun:
         self._peers.close(orderly)
         if orderly:
             self._server.close()
-
-
-def _text(store: NodeStore, path: str) -> bytes:
-    """Return the content of a small file for another node, whose record of a timeline names no streams."""
-    text = store.disk.read_bytes(path)
-    if not path.startswith("timelines/"):
-        return text
-    return without_streams(Timeline.decode(text, path)).encode()
 
 
 def _refuse_shared(store: NodeStore, holders: list[str]) -> BadInput | None:

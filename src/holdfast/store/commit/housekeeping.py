@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ from holdfast.store.drive_links import HOME, data_paths, folders, unneeded
 from holdfast.store.format.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
 from holdfast.store.format.payload_files import encode_index, index_of, unverified_layout
 from holdfast.store.format.reference_files import REFERENCE
-from holdfast.store.log.segments import segments, streams, stripe_paths
-from holdfast.store.log.striping import sweep_stripes
+from holdfast.store.log.segments import SegmentRef, segments, streams, stripe_paths, written_bytes
+from holdfast.store.log.striping import loose_stripes
 
 if TYPE_CHECKING:
     from holdfast.store.run_store import LocalStore
@@ -31,8 +32,11 @@ _SCRATCH_NAME = re.compile(
 )
 
 
-def sweep(disk: AnyDisk) -> None:
-    """Remove the temporary files and the scratch of an earlier process, and files of stripes without their segment."""
+def sweep(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
+    """Remove the temporary files and the scratch of an earlier process.
+
+    Files of stripes without their segment are removed too, if none of the ``retained`` commits may need them.
+    """
     for directory in ("commits", "index", "timelines"):
         for name in disk.listdir(directory):
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
@@ -43,7 +47,29 @@ def sweep(disk: AnyDisk) -> None:
     for name in disk.listdir("scratch"):
         if _SCRATCH_NAME.fullmatch(name):
             disk.unlink(f"scratch/{name}")
-    sweep_stripes(disk)
+    _sweep_stripes(disk, retained)
+
+
+def _sweep_stripes(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
+    """Remove the files of stripes without their segment in which no commit may need a record.
+
+    A kill leaves such a file where a segment was being made or removed. A file that a commit may need stays, because
+    the segment's own file may only have been moved away.
+    """
+    loose = {path: SegmentRef.of_path(segment) for path, segment in loose_stripes(disk).items()}
+    if not loose:
+        return
+    refs = {*loose.values(), *(ref for stream in streams(disk) for ref in segments(disk, stream))}
+    for path, ref in loose.items():
+        same = [other.first_step for other in refs if other._replace(first_step=ref.first_step) == ref]
+        last = min((first for first in same if first > ref.first_step), default=sys.maxsize) - 1
+        may_be_needed = any(
+            commit.timeline <= ref.timeline and (manifest is None or manifest.oldest_step < last)
+            for commit, manifest in retained.items()
+        )
+        with unneeded(disk, path.rpartition("/")[0]):
+            if not may_be_needed or not written_bytes(disk, path):
+                disk.unlink(path)
 
 
 def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
@@ -94,6 +120,12 @@ def refuse_other_data(store: LocalStore) -> None:
             raise RunMismatch(
                 f"{store.root} has no commit, and had some: {segment.path} has records that follow one. commits/ was"
                 f" emptied or not restored. {_OTHER_PLACE}"
+            )
+    for path, segment in loose_stripes(store.disk).items():
+        if written_bytes(store.disk, path):
+            raise RunMismatch(
+                f"{store.root} has no commit, and had some: {path} has records of {segment}, which is missing too."
+                f" {_OTHER_PLACE}"
             )
     for path in data_paths(store.disk):
         if path.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.errors import Damaged, DiskFailed, Unreadable
+from holdfast.errors import BadInput, Damaged, DiskFailed, Unreadable
 from holdfast.store.commit.retention import (
     Keep,
     Need,
@@ -26,10 +26,11 @@ from holdfast.store.commit.retention import (
 )
 from holdfast.store.format.manifest import CommitRef, Manifest
 from holdfast.store.format.reference_files import is_reference
+from holdfast.store.joined_nodes import STREAMS
 from holdfast.store.log.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.log.segments import streams
 from holdfast.store.log.striping import segment_bytes
-from holdfast.store.node_store import NodeStore
+from holdfast.store.node_store import NodeStore, even_out
 from holdfast.store.reader import RunReader
 from holdfast.store.run_store import LocalStore
 
@@ -131,18 +132,37 @@ def prune_nodes(reader: RunReader, directories: Sequence[Path], keep: Keep) -> P
     """Remove what ``keep`` does not keep from the directories of all nodes, and the copies of it at their partners.
 
     ``reader`` reads all of ``directories`` together. A kill in between leaves every directory whole; the next resume
-    gives all the same commits. Raises as ``prune``.
+    gives all the same commits. Raises as ``prune``, and ``BadInput`` if the directory of a node is not among them.
     """
     with ExitStack() as opened:
         stores = [opened.enter_context(NodeStore(each, leads=True)) for each in directories]
         for store in stores:
             store.enter()
+        _refuse_some(reader, stores)
         found = planned(reader, keep)
         if found.going or found.segments:
             refuse_damaged(reader, found.kept)
+            even_out(stores)
             for store in stores:
                 store.retire_copies([going.ref for going in found.going], found.needed)
     return found
+
+
+def _refuse_some(reader: RunReader, stores: Sequence[NodeStore]) -> None:
+    """Raise ``BadInput`` if no directory of ``stores`` is that of the node of some share of the newest commit.
+
+    Another directory may hold a newer commit, which needs files that would be removed.
+    """
+    newest = next((manifest for ref in reader.line() if (manifest := reader._load_or_none(ref))), None)
+    if newest is None:
+        return
+    records = [record for store in stores for record in store.timelines()[0].values()]
+    hosted = {stream for each in records if each.key == newest.key for stream in each.writer.get(STREAMS, [])}
+    if lost := sorted({*newest.streams} - hosted):
+        raise BadInput(
+            f"{reader.root} are not the directories of all nodes: that with the share of {lost[0]} of step"
+            f" {newest.step} is not among them. Name it too; if it is lost, resume first, on a node in its place."
+        )
 
 
 def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:

@@ -19,14 +19,22 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, ManifestCorrupt
+from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue
 from holdfast.quantities import PAGE, MiB, round_up
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.checksummed_json import unseal
 from holdfast.store.format.file_names import CHECKSUM_BLOCK, block_spans
 from holdfast.store.format.manifest import Timeline
-from holdfast.store.log.striping import SegmentFile, Stripes, find_segment, joined, segment_paths, submitted
+from holdfast.store.log.striping import (
+    SegmentFile,
+    Stripes,
+    find_segment,
+    joined,
+    loose_stripes,
+    segment_paths,
+    submitted,
+)
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}
 """The names by which the I/O queue counts the transfers of the log."""
@@ -113,9 +121,10 @@ def streams(disk: AnyDisk) -> list[str]:
 
 
 def stripe_paths(disk: AnyDisk) -> list[str]:
-    """Return the files on drives that have records of the segments that are there."""
+    """Return the files on drives that have records of the segments that are there, or of missing ones."""
     refs = [ref for stream in streams(disk) for ref in segments(disk, stream)]
-    return [path for ref in refs for path in segment_paths(disk, ref.path)[1:]]
+    found = [path for ref in refs for path in segment_paths(disk, ref.path)[1:]]
+    return [*found, *loose_stripes(disk)]
 
 
 def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]]:
@@ -150,12 +159,15 @@ def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Tim
 def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
     """Release the space that segments of ``stream`` reserve behind what was written.
 
-    Nobody may be writing to them. An unreadable segment stays as it is, and its error is returned.
+    Nobody may be writing to them. An unreadable segment stays as it is, and its error is returned. So does one without
+    some of its files, which may be put back.
     """
     unread: list[DiskFailed] = []
     for ref in segments(disk, stream):
         try:
-            records, _ = read_segment(disk, ref)  # payloads may end with zeros
+            records, damage = read_segment(disk, ref)  # payloads may end with zeros
+            if isinstance(damage, FileMissing):
+                continue
             for path, least in _file_ends(disk, ref.path, records):
                 _cut(disk, path, least)
         except DiskFailed as error:
@@ -177,13 +189,13 @@ def _file_ends(disk: AnyDisk, path: str, records: Sequence[StoredRecord]) -> lis
 def _cut(disk: AnyDisk, path: str, least: int) -> None:
     """Cut a file behind its last page that is not zeros, and not before ``least``."""
     with suppress(FileNotFoundError):  # of a segment that nothing needs and a power cut brought back in part
-        end = max(_written_bytes(disk, path), least)
+        end = max(written_bytes(disk, path), least)
         if end < disk.size(path):
             disk.cut(path, end)
 
 
-def _written_bytes(disk: AnyDisk, path: str) -> int:
-    """Return the bytes of a segment up to its last page that is not zeros."""
+def written_bytes(disk: AnyDisk, path: str) -> int:
+    """Return the bytes of a file of a segment up to its last page that is not zeros."""
     end, piece = min(disk.size(path), round_up(disk.data_end(path))), bytearray(MiB)
     file = disk.open(path, write=False, direct=False)
     try:

@@ -6,7 +6,8 @@ their bytes. The first page of the segment's own file, a sealed JSON, says how t
 the segment is one file. The other files are ``data/drive_1/<stream>.step-<first>.t<timeline>.log``. Two invariants:
 
 1. All names and the first page are durable before a record is written.
-2. The segment's own file is removed first, so a file of stripes without it belongs to nothing.
+2. The segment's own file is removed first. So a file of stripes without it belongs to nothing, unless a person moved
+   the segment's own file away and has to put it back.
 
 Called by the writer and the readers of segments. Sizes and offsets are bytes.
 """
@@ -304,13 +305,15 @@ def remove_segment(disk: AnyDisk, path: str) -> None:
             disk.unlink(other)
 
 
-def sweep_stripes(disk: AnyDisk) -> None:
-    """Remove the files of stripes whose segment is gone, or was never made. Nobody may be writing."""
+def loose_stripes(disk: AnyDisk) -> dict[str, str]:
+    """Return the files of stripes without their segment, each with the path at which the segment would be."""
+    found: dict[str, str] = {}
     for folder in own_folders(disk):
         with unneeded(disk, folder):
             for match in filter(None, map(_FILE.fullmatch, disk.listdir(folder))):
-                if not disk.exists(f"journal/{match[1]}/{match[2]}"):
-                    disk.unlink(f"{folder}/{match.string}")
+                if not disk.exists(path := f"journal/{match[1]}/{match[2]}"):
+                    found[f"{folder}/{match.string}"] = path
+    return found
 
 
 def submitted(queue: IOQueue, requests: Sequence[Request], **kinds: Any) -> list[Future]:

@@ -126,6 +126,25 @@ def test_model_that_mixes_samples_gets_sorted_ones(tmp_path, holdfast, folder, c
     assert "packed" not in result.out and 'packing = "lengths"' in (run / "config.toml").read_text()
 
 
+def test_run_that_stops_before_its_model_was_asked_asks_again(
+    tmp_path, holdfast, folder, chats, monkeypatch
+):
+    """Where it begins to pack when it is continued: otherwise the samples of a row would be mixed without a word."""
+    run, on = tmp_path / "run", "data.packing=on"
+
+    def stopped(*_, **__):
+        raise OSError("the power is gone")
+
+    assert holdfast("train", "--model", folder, *arguments(run, chats, steps=1)).code == 0
+    monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", stopped)
+    assert holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2)).code != 0
+    monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", lambda *_, **__: "as in a test")
+    result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2))
+    assert result.code == 0, result.err
+    assert "this model mixes the samples of a row (as in a test)" in words(result)
+    assert 'packing = "lengths"' in (run / "config.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -94,7 +94,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
             share_of(config, ranks)
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
-    done = ranks.first_does(lambda: newest_step(state))
+    done, packing_before = ranks.first_does(lambda: (newest_step(state), kept_packing(config)))
     if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
@@ -129,10 +129,11 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
             say=lambda text: say_measuring(console, text),
         )
     with engine:
-        ranks.first_does(lambda: (recipe.keep(), write_record(config)))
-        if engine.steps_done == 0 or "data.packing" in changed:
+        ranks.first_does(recipe.keep)
+        if engine.steps_done == 0 or packing_before != "on":
             config = with_verified_packing(config, engine, recipe, loader, partial(say, console))
-            ranks.first_does(lambda: write_record(config))
+        # not before: what the record has is not verified again
+        ranks.first_does(lambda: write_record(config))
         job = Job(config, ranks, console, recipe, loader, engine, events)
         with closing(job.loggers):
             job.run(changed)

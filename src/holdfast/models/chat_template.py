@@ -108,8 +108,12 @@ class ChatTemplate:
                 self._refuse_turn(where, number, "the template has no generation prompt")
             if number == len(messages) - 1:
                 more, _ = self._rendered([*messages, {"role": "user", "content": "."}], tools, where)
-                if text[len(before) :] not in more:  # not a beginning: instructions may move to the last user's turn
-                    self._refuse_turn(where, number, "something stands behind it that is gone when more follows")
+                if (
+                    text[len(before) :] not in more
+                ):  # not a beginning: instructions may move to the last user's turn
+                    self._refuse_turn(
+                        where, number, "something stands behind it that is gone when more follows"
+                    )
         return len(before)
 
     def _end(self, text: str, start: int, messages: Messages, number: int, tools: Any, where: str) -> int:

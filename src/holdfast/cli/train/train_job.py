@@ -130,7 +130,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
         )
     with engine:
         ranks.first_does(recipe.keep)
-        if engine.steps_done == 0 or packing_before != "on":
+        if engine.steps_done == 0 or packing_before != "on" or "train.micro_batch_size" in changed:
             config = with_verified_packing(config, engine, recipe, loader, partial(say, console))
         # not before: what the record has is not verified again
         ranks.first_does(lambda: write_record(config))

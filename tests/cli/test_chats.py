@@ -203,3 +203,9 @@ def test_best_weights_are_kept_as_a_folder(tmp_path, holdfast, folder, chats):
     for name, value in stored(run).items():
         if name.endswith("/param"):
             assert kept[name.removesuffix("/param")].equal(value), name
+    stale = run / "best" / "step-6"  # of a step that is trained again
+    stale.mkdir()
+    (stale / "config.json").write_text("{}")
+    assert holdfast("train", "--model", folder, *arguments(run, chats, *more, steps=6)).code == 0
+    assert [path.name for path in (run / "best").iterdir()] == ["step-6"]
+    assert (stale / "model.safetensors").is_file()

@@ -43,7 +43,7 @@ from ...supervised.attempt import in_drill, training_directory
 from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
-from .best_weights import BEST, keep_weights
+from .best_weights import BEST, drop_later_weights, keep_weights
 from .early_stopping import Validations, kept_losses
 from .engine_build import make_engine
 from .kept_config import (
@@ -270,7 +270,9 @@ class Job:
     def kept_validations(self) -> Validations:
         """Return the losses on held-out text of the run so far. Collective: every rank must call this."""
         text, run = self.recipe.corpus.validation.fingerprint, Path(self.config.run.dir)
-        kept = self.ranks.first_does(lambda: kept_losses(run, text, self.engine.steps_done))
+        done = self.engine.steps_done
+        self.ranks.first_does(lambda: drop_later_weights(run, done))
+        kept = self.ranks.first_does(lambda: kept_losses(run, text, done))
         return Validations(self.config.train.patience, text, kept)
 
     def validation_is_due(self) -> bool:

@@ -311,3 +311,15 @@ def test_other_families_merge_as_peft_does(tmp_path, train, holdfast, make):
     )
     assert not any(told.values()) and differing(found.state_dict(), expected.state_dict()) == []
     assert torch.equal(logits(found), logits(expected))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's own
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_a_tied_weight_is_not_merged(tmp_path, train, holdfast, target):
+    """Head and embedding would both change, or the head's adapter be lost."""
+    folder, run = write_folder(tmp_path / "folder", tiny_folders.llama_tied), tmp_path / "run"
+    assert train(run, folder, 1, "lora.rank=4", f"lora.targets=[q_proj,{target}]").code == 0
+    result = holdfast("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge")
+    assert result.code == 2 and f"{target} in {run}@1 is also that of" in result.err, result.err
+    assert "--to peft" in result.err and not (tmp_path / "merged").exists()
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0

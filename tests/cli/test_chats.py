@@ -126,6 +126,23 @@ def test_model_that_mixes_samples_gets_sorted_ones(tmp_path, holdfast, folder, c
     assert "packed" not in result.out and 'packing = "lengths"' in (run / "config.toml").read_text()
 
 
+def test_run_that_stops_before_its_model_was_asked_asks_again(tmp_path, holdfast, folder, chats, monkeypatch):
+    """Where it begins to pack when it is continued: otherwise the samples of a row would be mixed without a word."""
+    run, on = tmp_path / "run", "data.packing=on"
+
+    def stopped(*_, **__):
+        raise OSError("the power is gone")
+
+    assert holdfast("train", "--model", folder, *arguments(run, chats, steps=1)).code == 0
+    monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", stopped)
+    assert holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2)).code != 0
+    monkeypatch.setattr("holdfast.cli.train.row_packing.packing_fault", lambda *_, **__: "as in a test")
+    result = holdfast("train", "--model", folder, *arguments(run, chats, on, steps=2))
+    assert result.code == 0, result.err
+    assert "this model mixes the samples of a row (as in a test)" in words(result)
+    assert 'packing = "lengths"' in (run / "config.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -203,3 +220,9 @@ def test_best_weights_are_kept_as_a_folder(tmp_path, holdfast, folder, chats):
     for name, value in stored(run).items():
         if name.endswith("/param"):
             assert kept[name.removesuffix("/param")].equal(value), name
+    stale = run / "best" / "step-6"  # of a step that is trained again
+    stale.mkdir()
+    (stale / "config.json").write_text("{}")
+    assert holdfast("train", "--model", folder, *arguments(run, chats, *more, steps=6)).code == 0
+    assert [path.name for path in (run / "best").iterdir()] == ["step-6"]
+    assert (stale / "model.safetensors").is_file()

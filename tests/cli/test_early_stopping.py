@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from holdfast.cli.train.best_weights import drop_later_weights
 from holdfast.cli.train.early_stopping import Validations, kept_losses
 
 TEXT = {"tokens": 9}
@@ -37,3 +38,13 @@ def test_losses_of_later_steps_and_other_text_are_left_out(tmp_path):
     (tmp_path / "validation.json").write_text("{")
     assert kept_losses(tmp_path, TEXT, 20) == {}
     assert kept_losses(tmp_path / "nowhere", TEXT, 20) == {}
+
+
+def test_best_weights_of_later_steps_are_dropped(tmp_path):
+    """A step that is trained again may have other weights, and its folder would pass for theirs."""
+    for name in ("step-9", "step-10", "step-11", "mine"):
+        (tmp_path / "best" / name).mkdir(parents=True)
+        (tmp_path / "best" / name / "config.json").write_text("{}")
+    drop_later_weights(tmp_path, 10)
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {"step-9", "step-10", "mine"}
+    drop_later_weights(tmp_path / "nowhere", 0)

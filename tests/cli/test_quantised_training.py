@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -102,6 +103,32 @@ def test_the_folder_is_packed_as_transformers_packs_it(tmp_path, monkeypatch, ki
     (tmp_path / "ours/config.json").unlink()
     packing.quantise_folder(tmp_path / "plain", tmp_path / "ours", WAYS[kind])
     assert differing(tensors_in(tmp_path / "ours"), expected) == []
+
+
+@pytest.mark.parametrize("changed", ["settings", "folder"])
+def test_packed_weights_of_something_else_are_made_again(tmp_path, changed):
+    plain, ours, how = write_folder(tmp_path / "plain"), tmp_path / "ours", WAYS["int8"]
+    packing.quantise_folder(plain, ours, how)
+    if changed == "settings":
+        how = WAYS["nf4"]
+    else:
+        shutil.rmtree(plain)
+        write_folder(plain, tiny_folders.qwen3)
+    packing.quantise_folder(plain, ours, how)
+    packing.quantise_folder(plain, tmp_path / "fresh", how)
+    assert differing(tensors_in(ours), tensors_in(tmp_path / "fresh")) == []
+    assert tensors_in(ours).keys() == tensors_in(tmp_path / "fresh").keys()
+    assert (ours / "config.json").read_bytes() == (tmp_path / "fresh/config.json").read_bytes()
+
+
+def test_a_failed_start_leaves_no_base_of_other_settings(tmp_path, train):
+    """The plan that does not fit is refused when the base is packed already."""
+    folder, run = write_folder(tmp_path / "folder"), tmp_path / "run"
+    result = train(run, folder, 1, *of(WAYS["int8"]), "offload.host_budget=1MiB")
+    assert result.code == 2 and "budget is 1.0 MiB" in result.err, result.err
+    result = train(run, folder, 1, *of(WAYS["nf4"]))
+    assert result.code == 0, result.err
+    assert json.loads((run / "base/config.json").read_text())["quantization_config"]["load_in_4bit"]
 
 
 def test_transposed_weights_are_refused_by_name(tmp_path):

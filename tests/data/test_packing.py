@@ -147,6 +147,8 @@ class Mixing(torch.nn.Module):
         mask = attention_mask
         if position_ids is not None and self.heeded == "positions":
             mask = torch.ones_like(input_ids)  # with a mask, transformers does not look at them for attention
+        elif position_ids is not None and self.heeded == "one row" and len(input_ids) > 1:
+            mask = torch.ones_like(input_ids)  # as with flash attention of transformers
         elif position_ids is not None and self.heeded == "attention":
             edges = (position_ids[:, :, None] == 0).cumsum(1).transpose(1, 2)
             same = edges == edges.transpose(1, 2)
@@ -155,13 +157,13 @@ class Mixing(torch.nn.Module):
         return self.model(input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=mask)
 
 
-def fault(text, model):
+def fault(text, model, num_rows=1):
     def loss_of(batch):
         with torch.no_grad():
             return float(model(**batch).loss)
 
     samples = [text.training[n] for n in (3, 7)]
-    return packing_fault(loss_of, samples, text, tiny_folders.VOCABULARY, exact=True)
+    return packing_fault(loss_of, samples, text, tiny_folders.VOCABULARY, exact=True, num_rows=num_rows)
 
 
 def test_model_that_mixes_samples_is_seen(text):
@@ -173,6 +175,8 @@ def test_model_that_mixes_samples_is_seen(text):
     assert fault(text, model) == ""
     assert "by what stands before it" in fault(text, Mixing(model, "positions").eval())
     assert "alone" in fault(text, Mixing(model, "attention").eval())
+    assert fault(text, Mixing(model, "one row").eval()) == fault(text, model, num_rows=3) == ""
+    assert "by what stands before it" in fault(text, Mixing(model, "one row").eval(), num_rows=3)
 
 
 def test_model_without_positions_is_known():

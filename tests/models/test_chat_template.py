@@ -115,12 +115,19 @@ def test_turn_written_otherwise_when_last_is_found(encode):
 
 
 def test_turns_without_generation_prompt_are_found(encode):
-    """As Mistral does: the user's turn ends with a mark, and the answer follows at once."""
+    """As Mistral does: the user's turn ends with a mark, and the answer follows at once.
+
+    Instructions stand in the last turn of the user.
+    """
     text = (
-        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}"
+        "{% set last = messages | selectattr('role', 'eq', 'user') | list | last %}"
+        "{% for m in messages %}{% if m.role == 'user' %}[{% if m == last and messages[0].role == 'system' %}"
+        "{{ messages[0].content }} {% endif %}{{ m.content }}]{% elif m.role == 'assistant' %}"
         "{{ m.content }}</s>{% endif %}{% endfor %}"
     )
     assert turns(*encode(text, said("a", "one", "b", "two"))) == ["one</s>", "two</s>"]
+    system = {"role": "system", "content": "Be brief."}
+    assert turns(*encode(text, [system, *said("a", "one")])) == ["one</s>"]
 
 
 CUT = template("{{ m.content if loop.last else m.content[2:] }}</s>")
@@ -140,6 +147,7 @@ def test_arguments_are_text_where_a_template_prints_them(encode):
         (CUT, said("a", "one", "b", "two"), "message 2: .* when more follows"),
         (COUNTED, said("a", "one"), "message 2: .* written otherwise when it follows"),
         (template(TURN, end=""), said("a", "one"), "message 2: .* has no generation prompt"),
+        (template(TURN, end="<s>assistant{{ '\\n' }}"), said("a", "one"), "message 2: .* stands behind it"),
         (PLAIN, said("a", "one")[1:], "message 1: .* nothing comes before it"),
         ("{{ raise_exception('roles must alternate') }}", said("a", "one"), "does not take it: roles must alternate"),
         ("{% generation %}{% endgeneration %}a", said("a", "one"), "has no token of the assistant"),

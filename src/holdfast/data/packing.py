@@ -138,7 +138,13 @@ def packed_batch(rows: Sequence[Sequence[Sample]], pad: int) -> Sample:
 
 
 def packing_fault(
-    loss_of: Callable[[Sample], float], samples: Sequence[Sample], text: Tokens, choices: int, *, exact: bool
+    loss_of: Callable[[Sample], float],
+    samples: Sequence[Sample],
+    text: Tokens,
+    choices: int,
+    *,
+    exact: bool,
+    num_rows: int = 1,
 ) -> str:
     """Return how a model fails to keep the samples of a row apart; an empty text if it does not.
 
@@ -148,6 +154,7 @@ def packing_fault(
         text: The text that they are of.
         choices: The number of tokens of the model.
         exact: True if the model computes in fp32.
+        num_rows: The rows of a micro-batch. Two are compared at most: some kernels heed positions in one row alone.
     """
     before, ids = (sample["input_ids"][: text.context // 2] for sample in samples)
     labels = ids.clone()
@@ -155,7 +162,7 @@ def packing_fault(
     labels[0] = IGNORED
     sample, none = {"input_ids": ids, "labels": labels}, torch.full_like(before, IGNORED)
     beside, other = (
-        loss_of(packed_batch([[{"input_ids": each, "labels": none}, sample]], text.pad))
+        loss_of(packed_batch([[{"input_ids": each, "labels": none}, sample]] * min(num_rows, 2), text.pad))
         for each in (before, (before + 1) % choices)
     )
     alone = loss_of(text.stack([sample]))

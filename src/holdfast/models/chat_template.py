@@ -6,7 +6,9 @@ characters, and a token is a target if any of its characters lies in such a rang
 1. A template with ``{% generation %}`` marks the ranges itself.
 2. Of any other, the range of a turn begins where the conversation up to there ends, with the generation prompt, and it
    ends where the conversation with that turn ends. Both must be beginnings of the whole text. Where a template writes a
-   turn otherwise when more follows, the turn must be its content and what the template puts behind it.
+   turn otherwise when more follows, the turn must be its content and what the template puts behind it. Of a template
+   that writes the same with and without the generation prompt, the last turn must also be there when a user's turn
+   follows: some templates put the beginning of an answer behind any conversation.
 3. White space behind the mark that ends such a turn is no target: nobody generates it.
 
 Anything else is ``BadInput``, with the place of the record: a mask that might be wrong is never used. Called by
@@ -104,6 +106,14 @@ class ChatTemplate:
             content = messages[number].get("content", "").strip()
             if not content or not text[len(before) :].lstrip().startswith(content):
                 self._refuse_turn(where, number, "the template has no generation prompt")
+            if number == len(messages) - 1:
+                more, _ = self._rendered([*messages, {"role": "user", "content": "."}], tools, where)
+                if (
+                    text[len(before) :] not in more
+                ):  # not a beginning: instructions may move to the last user's turn
+                    self._refuse_turn(
+                        where, number, "something stands behind it that is gone when more follows"
+                    )
         return len(before)
 
     def _end(self, text: str, start: int, messages: Messages, number: int, tools: Any, where: str) -> int:

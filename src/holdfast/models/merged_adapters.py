@@ -106,6 +106,7 @@ class Merged(DerivedSource):
         layers = dict(lora_layers(model))
         groups, adapters = _grouped(weights)
         self._refuse_other_layers(layers, adapters)
+        self._refuse_tied(layers, model)
         for name, group in groups.items():
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             if layer is not None and name.endswith(".base_layer.weight"):
@@ -139,6 +140,20 @@ class Merged(DerivedSource):
                 raise RunMismatch(
                     f"{self.path} was trained with other adapters than its {ADAPTER_CONFIG} describes: {alone[0]} has"
                     f" one in {where} alone. Give the configuration of the adapters that were trained."
+                )
+
+    def _refuse_tied(self, layers: Mapping[str, Any], model: nn.Module) -> None:
+        """Raise ``BadInput`` if an adapted weight is another module's too, which would change with it, or instead."""
+        held = [
+            (id(each), name) for name, module in model.named_modules() for each in module._parameters.values()
+        ]
+        for name, layer in layers.items():
+            weight = id(layer.get_base_layer().weight)
+            if others := [other for each, other in held if each == weight and other != f"{name}.base_layer"]:
+                raise BadInput(
+                    f"the weight of {_plain_name(name)} in {self.path} is also that of"
+                    f" {_plain_name(others[0]).removesuffix('.base_layer')} (tie_word_embeddings), and the adapter is"
+                    " of the one alone, so no single weight has it merged. Write the adapter alone, with --to peft."
                 )
 
     def _add_part(self, name: str, described: _Part, model: Any) -> None:

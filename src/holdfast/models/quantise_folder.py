@@ -2,12 +2,15 @@
 
 transformers chooses the layers, as it would for ``BitsAndBytesConfig``, and bitsandbytes packs one weight at a time on
 the processor. The folder that results is one as published, under the names of the first. ``config.json`` is written
-last, so that a folder without it is written again from the start. Called by the recipe of ``holdfast train``.
+last, so that a folder without it is written again from the start. ``ORIGIN`` says what it was made of, because a run
+that failed before its first commit may begin again with other settings. Called by the recipe of ``holdfast train``.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from ..config import QuantizationConfig
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.naming import names_by_model
 from ..formats.readers.safetensors_files import INDEX, SafetensorsFiles
 from ..formats.restore import read_tensors
@@ -25,6 +28,7 @@ from ..offload.exit_hook import deferred
 from ..offload.model.blocks import empty_parameters
 from ..offload.model.quantised_layers import is_quantised
 from ..quantities import MiB
+from ..regular_files import load_json, read_regular
 from ..state.layout.regions import Region
 from ..store.disk import Disk, write_durably
 from .keeping import CONFIG
@@ -33,6 +37,10 @@ from .pretrained import empty_model
 FILE_BYTES = 512 * MiB
 """The size from which a file of the folder is written, which is as much memory as this takes besides one tensor."""
 WHY = "file of the quantised base"
+SUFFIXES = (".safetensors", ".json")
+"""The suffixes of the files of a folder from which packed weights follow."""
+ORIGIN = "holdfast-origin.json"
+"""The file beside the packed weights that describes the folder and the settings that they were made of."""
 
 
 def refuse_lack_of_bitsandbytes(how: QuantizationConfig) -> None:
@@ -49,15 +57,19 @@ def refuse_lack_of_bitsandbytes(how: QuantizationConfig) -> None:
 
 
 def quantise_folder(folder: Path, destination: Path, how: QuantizationConfig) -> None:
-    """Write the model in ``folder`` to ``destination``, with packed weights. A complete destination stays as it is.
+    """Write the model in ``folder`` to ``destination``, with packed weights, unless it is there already.
 
-    Raises ``ModelNotSupported`` if there is no layer to pack.
+    Packed weights of another folder or with other settings are removed first. Raises ``ModelNotSupported`` if there is
+    no layer to pack.
     """
-    if (destination / CONFIG).is_file():
+    if is_made_of(destination, folder, how):
         return
     model, config = empty_model(folder), _settings(how)
     names = names_by_model(SafetensorsFiles(folder), model, model.state_dict())
     layers = _chosen_layers(model, config, folder)
+    if (destination / CONFIG).is_file():
+        (destination / CONFIG).unlink()  # first, so that what an interrupt leaves is not complete
+        shutil.rmtree(destination)
     disk = Disk(destination)
     disk.makedirs("")
     source = SafetensorsFiles(folder)
@@ -78,8 +90,26 @@ def quantise_folder(folder: Path, destination: Path, how: QuantizationConfig) ->
     _write_file(disk, held, places)
     index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
     write_durably(disk, INDEX, index.encode(), why=WHY)
+    write_durably(disk, ORIGIN, json.dumps(_origin(folder, how)).encode(), why=WHY)
     told = json.loads((folder / CONFIG).read_bytes()) | {"quantization_config": config.to_dict()}
     write_durably(disk, CONFIG, json.dumps(told, indent=2).encode() + b"\n", why=WHY)
+
+
+def is_made_of(destination: Path, folder: Path, how: QuantizationConfig) -> bool:
+    """Return whether ``destination`` is complete, and was made of ``folder`` as it is now, as ``how`` says."""
+    if not (destination / CONFIG).is_file():
+        return False
+    try:
+        return load_json(read_regular(destination / ORIGIN)) == _origin(folder, how)
+    except (OSError, Damaged, ValueError):
+        return False
+
+
+def _origin(folder: Path, how: QuantizationConfig) -> dict[str, Any]:
+    """Return what packed weights follow from: the files of ``folder``, and the settings."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+    return {"folder": str(folder.resolve()), "files": files, "settings": asdict(how)}
 
 
 def _settings(how: QuantizationConfig) -> Any:

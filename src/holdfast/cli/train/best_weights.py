@@ -2,7 +2,8 @@
 
 The files of a run's blocks are recycled, so an older commit cannot stay beside the newest ones. What stays is what
 `holdfast convert --to huggingface` writes of the commit: ``RUN/best/step-N``, streamed, without the optimizer's state.
-The folder of the step before goes when the new one is complete. Called by ``train_job``.
+The folder of the step before goes when the new one is complete. So does, at a resume, that of a later step, which is
+trained again, perhaps with other settings. Called by ``train_job``.
 """
 
 from __future__ import annotations
@@ -40,3 +41,11 @@ def keep_weights(run: Path, step: int) -> None:
     for other in destination.parent.iterdir():
         if other != destination:
             shutil.rmtree(other)
+
+
+def drop_later_weights(run: Path, step: int) -> None:
+    """Remove the weights that are kept of steps after ``step``, from which the run continues."""
+    for kept in (run / BEST).glob("step-*"):
+        number = kept.name.removeprefix("step-")
+        if number.isdecimal() and int(number) > step:
+            shutil.rmtree(kept)

@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...models.keeping import CONFIG, checked
 from ...models.lora_adapters import adapter_config, set_magnitudes, with_adapters
 from ...models.pretrained import Weights, empty_model
-from ...models.quantise_folder import quantise_folder, refuse_lack_of_bitsandbytes
+from ...models.quantise_folder import is_made_of, quantise_folder, refuse_lack_of_bitsandbytes
 from ..machine import launched
 
 BASE = "base"
@@ -62,7 +62,10 @@ class FolderBase:
         """
         config, folder = self._config, self._folder
         if config.quantization.is_wanted:
-            if not (self._base / CONFIG).is_file():
+            # a begun run keeps its base: its commits refer to it, and the folder may be gone
+            if not (self._base / CONFIG).is_file() or (
+                begins and not is_made_of(self._base, checked(folder), config.quantization)
+            ):
                 say(f"quantising {folder} to {config.quantization.bits} bits")
                 quantise_folder(checked(folder), self._base, config.quantization)
             packed = empty_model(self._base, quantised=True)

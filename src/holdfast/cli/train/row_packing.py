@@ -4,8 +4,9 @@
    Both are found before anything is written.
 2. A fresh run compares losses with the weights that it begins with (``packing_fault``), before its first step. If they
    show that samples of a row are not kept apart, the run sorts them by length instead. So does a run that begins to
-   pack when it is continued.
-3. The run's record then has "lengths", which stays, whatever is asked for later.
+   pack when it is continued, one whose record is gone, and one with micro-batches of another size.
+3. The run's record then has "lengths", which stays, whatever is asked for later. A continued run's record has "on" only
+   after the comparison, which is not made again.
 
 The position in the data is the same number of samples in all of these. Called by ``train_job``.
 """
@@ -67,7 +68,12 @@ def with_verified_packing(
         return engine.evaluate([batch])
 
     exact = config.train.dtype == "fp32"
-    fault = packing_fault(loss_of, samples, loader.text, recipe.choices, exact=exact) if samples else ""
+    rows = loader.micro_batch_size
+    fault = (
+        packing_fault(loss_of, samples, loader.text, recipe.choices, exact=exact, num_rows=rows)
+        if samples
+        else ""
+    )
     if not fault:
         say(
             "Samples are packed into rows; beside others and with other ones before it, a sample has the loss that it"

@@ -43,7 +43,7 @@ from ...supervised.attempt import in_drill, training_directory
 from ..machine import choose_device, choose_dtype, launched
 from ..output import console
 from .announce import announce, print_sample, same_command, say_how_to_go_on
-from .best_weights import BEST, keep_weights
+from .best_weights import BEST, drop_later_weights, keep_weights
 from .early_stopping import Validations, kept_losses
 from .engine_build import make_engine
 from .kept_config import (
@@ -94,7 +94,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
             share_of(config, ranks)
         changed = changes_to_run(config, allowed)
         state = state_directory(run, config)
-    done = ranks.first_does(lambda: newest_step(state))
+    done, packing_before = ranks.first_does(lambda: (newest_step(state), kept_packing(config)))
     if done >= config.train.steps and first_alone(ranks, lambda: newest_step_verifies(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
@@ -129,10 +129,11 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str], wish: Wish | N
             say=lambda text: say_measuring(console, text),
         )
     with engine:
-        ranks.first_does(lambda: (recipe.keep(), write_record(config)))
-        if engine.steps_done == 0 or "data.packing" in changed:
+        ranks.first_does(recipe.keep)
+        if engine.steps_done == 0 or packing_before != "on" or "train.micro_batch_size" in changed:
             config = with_verified_packing(config, engine, recipe, loader, partial(say, console))
-            ranks.first_does(lambda: write_record(config))
+        # not before: what the record has is not verified again
+        ranks.first_does(lambda: write_record(config))
         job = Job(config, ranks, console, recipe, loader, engine, events)
         with closing(job.loggers):
             job.run(changed)
@@ -269,7 +270,9 @@ class Job:
     def kept_validations(self) -> Validations:
         """Return the losses on held-out text of the run so far. Collective: every rank must call this."""
         text, run = self.recipe.corpus.validation.fingerprint, Path(self.config.run.dir)
-        kept = self.ranks.first_does(lambda: kept_losses(run, text, self.engine.steps_done))
+        done = self.engine.steps_done
+        self.ranks.first_does(lambda: drop_later_weights(run, done))
+        kept = self.ranks.first_does(lambda: kept_losses(run, text, done))
         return Validations(self.config.train.patience, text, kept)
 
     def validation_is_due(self) -> bool:

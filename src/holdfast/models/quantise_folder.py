@@ -100,11 +100,8 @@ def _chosen_layers(model: Any, config: Any, folder: Path) -> set[str]:
         name for name, module in layers.items() if getattr(module, "source_cls", nn.Linear) is not nn.Linear
     ]
     if turned or not layers:
-        why = (
-            f"{turned[0]} keeps its weight transposed"
-            if turned
-            else "it has no linear layer besides the head"
-        )
+        why = "it has no linear layer besides the head"
+        why = f"{turned[0]} keeps its weight transposed" if turned else why
         raise ModelNotSupported(
             f"the model in {folder} is not quantised here: {why}. Give a folder that bitsandbytes has quantised, or"
             " leave [quantization] out."

@@ -10,24 +10,16 @@ import pytest
 
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFull
 from holdfast.io.buffers import Buffer
-from holdfast.io.queue import IOQueue
 from holdfast.quantities import MiB
 from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log import journal
 from holdfast.store.log.journal import JournalWriter, Record
-from holdfast.store.log.segments import read_payload, read_segment, segments, trim
-from holdfast.store.log.striping import open_segment
+from holdfast.store.log.segments import read_segment, segments, trim
+from support.stored_records import payload
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
 PAGE = 4096
-
-
-@pytest.fixture
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
 
 
 def part(nbytes, seed):
@@ -49,16 +41,6 @@ def written(root, queue, groups, **options):
         writer.append(group)
     writer.close()
     return disk
-
-
-def payload(disk, queue, stored):
-    view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
-    file = open_segment(disk, stored.path, stored.stripes)
-    try:
-        read_payload(queue, file, stored, view).result(10)
-    finally:
-        file.close()
-    return bytes(view)
 
 
 @pytest.mark.parametrize("sizes", [(), (PAGE,), (PAGE, 3 * PAGE), (PAGE, 4 * 1024 * PAGE + PAGE)])

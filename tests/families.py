@@ -427,6 +427,7 @@ def _lines() -> Iterator[str]:
         "Embedding and head have separate weights; [one that both share](fits.md#what-works-with-it) has the bits of a"
         " plain loop but for the order\nof one sum. Not tried: diffusion models, and these models on a GPU.\n"
     )
+    yield 'Where blocks are "found", leave `blocks=` of `holdfast.offload` out. Else give the list that is there.\n'
     for kind in dict.fromkeys(family.kind for family in FAMILIES.values()):
         yield f"## {kind}\n\n| class | blocks | |\n|---|---|---|"
         for name, family in FAMILIES.items():

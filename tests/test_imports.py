@@ -18,6 +18,7 @@ FLOORS = [
             "errors",
             "quantities",
             "regular_files",
+            "libraries",
             "failpoints",
             "events",
             "config",

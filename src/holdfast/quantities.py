@@ -52,6 +52,11 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error from elsewhere; its class if it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def format_bytes(count: float) -> str:
     """Format ``count`` bytes with a binary unit.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from holdfast.cli.train.engine_build import make_optimizer
 from holdfast.cli.train.recipe import recipe_of
 from holdfast.config import load_config
 from holdfast.data.loader import step_loader
-from holdfast.events import read_events
+from support.adapter_runs import TINY, logits, losses, train_adapters
 from training import differing, stored
 
 transformers = pytest.importorskip("transformers")
@@ -26,13 +27,6 @@ from tiny_folders import TEXT, write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ignore:.*fan_in_fan_out")
 
-TINY = {
-    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
-    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
-    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
-    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
-    "data.validation_fraction": 0,
-}  # fmt: skip
 LORA = ("lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.dropout=0.2")
 
 
@@ -55,25 +49,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def train(holdfast, text):
-    def call(run, folder, steps, *sets):
-        keys = TINY | {"run.dir": run, "data.text": text, "train.steps": steps}
-        every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
-        return holdfast("train", "--model", folder, *(word for each in every for word in ("--set", each)))
-
-    return call
-
-
-def losses(run):
-    return {
-        event["step"]: event["loss"]
-        for event in read_events(run / "events.jsonl")
-        if event["event"] == "step"
-    }
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(torch.arange(20)[None] * 13 % 300).logits
+    return partial(train_adapters, holdfast, text)
 
 
 def base_of(folder, dtype=torch.float32):

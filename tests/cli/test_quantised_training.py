@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.config import QuantizationConfig
-from holdfast.events import read_events
 from holdfast.models import quantise_folder as packing
+from support.adapter_runs import logits, losses, train_adapters
 from training import differing
 
 transformers = pytest.importorskip("transformers")
@@ -26,13 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing",
 )
 
-TINY = {
-    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
-    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
-    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
-    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
-    "data.validation_fraction": 0, "lora.rank": 4, "lora.dropout": 0.1,
-}  # fmt: skip
 WAYS = {
     "nf4": QuantizationConfig(bits=4),
     "fp4": QuantizationConfig(bits=4, type="fp4", double=False),
@@ -47,14 +40,10 @@ def short_sample(monkeypatch):
 
 @pytest.fixture
 def train(holdfast, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT * 12)
-
-    def call(run, folder, steps, *sets):
-        keys = TINY | {"run.dir": run, "data.text": tmp_path / "text.txt", "train.steps": steps}
-        every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
-        return holdfast("train", "--model", folder, *(word for each in every for word in ("--set", each)))
-
-    return call
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 12)
+    how = ("lora.rank=4", "lora.dropout=0.1")
+    return lambda run, folder, steps, *sets: train_adapters(holdfast, text, run, folder, steps, *how, *sets)
 
 
 def of(how):
@@ -66,21 +55,8 @@ def of(how):
     )
 
 
-def losses(run):
-    return {
-        event["step"]: event["loss"]
-        for event in read_events(run / "events.jsonl")
-        if event["event"] == "step"
-    }
-
-
 def tensors_in(folder):
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(torch.arange(20)[None] * 13 % 300).logits
 
 
 @pytest.mark.parametrize("kind", WAYS)

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 import holdfast as library
-from holdfast.store.format.manifest import FileRef
-from holdfast.store.remote.pushing import object_path
+from holdfast.store.format.manifest import FileRef, object_path
 from training import differing, read_atoms
 
 pytest.importorskip("transformers")

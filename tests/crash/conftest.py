@@ -6,6 +6,7 @@ import pytest
 
 from crash_run import STEPS, Reference, write_text
 from fork_server import ForkServer
+from holdfast.io.queue import IOQueue
 from holdfast.store.run_store import LocalStore
 
 
@@ -15,6 +16,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("crash") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="module")
+def queue():
+    queue = IOQueue(2)
+    yield queue
+    queue.close()
 
 
 @pytest.fixture(scope="session")

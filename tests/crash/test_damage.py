@@ -15,7 +15,6 @@ import pytest
 from combined import CAMPAIGN
 from crash_run import STEPS
 from holdfast.errors import ChunkCorrupt, FileMissing, ManifestCorrupt
-from holdfast.io.queue import IOQueue
 from holdfast.store.format.manifest import timeline_path
 from holdfast.store.format.payload_ranges import VerifiedFiles
 from holdfast.store.run_store import LocalStore
@@ -37,13 +36,6 @@ def whole(server, text, tmp_path_factory):
 @pytest.fixture
 def run(whole, tmp_path):
     return copy_of(whole, tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
 
 
 def copy_of(whole, root):

@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint.loops import make
 from combined import one_in
-from crash.test_survive_images import ROOT, STEPS, check, queue, small, states  # noqa: F401
+from crash.test_survive_images import ROOT, STEPS, check, small, states  # noqa: F401
 from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer

@@ -17,7 +17,6 @@ from holdfast import failpoints
 from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
-from holdfast.io.queue import IOQueue
 from holdfast.store.log import journal, striping
 from support.simdisk import SimDisk
 from survive_run import FEATURE, OPTIMIZER
@@ -33,13 +32,6 @@ def small(monkeypatch):
     monkeypatch.setattr(striping, "STRIPE_BYTES", 4096)
     monkeypatch.setattr(run_drives, "rate_of", lambda directory, limits: 1e9)
     monkeypatch.setattr(run_drives, "device_of", hash)
-
-
-@pytest.fixture(scope="module")
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
 
 
 @pytest.fixture(scope="module")

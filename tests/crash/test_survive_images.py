@@ -20,7 +20,6 @@ from holdfast.checkpoint.user_state import ScriptState
 from holdfast.checkpointer import Checkpointer
 from holdfast.distributed import Ranks
 from holdfast.errors import HoldfastError
-from holdfast.io.queue import IOQueue
 from holdfast.state.live_state import LiveState
 from holdfast.store.commit.retention import Keep
 from holdfast.store.log import journal
@@ -36,13 +35,6 @@ def small(monkeypatch):
     monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 2500)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
-
-
-@pytest.fixture(scope="module")
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
 
 
 def merge(loop, i, feature):

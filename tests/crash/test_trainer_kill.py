@@ -1,4 +1,4 @@
-"""A ``Trainer`` script is killed, and the very same script, started again, goes on to the same end."""
+"""A ``Trainer`` script, in memory or out of core, is killed; started again, it goes on to the same end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 TESTS = Path(__file__).parent.parent
 
 
-def run(root, name, kill_at=None):
+def run(script, *places, kill_at=None):
     """The steps that the script said, and what it said at its end; killed as soon as it says ``kill_at``, two steps
     after which it waits for that."""
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     waits_after = [] if kill_at is None else [str(kill_at + 2)]
     process = subprocess.Popen(
-        [sys.executable, TESTS / "trainer_run.py", root / "output", root / name, *waits_after],
+        [sys.executable, TESTS / script, *places, *waits_after],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     steps, end = [], {}
@@ -40,14 +40,27 @@ def run(root, name, kill_at=None):
 
 @pytest.mark.crash
 def test_a_killed_trainer_goes_on(tmp_path):
-    steps, whole = run(tmp_path, "undisturbed")
+    def here(name, kill_at=None):
+        return run("trainer_run.py", tmp_path / "output", tmp_path / name, kill_at=kill_at)
+
+    steps, whole = here("undisturbed")
     assert steps == list(range(1, 17))
     resumed = []
     for kill_at in (3, 7, 12):
-        steps, _ = run(tmp_path, "killed", kill_at)
+        steps, _ = here("killed", kill_at)
         resumed.append(steps[0])
-    steps, end = run(tmp_path, "killed")
+    steps, end = here("killed")
     resumed.append(steps[0])
     assert resumed == sorted(resumed) and resumed[0] == 1 < resumed[-1]
     assert end["losses"] == whole["losses"][-len(end["losses"]) :]
+    assert end["digest"] == whole["digest"]
+
+
+@pytest.mark.crash
+def test_a_killed_offloaded_trainer_goes_on(tmp_path):
+    steps, whole = run("offloaded_script.py", tmp_path / "undisturbed")
+    assert steps == list(range(1, 9))
+    killed, _ = run("offloaded_script.py", tmp_path / "killed", kill_at=5)
+    steps, end = run("offloaded_script.py", tmp_path / "killed")
+    assert killed[0] == 1 and 4 <= steps[0] <= killed[-1]  # step 5 may have been under way
     assert end["digest"] == whole["digest"]

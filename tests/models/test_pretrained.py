@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
-from holdfast.models import pretrained  # noqa: E402
+from holdfast import libraries  # noqa: E402
 from holdfast.models.tokenizer import Tokenizer  # noqa: E402
 from tiny_folders import write_folder, write_tokenizer  # noqa: E402
 
@@ -179,7 +179,7 @@ def test_a_key_press_while_transformers_imports_is_no_error_of_the_folder(tmp_pa
     of = {"config": transformers.AutoConfig, "tokenizer": transformers.AutoTokenizer}.get(where)
     load = getattr(of, "from_pretrained", None)
     if of is None:
-        monkeypatch.setattr(pretrained, "import_module", importing)
+        monkeypatch.setattr(libraries, "import_module", importing)
     else:
         monkeypatch.setattr(of, "from_pretrained", importing)
     with pytest.raises(KeyboardInterrupt):

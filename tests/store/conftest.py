@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.io.queue import IOQueue
 from tiny_run import TinyRun
+
+
+@pytest.fixture(scope="module")
+def queue():
+    queue = IOQueue(2)
+    yield queue
+    queue.close()
 
 
 @pytest.fixture

@@ -21,13 +21,6 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module")
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
-
-
 @pytest.fixture
 def reader(root):
     """The run as it was written, before and after the test."""

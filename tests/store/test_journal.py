@@ -10,32 +10,14 @@ import pytest
 
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFull
 from holdfast.io.buffers import Buffer
-from holdfast.io.queue import IOQueue
 from holdfast.quantities import MiB
 from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log import journal
 from holdfast.store.log.journal import JournalWriter, Record
-from holdfast.store.log.segments import read_payload, read_segment, segments, trim
-from holdfast.store.log.striping import open_segment
+from holdfast.store.log.segments import read_segment, segments, trim
 from support.journal_records import PAGE, TIMELINE, part, record, written
-
-
-@pytest.fixture
-def queue():
-    queue = IOQueue(2)
-    yield queue
-    queue.close()
-
-
-def payload(disk, queue, stored):
-    view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
-    file = open_segment(disk, stored.path, stored.stripes)
-    try:
-        read_payload(queue, file, stored, view).result(10)
-    finally:
-        file.close()
-    return bytes(view)
+from support.stored_records import payload
 
 
 @pytest.mark.parametrize("sizes", [(), (PAGE,), (PAGE, 3 * PAGE), (PAGE, 4 * 1024 * PAGE + PAGE)])

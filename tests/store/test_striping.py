@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from holdfast.errors import Damaged, DiskFailed, DiskFull, FileMissing, RunMismatch
-from holdfast.io.buffers import Buffer
 from holdfast.io.queue import DriveQueues, IOQueue
 from holdfast.store.commit.housekeeping import sweep
 from holdfast.store.disk import Disk
@@ -19,7 +18,7 @@ from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log import journal, striping
 from holdfast.store.log import segments as log
 from holdfast.store.log.journal import JournalWriter, Record
-from holdfast.store.log.segments import SegmentRef, read_payload, read_segment, segments, stripe_paths, trim
+from holdfast.store.log.segments import SegmentRef, read_segment, segments, stripe_paths, trim
 from holdfast.store.log.striping import (
     Stripes,
     make_segment,
@@ -29,6 +28,7 @@ from holdfast.store.log.striping import (
     segment_paths,
 )
 from support.journal_records import PAGE, TIMELINE, record
+from support.stored_records import payload
 
 STREAM = "rank-00000"
 FOLDERS = ("data/drive_1", "data/drive_2")
@@ -65,16 +65,6 @@ def written(root, queue, groups, shares=(0.25, 0.5, 0.25), **options):
         writer.append(group)
     writer.close()
     return disk
-
-
-def payload(disk, queue, stored):
-    view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
-    file = open_segment(disk, stored.path, stored.stripes)
-    try:
-        read_payload(queue, file, stored, view).result(10)
-    finally:
-        file.close()
-    return bytes(view)
 
 
 @pytest.mark.parametrize("seed", range(20))

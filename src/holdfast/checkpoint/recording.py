@@ -143,13 +143,8 @@ class LogBackend(DurabilityBackend):
 
         It cannot on several ranks, without a shared directory, or where an older step is asked for.
         """
-        training = self._training
-        if (
-            not training.ranks.alone
-            or self._peers is not None
-            or asked.target is not None
-            or asked.continuing
-        ):
+        training, is_older = self._training, asked.target is not None or asked.continuing
+        if not training.ranks.alone or self._peers is not None or is_older:
             return nullcontext()
         self._follower = Follower(store, training.state, training.update_again)
         return self._follower

@@ -16,13 +16,13 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import BadInput
+from ..libraries import library
 from .chats import Chat, chat_of
-from .tables import rows_of
+from .tables import KEYS, rows_of
 
 LINES, VALUES, TABLE, PLAIN = "lines", "values", "table", "plain"
 FORMS = {".jsonl": LINES, ".ndjson": LINES, ".json": VALUES, ".parquet": TABLE, ".arrow": TABLE}
@@ -35,7 +35,6 @@ OTHER_MARKS = {
 
 The longer ones come first, since they begin with the shorter ones.
 """
-KEYS = ("text", "prompt", "completion", "messages", "tools")
 
 
 class Document(NamedTuple):
@@ -182,13 +181,9 @@ def _opened(path: Path) -> BinaryIO:
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if not name.endswith(".zst"):
         return path.open("rb")
-    try:
-        unpack = import_module("zstandard").ZstdDecompressor()
-    except ImportError as error:
-        raise BadInput(
-            f"{path} needs zstandard, which cannot be imported ({error}): pip install 'holdfast[compress]', or unpack"
-            " it first"
-        ) from error
+    unpack = library(
+        "zstandard", str(path), "pip install 'holdfast[compress]', or unpack it first"
+    ).ZstdDecompressor()
     packed = unpack.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
     return io.BufferedReader(packed)  # type: ignore[return-value]
 

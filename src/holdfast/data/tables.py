@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput
-from ..quantities import shown
+from ..libraries import library
+from ..quantities import first_line, shown
 
 ROWS = 256
 """The rows that are read at once."""
-COLUMNS = ("text", "prompt", "completion", "messages", "tools")
-"""The columns that are read, where a table has them."""
+KEYS = ("text", "prompt", "completion", "messages", "tools")
+"""The keys of a record that are read: those of a JSON object, or the columns of a table."""
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """The files beside the tables of a saved dataset; ``SPLITS`` names several of them."""
 
@@ -27,14 +27,8 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises ``BadInput`` if pyarrow cannot be imported, or the file is not whole.
     """
-    try:
-        pyarrow = import_module("pyarrow")
-        parquet = import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise BadInput(
-            f"{path} needs pyarrow, which cannot be imported ({error}): pip install 'holdfast[tables]', or write it as"
-            " JSON lines first"
-        ) from error
+    way_out = "pip install 'holdfast[tables]', or write it as JSON lines first"
+    pyarrow, parquet = (library(name, str(path), way_out) for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
         with path.open("rb") as file:
@@ -53,9 +47,8 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         number += 1
                         yield number, row
     except (pyarrow.ArrowException, OSError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInput(
-            f"{path} is no whole table after row {number}: {why}. Write it again or leave it out."
+            f"{path} is no whole table after row {number}: {first_line(error)}. Write it again or leave it out."
         ) from error
 
 
@@ -84,7 +77,7 @@ def tables_of(folder: Path) -> list[Path] | None:
 
 
 def _columns(names: list[str]) -> list[str]:
-    return [name for name in COLUMNS if name in names]
+    return [name for name in KEYS if name in names]
 
 
 def _refuse_without_columns(path: Path, names: list[str]) -> None:

@@ -94,6 +94,15 @@ def canonical(name: str) -> str:
     return unwrapped(name).removeprefix("module.")
 
 
+def with_lists(value: Any) -> Any:
+    """Convert dictionaries whose keys are the positions of a list to lists, at every level."""
+    if not isinstance(value, dict) or not value:
+        return value
+    made = {key: with_lists(item) for key, item in value.items()}
+    places = [str(place) for place in range(len(made))]
+    return [made[place] for place in places] if made.keys() == set(places) else made
+
+
 def unwrapped(name: str) -> str:
     """Return ``name`` without the components that are used by torch's wrappers alone."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
@@ -304,9 +313,8 @@ def _numbered(
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         shape = tensors[key].shape
-        says = (
-            "." not in slot and slot != STEP and not _TABLE.fullmatch(slot)
-        )  # tensors in lists do not tell the shape
+        # tensors in lists and tables do not tell the shape
+        says = "." not in slot and slot != STEP and not _TABLE.fullmatch(slot)
         if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]

@@ -90,6 +90,13 @@ def read(source: Source, targets: list[ReadTarget]) -> None:
         _read(source, run, targets[run.target].array)
 
 
+def read_bytes(source: Source, stored: SourceTensor, offset: int, into: memoryview) -> None:
+    """Fill ``into`` with the bytes of a tensor entry from ``offset`` on, in C order."""
+    size = stored.atom.itemsize
+    values = read_flat(source, stored, offset // size, (offset + len(into)) // size)
+    np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
+
+
 def read_flat(source: Source, stored: SourceTensor, start: int, stop: int) -> np.ndarray:
     """Return elements ``start`` to ``stop`` of a tensor entry in C order, as opaque elements of its item size.
 

@@ -23,7 +23,7 @@ from ..state.layout.fragments import Fragments, dense
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
-from .load import read_flat
+from .load import read_bytes
 from .restore import read_tensors
 from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 
@@ -168,9 +168,7 @@ class Converted(DerivedSource):
     def read(self, part: int, offset: int, into: memoryview) -> None:
         group, name = self._of_part[part]
         if group.converter is None:
-            stored, size = self._by_name[group.members[0][1]], self.parts[part].itemsize
-            values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
-            into[:] = values.tobytes()
+            read_bytes(self._source, self._by_name[group.members[0][1]], offset, into)
             return
         with self._lock:
             tensor = self._converted(group)[name]

@@ -33,6 +33,7 @@ from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups
 from ..state.tensor_entries import STEP
 from .coverage_check import refuse_unequal
+from .entry_keys import with_lists
 from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
 from .load import ReadTarget, array_of, check_all, mean, read_all
 from .source import Source, SourceTensor
@@ -230,16 +231,7 @@ def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
                 table = table.setdefault(part, {})
             table[last] = held.pop(slot)
         for top in {slot.partition(".")[0] for slot in apart}:
-            held[top] = _with_lists(held[top])
-
-
-def _with_lists(value: Any) -> Any:
-    """Convert dictionaries whose keys are the positions of a list to lists, at every level."""
-    if not isinstance(value, dict) or not value:
-        return value
-    made = {key: _with_lists(item) for key, item in value.items()}
-    places = [str(place) for place in range(len(made))]
-    return [made[place] for place in places] if made.keys() == set(places) else made
+            held[top] = with_lists(held[top])
 
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:

@@ -23,7 +23,7 @@ from ..state.tensor_entries import TensorEntry
 from ..store.format.manifest import Manifest
 from ..store.format.payload_files import regions
 from ..store.reader import RunReader
-from .load import read_flat
+from .load import read_bytes
 from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 
 OF_MODEL = ("param", "buffer")
@@ -168,9 +168,7 @@ class UnderRules(DerivedSource):
             self.progress["values"] = {new: slots for name, slots in values for new in made.get(name, ())}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
-        stored, size = self._stored[part], self.parts[part].itemsize
-        values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
-        np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
+        read_bytes(self._source, self._stored[part], offset, into)
 
     def made_of(self, part: int) -> Iterable[SourceTensor]:
         return [self._stored[part]]

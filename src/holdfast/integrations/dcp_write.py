@@ -121,9 +121,8 @@ class StorageWriter(RunPlace, dcp.StorageWriter):
         told = []
         for rank, plan in enumerate(plans):
             keys = {item.index.fqn for item in plan.items} & names.keys()
-            mine = (
-                names if len(keys) == len(names) else {key: names[key] for key in keys}
-            )  # mostly all: one table
+            is_all = len(keys) == len(names)  # as mostly: then all plans have one table
+            mine = names if is_all else {key: names[key] for key in keys}
             save = SaveFacts(opened.step, asdict(opened.store.opened), rank, mine)
             told.append(replace(plan, storage_data=save))
         return told

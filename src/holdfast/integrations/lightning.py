@@ -30,13 +30,12 @@ from ..errors import BadInput, RunMismatch
 from ..monitor.progress_bar import progress_bar
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
-from ..store.commit.retention import Keep, refuse_best
 from ..supervised.attempt import training_directory
 from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of, sums_of_ranks
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.position import LoaderPlace
-from .shared.trainer_loops import refuse_guard
+from .shared.trainer_loops import refuse_loop_options
 
 LOADER = "loader"
 """The name by which a ``Checkpointer`` knows a ``Fit``."""
@@ -57,9 +56,7 @@ class HoldfastCallback(Callback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        if isinstance(keep := options.get("keep"), Keep):
-            refuse_best(keep, "the callback of a Trainer")
-        refuse_guard(options)
+        refuse_loop_options(options)
         self.run, self.options = training_directory(run), options
         self._fit: Fit | None = None
 

@@ -20,11 +20,10 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
-from ..store.commit.retention import Keep, refuse_best
 from ..supervised.attempt import training_directory
 from .out_of_core.offloaded_trainer import offloaded
 from .shared.changed_attributes import refuse_unless_torchs
-from .shared.trainer_loops import refuse_guard
+from .shared.trainer_loops import refuse_loop_options
 from .trainer_run import Training, prefer_run
 
 __all__ = ["HoldfastCallback", "attach", "offloaded"]
@@ -44,9 +43,7 @@ class HoldfastCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        if isinstance(keep := options.get("keep"), Keep):
-            refuse_best(keep, "the callback of a Trainer")
-        refuse_guard(options)
+        refuse_loop_options(options)
         self.run, self.options = training_directory(run), options
         self._covered = False
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from ..errors import BadInput
+from ..quantities import first_line
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = list[dict[str, Any]]
@@ -150,8 +151,9 @@ class ChatTemplate:
         except BadInput:
             raise
         except Exception as error:  # a template is code of its own
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BadInput(f"{where}: the chat template in {self._folder} does not take it: {why}") from error
+            raise BadInput(
+                f"{where}: the chat template in {self._folder} does not take it: {first_line(error)}"
+            ) from error
         [text], ranges = found
         return text, ranges[0] if marked else []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import warnings
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import nn
 
 from ..config import AdapterConfig, literal
 from ..errors import BadInput, ConfigError
+from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.peft_adapters import lora_layers
-from ..quantities import shown
+from ..quantities import first_line, shown
 from .keeping import ADAPTER_CONFIG, CONFIG
 from .pretrained import Weights
 
@@ -31,13 +31,8 @@ ALL_LINEAR = "all-linear"
 
 def peft_for(what: str) -> Any:
     """Return the PEFT library. Raises ``BadInput`` if it is not installed."""
-    try:
-        with deferred():
-            return import_module("peft")
-    except ImportError as error:
-        raise BadInput(
-            f"{what} needs PEFT, which cannot be imported ({error}): pip install 'holdfast[adapters]'"
-        ) from error
+    with deferred():
+        return library("peft", what, "pip install 'holdfast[adapters]'")
 
 
 def refuse_adapter_folder(folder: Path) -> None:
@@ -82,7 +77,7 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"lora.targets = {literal(how.targets)}: PEFT makes no such adapters on the model in {folder}:"
-            f" {str(error).splitlines()[0]}"
+            f" {first_line(error)}"
         ) from error
     wrapped = [name for name, layer in lora_layers(made) if type(layer).__name__ == "ParamWrapper"]
     if wrapped:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, RunMismatch
-from ..formats.load import read_flat
+from ..formats.load import read_bytes
 from ..formats.restore import read_tensors
 from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 from ..offload.model.peft_adapters import lora_layers
@@ -119,9 +119,7 @@ class Merged(DerivedSource):
         described = self._of_part[part]
         if not described.is_made:
             [stored] = described.stored.values()
-            size = self.parts[part].itemsize
-            values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
-            into[:] = values.tobytes()
+            read_bytes(self._source, stored, offset, into)
             return
         with self._lock:
             tensor = self._tensor(part)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +20,10 @@ from ..formats.naming import Converted, by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles, is_safetensors
 from ..formats.restore import read_tensors
 from ..formats.source import StoredArray
+from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.blocks import configurations, empty_parameters
-from ..quantities import shown
+from ..quantities import first_line, shown
 from ..sources import OpenedSource
 from ..state.capture import Captured
 from ..state.layout.regions import Region
@@ -54,13 +54,8 @@ def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Modul
 
 def transformers_for(what: str) -> Any:
     """Return the transformers library. Raises ``BadInput`` if it is not installed."""
-    try:
-        with deferred():  # an interrupted import would report a package as not installed
-            return import_module("transformers")
-    except ImportError as error:
-        raise BadInput(
-            f"{what} needs transformers, which cannot be imported ({error}): pip install 'holdfast[models]'"
-        ) from error
+    with deferred():  # an interrupted import would report a package as not installed
+        return library("transformers", what, "pip install 'holdfast[models]'")
 
 
 def empty_model(
@@ -104,7 +99,7 @@ def empty_model(
         raise ModelNotSupported(
             f"{path} is no {made.__name__ if made else 'causal language model'} that transformers"
             f" {transformers.__version__} knows:"
-            f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f" {first_line(error)}"
         ) from error
     for _, each in configurations(model):
         if getattr(each, "use_cache", False):

@@ -20,10 +20,11 @@ from safetensors.torch import save
 from torch import nn
 
 from ..config import QuantizationConfig
-from ..errors import BadInput, Damaged, ModelNotSupported
+from ..errors import Damaged, ModelNotSupported
 from ..formats.naming import names_by_model
 from ..formats.readers.safetensors_files import INDEX, SafetensorsFiles
 from ..formats.restore import read_tensors
+from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.blocks import empty_parameters
 from ..offload.model.quantised_layers import is_quantised
@@ -45,15 +46,9 @@ ORIGIN = "holdfast-origin.json"
 
 def refuse_lack_of_bitsandbytes(how: QuantizationConfig) -> None:
     """Raise ``BadInput`` if bitsandbytes, or accelerate that transformers wants for it, is not installed."""
-    for library in ("bitsandbytes", "accelerate"):
-        try:
-            with deferred():
-                __import__(library)
-        except ImportError as error:
-            raise BadInput(
-                f"quantization.bits = {how.bits} needs {library}, which cannot be imported ({error}): pip install"
-                " 'holdfast[adapters]'"
-            ) from error
+    for name in ("bitsandbytes", "accelerate"):
+        with deferred():
+            library(name, f"quantization.bits = {how.bits}", "pip install 'holdfast[adapters]'")
 
 
 def quantise_folder(folder: Path, destination: Path, how: QuantizationConfig) -> None:
@@ -135,11 +130,8 @@ def _chosen_layers(model: Any, config: Any, folder: Path) -> set[str]:
         name for name, module in layers.items() if getattr(module, "source_cls", nn.Linear) is not nn.Linear
     ]
     if turned or not layers:
-        why = (
-            f"{turned[0]} keeps its weight transposed"
-            if turned
-            else "it has no linear layer besides the head"
-        )
+        why = "it has no linear layer besides the head"
+        why = f"{turned[0]} keeps its weight transposed" if turned else why
         raise ModelNotSupported(
             f"the model in {folder} is not quantised here: {why}. Give a folder that bitsandbytes has quantised, or"
             " leave [quantization] out."
@@ -149,17 +141,17 @@ def _chosen_layers(model: Any, config: Any, folder: Path) -> set[str]:
 
 def _packed(value: torch.Tensor, how: QuantizationConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of a layer of bitsandbytes that has packed ``value``, [outputs, inputs], by their names."""
-    library: Any = import_module("bitsandbytes.nn")
+    packing: Any = import_module("bitsandbytes.nn")
 
     rows, columns = value.shape
     layer: Any
     if how.bits == 8:
-        layer = library.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, device="meta")
-        layer.weight = library.Int8Params(value, requires_grad=False, has_fp16_weights=False)
+        layer = packing.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, device="meta")
+        layer.weight = packing.Int8Params(value, requires_grad=False, has_fp16_weights=False)
     else:
         kind = {"quant_type": how.type, "compress_statistics": how.double}
-        layer = library.Linear4bit(columns, rows, bias=False, device="meta", **kind)
-        layer.weight = library.Params4bit(value, requires_grad=False, **kind)
+        layer = packing.Linear4bit(columns, rows, bias=False, device="meta", **kind)
+        layer.weight = packing.Params4bit(value, requires_grad=False, **kind)
     return layer.to("cpu").state_dict()
 
 

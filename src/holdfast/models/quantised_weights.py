@@ -17,6 +17,7 @@ from ..errors import BadInput, Damaged, ModelNotSupported
 from ..formats.naming import names_by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
+from ..libraries import library
 from ..offload.model.quantised_layers import (
     FP8_LIBRARY,
     QUANT_STATE,
@@ -60,13 +61,7 @@ def refuse_unknown(path: Path, config: Any) -> None:
             f"{path} holds weights that were quantised by {kind or 'something unknown'}, and adapters train on those of"
             f" {LIBRARY} in 4 or 8 bits, or in {FP8}. Give such a folder, or the one that these were made from."
         )
-    try:
-        __import__(LIBRARY)
-    except ImportError as error:
-        raise BadInput(
-            f"{path} holds weights that were quantised by {LIBRARY}, which cannot be imported ({error}):"
-            f" pip install {LIBRARY}"
-        ) from error
+    library(LIBRARY, f"{path} with its quantised weights", f"pip install {LIBRARY}")
 
 
 def _refuse_other_fp8(path: Path, told: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import xxhash
 
 from ..errors import BadInput
 from ..offload.exit_hook import deferred
+from ..quantities import first_line
 from .chat_template import ChatTemplate
 from .pretrained import checked, transformers_for
 
@@ -40,7 +41,7 @@ class Tokenizer:
                 self._own: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
             raise BadInput(
-                f"{path} has no tokenizer that can be loaded ({str(error).splitlines()[0]}). Put its files"
+                f"{path} has no tokenizer that can be loaded ({first_line(error)}). Put its files"
                 " (tokenizer.json, tokenizer_config.json) beside the weights."
             ) from error
         last = self._own.eos_token_id

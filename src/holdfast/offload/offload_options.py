@@ -14,6 +14,7 @@ from typing import Literal
 from ..config import Fraction
 from ..errors import BadInput
 from ..schedule.work import CLIPPING, ClippingMode
+from ..store.drive_links import refuse_no_list
 from .loss_scaling import LossScale
 
 
@@ -158,13 +159,7 @@ class IO:
     """Threads that run optimizer steps."""
 
     def check(self) -> None:
-        if isinstance(self.drives, (str, Path)):
-            raise BadInput(f"drives = {self.drives!r} is one directory; give a list of them")
-        paths = isinstance(self.drives, (list, tuple)) and all(
-            isinstance(d, (str, Path)) for d in self.drives
-        )
-        if not paths:
-            raise BadInput(f"drives = {self.drives!r} is not a list of directories")
+        refuse_no_list(self.drives)
         if not isinstance(self.direct, bool):
             raise BadInput(f"direct = {self.direct!r} must be True or False")
         require_integer("threads", self.threads, 1)

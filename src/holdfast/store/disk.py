@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 from holdfast.errors import BadInput, Damaged, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, advice_of, disk_full, open_file
@@ -51,6 +51,44 @@ class OpenFile(Protocol):
     def read(self, view: memoryview, offset: int) -> None: ...
     def write(self, view: memoryview, offset: int) -> None: ...
     def close(self) -> None: ...
+
+
+class ReadOnly:
+    """The operations of a disk that write, for a disk on which nothing is written: each raises ``BadInput``."""
+
+    def allocate(self, path: str, nbytes: int) -> None:
+        self._refuse()
+
+    def cut(self, path: str, nbytes: int) -> None:
+        self._refuse()
+
+    def link(self, path: str, directory: str) -> None:
+        self._refuse()
+
+    def lock(self, path: str, owner: dict) -> NoReturn:
+        self._refuse()
+
+    def makedirs(self, path: str) -> None:
+        self._refuse()
+
+    def rename(self, src: str, dst: str) -> None:
+        self._refuse()
+
+    def sync(self, target: Any, *, why: str) -> None:
+        self._refuse()
+
+    def sync_dir(self, path: str, *, why: str) -> None:
+        self._refuse()
+
+    def unlink(self, path: str) -> None:
+        self._refuse()
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        """Raise ``BadInput``, which says where a run is written instead."""
+        raise NotImplementedError
 
 
 class AnyDisk(Protocol):

@@ -75,6 +75,14 @@ def data_paths(disk: AnyDisk) -> list[str]:
     return [path for path in found if path not in there]
 
 
+def refuse_no_list(drives: object) -> None:
+    """Raise ``BadInput`` unless ``drives`` is a list of directories."""
+    if isinstance(drives, (str, Path)):
+        raise BadInput(f"drives = {drives!r} is one directory; give a list of them")
+    if not (isinstance(drives, (list, tuple)) and all(isinstance(each, (str, Path)) for each in drives)):
+        raise BadInput(f"drives = {drives!r} is not a list of directories")
+
+
 def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, str]:
     """Return the directory of each of ``drives`` by the folder that names (or will name) it in the run.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.errors import BadInput, Damaged, RunMismatch
-from holdfast.store.disk import AnyDisk, Disk
+from holdfast.store.disk import AnyDisk, Disk, ReadOnly
 from holdfast.store.drive_links import data_paths
 from holdfast.store.format.manifest import CommitRef, Manifest, Timeline, is_ours, timeline_of_name
 from holdfast.store.format.payload_files import read_shares
@@ -36,7 +36,7 @@ NOBODY = -1
 """The place of a reader that is on no node."""
 
 
-class JoinedNodes(Disk):
+class JoinedNodes(ReadOnly, Disk):
     """The directories of all nodes of one run, read as one run directory.
 
     Raises ``RunMismatch`` if they hold parts of two runs.
@@ -110,36 +110,6 @@ class JoinedNodes(Disk):
 
     def _disk_of(self, place: Place) -> Disk:
         return (self._disks if place.tier == OWN else self._copies)[place.node]
-
-    def allocate(self, path: str, nbytes: int) -> None:
-        self._refuse()
-
-    def cut(self, path: str, nbytes: int) -> None:
-        self._refuse()
-
-    def link(self, path: str, directory: str) -> None:
-        self._refuse()
-
-    def lock(self, path: str, owner: dict) -> NoReturn:
-        self._refuse()
-
-    def makedirs(self, path: str) -> None:
-        self._refuse()
-
-    def rename(self, src: str, dst: str) -> None:
-        self._refuse()
-
-    def sync(self, target: Any, *, why: str) -> None:
-        self._refuse()
-
-    def sync_dir(self, path: str, *, why: str) -> None:
-        self._refuse()
-
-    def unlink(self, path: str) -> None:
-        self._refuse()
-
-    def write_bytes(self, path: str, data: bytes) -> None:
-        self._refuse()
 
     def _refuse(self) -> NoReturn:
         names = ", ".join(str(disk.root) for disk in self._disks)

@@ -70,9 +70,8 @@ class PeerChannel:
         ]
         for thread in (self._thread, *self._watchers):
             thread.start()
-        atexit.register(
-            self._end_watching
-        )  # before that of a recorder, which the interpreter therefore ends first
+        # registered before the hook of a recorder, which the interpreter therefore calls first
+        atexit.register(self._end_watching)
 
     def ask(
         self, rank: int, request: Request, sent: memoryview | None = None, into: memoryview | None = None
@@ -115,10 +114,9 @@ class PeerChannel:
         if thread is None:
             return
         thread.join(JOIN_SECONDS)
-        for each in (
-            self._watchers if not thread.is_alive() else ()
-        ):  # a guest's last message came before its goodbye
-            each.join(JOIN_SECONDS)
+        if not thread.is_alive():
+            for each in self._watchers:  # a guest's last message came before its goodbye
+                each.join(JOIN_SECONDS)
         self._is_ending = True
         if not any(each.is_alive() for each in (thread, *self._watchers)):
             atexit.unregister(self._end_watching)

@@ -152,9 +152,8 @@ class PeerFile:
         if number < 0:
             return None
         start, piece = self._pieces[number]
-        return (
-            piece[offset - start : offset - start + nbytes] if offset + nbytes <= start + len(piece) else None
-        )
+        first = offset - start
+        return piece[first : first + nbytes] if first + nbytes <= len(piece) else None
 
     def _headers(self, offset: int) -> list[tuple[int, memoryview]]:
         """Return the headers of records from ``offset`` on, each with its offset, as many as one answer holds."""

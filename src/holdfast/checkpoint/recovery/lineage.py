@@ -123,10 +123,9 @@ class Lineage:
         after_update: Callable[[int], None] | None,
         reached: Reached | None = None,
     ) -> None:
-        """Load the snapshot and replay the steps after it. A record that does not verify ends the line at the step
-        before.
+        """Load the snapshot and replay the steps after it.
 
-        Where ``state`` has ``reached`` a step of this very line, only the later ones are replayed.
+        A record that does not verify ends the line. Steps that ``state`` has ``reached`` on this line are left out.
 
         Raises ``Damaged`` if the snapshot cannot be loaded, ``ReplayMismatch`` with the state unusable, and
         ``RunMismatch`` if the run is another model's, with nothing changed.

@@ -265,10 +265,8 @@ class _Search:
         _refuse_other_updates(line, self.after_update is not None)
         _refuse_other_members(line, self.state)
         line.watch = self.watch or line.watch
-        reached, self.reached = (
-            self.reached,
-            None,
-        )  # from here on the state is at no point, until all is replayed
+        # from here on the state is at no point, until all is replayed
+        reached, self.reached = self.reached, None
         line.replay_into(self.state, self.ranks.rank, self.after_update, reached)
         return line
 

@@ -23,7 +23,7 @@ from ...io.cpu_affinity import use_cpus
 from ...io.queue import DriveQueues, IOQueue
 from ...measure.drive_rates import device_of, nearest, rate_of, spread, warn_of_one_file_system
 from ...store.disk import AnyDisk, Disk
-from ...store.drive_links import HOME, RECORD, Drive, directories_for, folders, record_of
+from ...store.drive_links import HOME, RECORD, Drive, directories_for, folders, record_of, refuse_no_list
 from ...store.log.striping import Stripes
 from ...store.run_store import LocalStore, see_drives
 
@@ -101,11 +101,7 @@ def refuse_bad_drives(run: str | Path, drives: Any, replica: Any, nodes: Any, di
 
     Raises ``RunMismatch`` for a drive of another run. Writes nothing.
     """
-    if isinstance(drives, (str, Path)):
-        raise BadInput(f"drives = {drives!r} is one directory; give a list of them")
-    is_list = isinstance(drives, (list, tuple)) and all(isinstance(each, (str, Path)) for each in drives)
-    if not is_list:
-        raise BadInput(f"drives = {drives!r} is not a list of directories")
+    refuse_no_list(drives)
     if not drives:
         return
     if replica is not False:

@@ -42,10 +42,8 @@ class FolderBase:
         """
         self._config, self._base, self._folder = config, base, Path(config.model.path)
         self._packed = _is_quantised(described)
-        if (
-            self._packed and config.lora.are_wanted
-        ):  # the headers of its files have the shapes of packed weights
-            described = checked(self._folder)
+        if self._packed and config.lora.are_wanted:
+            described = checked(self._folder)  # the headers of its files have the shapes of packed weights
         self.model: nn.Module = empty_model(described, quantised=config.lora.are_wanted)
         self._refuse_unfit()
         self._weights = Weights(self._folder, self.model)  # read by a run without a commit

@@ -12,13 +12,13 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...config import LogConfig
-from ...errors import BadInput, Damaged
+from ...errors import Damaged
 from ...events import read_events
+from ...libraries import library
 
 EXTRA = "pip install 'holdfast[logging]'"
 
@@ -95,19 +95,11 @@ class StepLoggers:
 
 def refuse_missing_loggers(how: LogConfig) -> None:
     """Raise ``BadInput`` if the library of a wanted logger is not installed."""
-    for key, library, wanted in (
-        ("log.tensorboard = true", "tensorboard", how.tensorboard),
-        ("log.wandb", "wandb", bool(how.wandb)),
-    ):
-        if wanted:
-            if library == "wandb":
-                _forbid_reports()
-            try:
-                import_module(library)
-            except ImportError as error:
-                raise BadInput(
-                    f"{key} needs {library}, which cannot be imported ({error}): {EXTRA}"
-                ) from error
+    if how.tensorboard:
+        library("tensorboard", "log.tensorboard = true", EXTRA)
+    if how.wandb:
+        _forbid_reports()
+        library("wandb", "log.wandb", EXTRA)
 
 
 class _TensorBoard:

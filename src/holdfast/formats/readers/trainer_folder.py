@@ -39,6 +39,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_la
 _KEPT = ("epoch", "max_steps", "num_train_epochs", "train_batch_size", "best_metric")
 """Values of the Trainer that go to ``extra``."""
 _NORM = re.compile(r"LayerNorm|RMSNorm")
+NOT_READ = ("rng_state_", "scaler")
+"""Beginnings of the names of files with random states of several ranks, and of loss scalers, which are not read."""
 Groups = list[list[str]]
 """Names of parameters, by group of the optimizer."""
 
@@ -66,11 +68,8 @@ def _with_state(source: ReadFiles, path: Path) -> Source:
 def _add_state(source: ReadFiles, path: Path) -> None:
     archive = Archive(path / OPTIMIZER)
     saved, told = archive.content, trainer_state(path)
-    if (
-        not isinstance(saved, dict)
-        or not saved.get("state")
-        or not isinstance(saved.get("param_groups"), list)
-    ):
+    is_state = isinstance(saved, dict) and saved.get("state") and isinstance(saved.get("param_groups"), list)
+    if not is_state:
         return
     names = _names_of(saved, source, path)
     if isinstance(names, str):
@@ -88,16 +87,9 @@ def _add_state(source: ReadFiles, path: Path) -> None:
         source.progress["random"] = _random_of(path / RANDOM)
     check_progress({name: value for name, value in source.progress.items() if name != "extra"})
     source.unread = ()
-    if others := sorted(_beside(path)):
+    if others := sorted(each.name for each in path.iterdir() if each.name.startswith(NOT_READ)):
         source.progress["extra"]["not_carried"] = others
     source.writer = f"the Trainer, {source.writer}" if source.writer else "the Trainer"
-
-
-def _beside(path: Path) -> Iterator[str]:
-    """Yield the names of files with random states of several ranks, and of loss scalers, which are not read."""
-    for each in path.iterdir():
-        if each.name.startswith(("rng_state_", "scaler")):
-            yield each.name
 
 
 def trainer_state(path: Path) -> dict[str, Any]:
@@ -250,9 +242,8 @@ def _ways_to_group(path: Path, num_tensors: int) -> list[Groups] | str:
 
     order = [name for name, _ in model.named_parameters()]
     norms = tuple({type(each) for each in model.modules() if _NORM.search(type(each).__name__)})
-    earlier = {
-        name for name in get_parameter_names(model, list(norms)) if "bias" not in name
-    }  # transformers 4
+    # transformers 4
+    earlier = {name for name in get_parameter_names(model, list(norms)) if "bias" not in name}
     found: list[Groups] = [[order]]
     for decayed in (set(Trainer.get_decay_parameter_names(cast(Any, None), model)), earlier):
         found.append([[n for n in order if n in decayed], [n for n in order if n not in decayed]])

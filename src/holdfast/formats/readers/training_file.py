@@ -23,7 +23,7 @@ from ...errors import BadInput
 from ...state.encoding import decode
 from ...state.tensor_entries import CARRIED
 from ...store.disk import Disk
-from ..entry_keys import EXTRA
+from ..entry_keys import EXTRA, with_lists
 from ..entry_matching import groups_of
 from ..source import Source, SourceTensor
 from ..torch_archive.archive_writer import Streamed, save_torch_durably, streamed
@@ -173,16 +173,7 @@ def _put_together(flat: dict[str, Any]) -> dict[str, Any]:
         if last in table:
             return dict(flat)
         table[last] = value
-    return {key: _with_lists(value) for key, value in made.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    """Convert dictionaries whose keys are the positions of a list to lists, at every level."""
-    if not isinstance(value, dict) or not value:
-        return value
-    made = {key: _with_lists(item) for key, item in value.items()}
-    places = [str(place) for place in range(len(made))]
-    return [made[place] for place in places] if made.keys() == set(places) else made
+    return {key: with_lists(value) for key, value in made.items()}
 
 
 def _loadable(value: Any) -> Any:

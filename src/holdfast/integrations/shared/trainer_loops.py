@@ -1,4 +1,4 @@
-"""The refusal of a guard under a trainer whose loop counts steps and batches in variables of its own.
+"""The refusal of options under a trainer whose loop counts steps and batches in variables of its own.
 
 A rollback of the living process restores what objects hold, and such a loop would continue where it is. An object that
 stands for a loop says so by ``has_loop``, and then ``Checkpointer.rollback`` and ``guard`` refuse. Called by the
@@ -12,12 +12,15 @@ from typing import Any
 
 from ...checkpoint.training_state import NO_GUARD
 from ...errors import BadInput
+from ...store.commit.retention import Keep, refuse_best
 
 UNKNOWN = ("guard", "rollback")
 """Names of what a ``Checkpointer`` in a loop of the script's own has, and a callback has not."""
 
 
-def refuse_guard(options: Mapping[str, Any]) -> None:
-    """Raise ``BadInput`` if the ``options`` of a trainer's callback ask for a guard or a rollback."""
+def refuse_loop_options(options: Mapping[str, Any]) -> None:
+    """Raise ``BadInput`` if a callback's ``options`` ask for a guard, a rollback or the best steps by a metric."""
+    if isinstance(keep := options.get("keep"), Keep):
+        refuse_best(keep, "the callback of a Trainer")
     if any(name in options for name in UNKNOWN):
         raise BadInput(NO_GUARD)

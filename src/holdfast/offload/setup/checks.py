@@ -127,11 +127,8 @@ def check_recorded(model: nn.Module, blocks: Blocks) -> None:
         pairs = zip(blocks.names, blocks.modules, strict=True)
         compiled = next((name for name, block in pairs if is_compiled(block)), None)
         if compiled is not None or recorder() is None:
-            why = (
-                f"{compiled} is compiled"
-                if compiled
-                else "this version of transformers records in another way"
-            )
+            why = "this version of transformers records in another way"
+            why = f"{compiled} is compiled" if compiled else why
             raise ModelNotSupported(
                 f"{path}.{ROUTERS} records what happens inside of blocks, and {why}, so nothing would be recorded and"
                 f" experts would be trained without their balancing loss. Set {path}.{ROUTERS} = False to do that."

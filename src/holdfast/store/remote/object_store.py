@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ...errors import BadInput, DiskFailed
 from ...quantities import KiB, MiB
 from ...regular_files import home_path
+from ..disk import ReadOnly
 from ..joined_nodes import JoinedNodes
-from ..lock import HeldLock
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -43,7 +43,7 @@ ATTEMPTS, SOON = 3, 5.0
 """The number of attempts to read an answer that breaks off, and the seconds within which it must do so."""
 
 
-class ObjectDisk:
+class ObjectDisk(ReadOnly):
     """The objects under the prefix ``root`` of a bucket. Safe to use from several threads."""
 
     def __init__(self, root: Url) -> None:
@@ -140,31 +140,10 @@ class ObjectDisk:
         with self._asking("remove", path):
             obstore.delete(self._store, path)
 
-    def link(self, path: str, directory: str) -> None:
-        self._refuse()
-
     def link_of(self, path: str) -> str | None:
         return None
 
     def free_bytes(self) -> int:
-        self._refuse()
-
-    def allocate(self, path: str, nbytes: int) -> None:
-        self._refuse()
-
-    def cut(self, path: str, nbytes: int) -> None:
-        self._refuse()
-
-    def sync(self, target: Any, *, why: str) -> None:
-        self._refuse()
-
-    def sync_dir(self, path: str, *, why: str) -> None:
-        self._refuse()
-
-    def rename(self, src: str, dst: str) -> None:
-        self._refuse()
-
-    def makedirs(self, path: str) -> None:
         self._refuse()
 
     def is_named(self, path: str, file: Any) -> bool:
@@ -173,14 +152,8 @@ class ObjectDisk:
     def data_end(self, path: str) -> int:
         return self.size(path)
 
-    def write_bytes(self, path: str, data: bytes) -> None:
-        self._refuse()
-
     def is_locked(self, path: str) -> bool:
         return False
-
-    def lock(self, path: str, owner: dict) -> HeldLock:
-        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise BadInput(

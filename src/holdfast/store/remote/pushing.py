@@ -33,8 +33,7 @@ from ..commit.retention import (
     unneeded_timelines,
 )
 from ..format.file_names import block_spans
-from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline
-from ..format.manifest import object_path as object_path
+from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, object_path
 from ..format.payload_files import INSPECT, check_size, read_verified
 from ..log.chain import chain_of
 from ..log.segments import segments, streams

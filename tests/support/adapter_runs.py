@@ -1,0 +1,35 @@
+"""Short runs of ``holdfast train`` that train adapters on a tiny folder."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.events import read_events
+
+TINY = {
+    "model.context": 16, "train.micro_batches": 2, "train.micro_batch_size": 2, "train.learning_rate": 0.01,
+    "train.warmup_steps": 0, "train.dtype": "fp32", "offload.host_budget": "8GiB", "io.direct": "false",
+    "offload.params_on_host": 1, "offload.optimizer_on_host": 1, "offload.activations_on_host": 1,
+    "offload.delayed_fraction": 0, "offload.recomputed_fraction": 1,
+    "data.validation_fraction": 0,
+}  # fmt: skip
+
+
+def train_adapters(holdfast, text, run, folder, steps, *sets):
+    """Run ``holdfast train`` to the step ``steps`` and return the result."""
+    keys = TINY | {"run.dir": run, "data.text": text, "train.steps": steps}
+    every = [*(f"{key}={value}" for key, value in keys.items()), *sets]
+    return holdfast("train", "--model", folder, *(word for each in every for word in ("--set", each)))
+
+
+def losses(run):
+    return {
+        event["step"]: event["loss"]
+        for event in read_events(run / "events.jsonl")
+        if event["event"] == "step"
+    }
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(20)[None] * 13 % 300).logits

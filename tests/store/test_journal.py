@@ -16,8 +16,7 @@ from holdfast.store.format.manifest import Timeline
 from holdfast.store.log import journal
 from holdfast.store.log.journal import JournalWriter, Record
 from holdfast.store.log.segments import read_segment, segments, trim
-from support.journal_records import PAGE, TIMELINE, part, record, written
-from support.stored_records import payload
+from support.journal_records import PAGE, TIMELINE, part, payload, record, written
 
 
 @pytest.mark.parametrize("sizes", [(), (PAGE,), (PAGE, 3 * PAGE), (PAGE, 4 * 1024 * PAGE + PAGE)])

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.errors import Damaged, DiskFailed, DiskFull, FileMissing, RunMismatch
+from holdfast.io.buffers import Buffer
 from holdfast.io.queue import DriveQueues, IOQueue
 from holdfast.store.commit.housekeeping import sweep
 from holdfast.store.disk import Disk
@@ -27,8 +28,7 @@ from holdfast.store.log.striping import (
     segment_bytes,
     segment_paths,
 )
-from support.journal_records import PAGE, TIMELINE, record
-from support.stored_records import payload
+from support.journal_records import PAGE, TIMELINE, payload, record
 
 STREAM = "rank-00000"
 FOLDERS = ("data/drive_1", "data/drive_2")

@@ -8,6 +8,8 @@ from holdfast.io.buffers import Buffer
 from holdfast.store.disk import Disk
 from holdfast.store.format.manifest import Timeline
 from holdfast.store.log.journal import JournalWriter, Record
+from holdfast.store.log.segments import read_payload
+from holdfast.store.log.striping import open_segment
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
 PAGE = 4096
@@ -32,3 +34,13 @@ def written(root, queue, groups, **options):
         writer.append(group)
     writer.close()
     return disk
+
+
+def payload(disk, queue, stored):
+    view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
+    file = open_segment(disk, stored.path, stored.stripes)
+    try:
+        read_payload(queue, file, stored, view).result(10)
+    finally:
+        file.close()
+    return bytes(view)

@@ -32,10 +32,10 @@ from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..supervised.attempt import training_directory
 from .lightning_state import HostState, averages_of, refuse_callbacks, restore_sums, sums_of, sums_of_ranks
+from .shared.callback_options import refuse_callback_options
 from .shared.changed_attributes import set_up_again
 from .shared.collective_commit import newest_progress
 from .shared.position import LoaderPlace
-from .shared.trainer_loops import refuse_loop_options
 
 LOADER = "loader"
 """The name by which a ``Checkpointer`` knows a ``Fit``."""
@@ -56,7 +56,7 @@ class HoldfastCallback(Callback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        refuse_loop_options(options)
+        refuse_callback_options(options)
         self.run, self.options = training_directory(run), options
         self._fit: Fit | None = None
 

@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback
 from ..errors import BadInput
 from ..supervised.attempt import training_directory
 from .out_of_core.offloaded_trainer import offloaded
+from .shared.callback_options import refuse_callback_options
 from .shared.changed_attributes import refuse_unless_torchs
-from .shared.trainer_loops import refuse_loop_options
 from .trainer_run import Training, prefer_run
 
 __all__ = ["HoldfastCallback", "attach", "offloaded"]
@@ -43,7 +43,7 @@ class HoldfastCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        refuse_loop_options(options)
+        refuse_callback_options(options)
         self.run, self.options = training_directory(run), options
         self._covered = False
 

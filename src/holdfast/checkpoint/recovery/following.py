@@ -3,7 +3,7 @@
 While a standby waits for the run's lock, its model is idle. A thread at low priority loads the newest snapshot into it
 and replays the log records as they come, with the code of any recovery. What is left at a takeover are the records of
 the last moment. Nothing depends on the thread: the recovery at the takeover compares the snapshot and the record that
-the state is at with what the run holds then, and loads everything where they differ. Called by ``StepLog``.
+the state is at with what the run holds then, and loads everything where they differ. Called by ``LogBackend``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The refusal of options under a trainer whose loop counts steps and batches in variables of its own.
+"""The options of a ``Checkpointer`` that the callback of a trainer refuses.
 
-A rollback of the living process restores what objects hold, and such a loop would continue where it is. An object that
-stands for a loop says so by ``has_loop``, and then ``Checkpointer.rollback`` and ``guard`` refuse. Called by the
-trainers' callbacks, before there is a run.
+The trainer's loop counts steps and batches in variables of its own. A rollback of the living process restores what
+objects hold, and the loop would continue where it is. An object that stands for a loop says so by ``has_loop``, and
+then ``Checkpointer.rollback`` and ``guard`` refuse. Called by the callbacks of trainers, before there is a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNKNOWN = ("guard", "rollback")
 """Names of what a ``Checkpointer`` in a loop of the script's own has, and a callback has not."""
 
 
-def refuse_loop_options(options: Mapping[str, Any]) -> None:
+def refuse_callback_options(options: Mapping[str, Any]) -> None:
     """Raise ``BadInput`` if a callback's ``options`` ask for a guard, a rollback or the best steps by a metric."""
     if isinstance(keep := options.get("keep"), Keep):
         refuse_best(keep, "the callback of a Trainer")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from holdfast import Checkpointer
 from holdfast.checkpoint.recovery import following
+from holdfast.errors import HoldfastError, RunMismatch
 from holdfast.supervised.standing_by import VARIABLE
 from holdfast.supervised.supervisor import Supervisor
 
@@ -163,6 +166,20 @@ def test_follower_goes_on_from_a_newer_base(tmp_path):
     assert standby.job.equals(first)
     first.ckpt.close()
     standby.takes_over().ckpt.close()
+
+
+def test_emptied_run_is_not_begun_with_what_was_followed(tmp_path):
+    first = Job(tmp_path / "run")
+    first.ckpt.resume()
+    first.steps(2)
+    standby = Standby(tmp_path / "run")
+    standby.until(lambda: standby.reached == 2)
+    for folder in ("commits", "journal", "timelines", "data", "index"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    with suppress(HoldfastError):
+        first.ckpt.close(save=False)
+    standby._thread.join(20)
+    assert isinstance(standby.error, RunMismatch) and "was emptied" in str(standby.error)
 
 
 def test_run_that_cannot_be_followed_is_taken_over_all_the_same(tmp_path, monkeypatch):

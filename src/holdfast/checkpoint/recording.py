@@ -157,6 +157,11 @@ class LogBackend(DurabilityBackend):
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
+            if follower is not None and follower.has_begun:
+                raise RunMismatch(
+                    f"{store.root} was emptied while this standby waited, and its model has followed what was there, so"
+                    " it is not that of a fresh start. Start the script again."
+                )
             return None
         found = recover(
             seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,

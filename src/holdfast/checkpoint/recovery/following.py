@@ -45,6 +45,8 @@ class Follower:
         """A snapshot from which nothing could be replayed. The next one is waited for."""
         self.reached: Reached | None = None
         """The point that ``state`` is at; None while it is at none."""
+        self.has_begun = False
+        """True once ``state`` is no longer what the script made."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -76,7 +78,7 @@ class Follower:
         reached = self.reached
         if len(line.chains) > 1 or (reached is not None and line.reached(0) == reached):
             return
-        self.reached, self._failed = None, refs[0]
+        self.reached, self._failed, self.has_begun = None, refs[0], True
         line.ends_early = self._over.is_set
         line.watch = RecoveryProgress(self._refuse_when_over)
         line.replay_into(self._state, 0, self._after_update, reached)

@@ -17,6 +17,7 @@ from typing import Any
 from holdfast import failpoints
 
 from ..accelerators import devices_of
+from ..errors import RunMismatch
 from ..events import EventLog
 from ..quantities import counted, format_seconds
 from ..schedule.interval.step_cadence import StepCadence

@@ -90,12 +90,18 @@ class Standby:
         return self.job
 
 
-def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
-    first = Job(tmp_path / "run")
+def followed(run, steps):
+    """A job after ``steps``, and a standby that has followed them."""
+    first = Job(run)
     first.ckpt.resume()
-    first.steps(3)
-    standby = Standby(tmp_path / "run")
-    standby.until(lambda: standby.reached == 3)
+    first.steps(steps)
+    standby = Standby(run)
+    standby.until(lambda: standby.reached == steps)
+    return first, standby
+
+
+def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
+    first, standby = followed(tmp_path / "run", 3)
     assert standby.job.equals(first)
     first.steps(2)
     standby.until(lambda: standby.reached == 5)
@@ -114,11 +120,7 @@ def test_state_follows_and_a_takeover_loads_nothing(tmp_path):
 
 
 def test_takeover_replays_what_came_since(tmp_path, monkeypatch):
-    first = Job(tmp_path / "run")
-    first.ckpt.resume()
-    first.steps(3)
-    standby = Standby(tmp_path / "run")
-    standby.until(lambda: standby.reached == 3)
+    first, standby = followed(tmp_path / "run", 3)
     monkeypatch.setattr(following.Follower, "_look", lambda self: None)
     first.steps(2)
     first.ckpt.close()
@@ -130,11 +132,7 @@ def test_takeover_replays_what_came_since(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change", ["base", "timeline"])
 def test_state_of_another_line_is_loaded_again(tmp_path, monkeypatch, change):
-    first = Job(tmp_path / "run")
-    first.ckpt.resume()
-    first.steps(3)
-    standby = Standby(tmp_path / "run")
-    standby.until(lambda: standby.reached == 3)
+    first, standby = followed(tmp_path / "run", 3)
     monkeypatch.setattr(following.Follower, "_look", lambda self: None)
     if change == "base":
         first.ckpt.save()
@@ -153,11 +151,7 @@ def test_state_of_another_line_is_loaded_again(tmp_path, monkeypatch, change):
 
 
 def test_follower_goes_on_from_a_newer_base(tmp_path):
-    first = Job(tmp_path / "run")
-    first.ckpt.resume()
-    first.steps(2)
-    standby = Standby(tmp_path / "run")
-    standby.until(lambda: standby.reached == 2)
+    first, standby = followed(tmp_path / "run", 2)
     with torch.no_grad():
         first.model[0].weight.mul_(2)  # in no record
     first.ckpt.save()
@@ -169,11 +163,7 @@ def test_follower_goes_on_from_a_newer_base(tmp_path):
 
 
 def test_emptied_run_is_not_begun_with_what_was_followed(tmp_path):
-    first = Job(tmp_path / "run")
-    first.ckpt.resume()
-    first.steps(2)
-    standby = Standby(tmp_path / "run")
-    standby.until(lambda: standby.reached == 2)
+    first, standby = followed(tmp_path / "run", 2)
     for folder in ("commits", "journal", "timelines", "data", "index"):
         shutil.rmtree(tmp_path / "run" / folder)
     with suppress(HoldfastError):

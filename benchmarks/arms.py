@@ -55,7 +55,7 @@ class Holdfast(Arm):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        """Whether it keeps steps as it goes on to: ``every="auto"`` measures first, and then writes what it recorded."""
+        """Whether it keeps steps as it goes on to: ``every="auto"`` measures first, then writes what it recorded."""
         backend = self._checkpointer._backend
         if not isinstance(backend, LogBackend) or not backend.pace.cadence.is_auto:
             return True

@@ -447,8 +447,8 @@ def _lines() -> Iterator[str]:
                 yield f"| `{name}` | {f'`{family.named}`' if family.named else 'found'} | {family.says} |"
         yield ""
     yield (
-        "## Diffusion transformers\n\nOf diffusers, in a module of the script that computes the loss. Trained in memory,"
-        " killed and resumed with the bits of a plain loop;\n`save_pretrained` writes what"
+        "## Diffusion transformers\n\nOf diffusers, in a module of the script that computes the loss. Trained in"
+        " memory, killed and resumed with the bits of a plain loop;\n`save_pretrained` writes what"
         " `model.load_state_dict(engine.state_dict())` has loaded.\n\n| class | blocks | |\n|---|---|---|"
     )
     for name, (blocks, says) in DIFFUSION.items():

@@ -119,7 +119,7 @@ class _Package(ModuleType):
         """Ignore the subpackage that the import system binds to its parent; the public name stays the function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a name. Ray, Dask and joblib send functions with the modules they use, and know this of plain ones."""
+        """Pickle as a name: Ray, Dask and joblib send functions with the modules they use, but not this kind."""
         return import_module, (__name__,)
 
 

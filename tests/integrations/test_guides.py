@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from transformers import LlamaForCausalLM  # noqa: E402
 from formats.deepspeed_files import State, write  # noqa: E402
 from integrations_interrupt import close_engines  # noqa: E402
 from offloaded_script import Texts  # noqa: E402
-from support.guides import Stopped, StoppedData, convert, run, scripts  # noqa: E402
+from support.guides import GUIDES, Stopped, StoppedData, call, commands, run, scripts  # noqa: E402
 from survive_run import digest  # noqa: E402
-from tiny_folders import write_folder  # noqa: E402
+from tiny_folders import TEXT, write_folder  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # of the trainers
 SAMPLES = [Texts()[i] for i in range(12)]
@@ -34,6 +35,11 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     close_engines()
+
+
+def convert(guide):
+    for command in commands(guide, "convert"):
+        call(command)
 
 
 def test_from_trainer():
@@ -155,3 +161,24 @@ def test_from_deepspeed():
         torch.testing.assert_close(
             torch.load(f"ds_new/global_step12/zero/{name}/fp32.pt")["param"], p.detach(), rtol=1e-5, atol=1e-7
         )
+
+
+def test_from_peft():
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    write_folder(Path("FOLDER"))
+    Path("TEXT").write_text(TEXT * 20)
+    [command] = commands("from-peft", "train")
+    call(command.replace("steps=500", "steps=2"), "--set", "model.context=16")
+    convert("from-peft")
+    assert Path("ADAPTER/adapter_model.safetensors").exists()
+    assert not Path("OUT/adapter_config.json").exists()
+    LlamaForCausalLM.from_pretrained("OUT")
+
+
+def test_from_axolotl():
+    recipe = re.search(r"```toml\n(.*?)```", (GUIDES / "from-axolotl.md").read_text(), re.DOTALL)[1]
+    Path("recipe.toml").write_text(recipe)
+    Path("FOLDER").mkdir()
+    [command] = [each for each in commands("from-axolotl", "train") if "print-config" in each]
+    assert "wandb = \"mine\"" in call(command)

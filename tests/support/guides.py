@@ -51,10 +51,15 @@ def run(script: str, *, is_stopped: bool = False, **names: Any) -> dict[str, Any
     return names
 
 
-def convert(guide: str) -> None:
-    """Run each ``holdfast convert`` that ``guide`` shows."""
-    lines = re.findall(r"holdfast convert [^`#\n]+", (GUIDES / f"{guide}.md").read_text())
-    assert lines
-    for line in lines:
-        done = CliRunner().invoke(app, shlex.split(line)[1:])
-        assert done.exit_code == 0, (line, done.output)
+def commands(guide: str, verb: str) -> list[str]:
+    """Return each command of ``holdfast`` with ``verb`` that ``guide`` shows."""
+    found = re.findall(rf"holdfast {verb} [^`#\n]+", (GUIDES / f"{guide}.md").read_text())
+    assert found
+    return found
+
+
+def call(command: str, *more: str) -> str:
+    """Run a ``command`` of ``holdfast`` with ``more`` arguments in this process, and return what it prints."""
+    done = CliRunner().invoke(app, [*shlex.split(command)[1:], *more])
+    assert done.exit_code == 0, (command, done.output, done.exception)
+    return done.output

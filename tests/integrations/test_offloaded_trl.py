@@ -164,7 +164,9 @@ def test_generation_between_steps_is_refused():
 def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER").symlink_to(folder)
-    before, after = [script.replace("max_steps=6", "max_steps=6, bf16=False") for script in scripts("from-trl")]
+    before, after = [
+        script.replace("max_steps=6", "max_steps=6, bf16=False") for script in scripts("from-trl")
+    ]
     data = datasets.Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
 
     def adapter(script, **how):
@@ -188,4 +190,6 @@ def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folde
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
     for command in commands("from-trl", "convert"):
         call(command)
-    assert digest(load_file("ADAPTER/adapter_model.safetensors")) == digest(found)
+    exported = load_file("ADAPTER/adapter_model.safetensors")
+    assert exported.keys() == found.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in found.items())

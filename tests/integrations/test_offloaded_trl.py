@@ -162,6 +162,9 @@ def test_generation_between_steps_is_refused():
 
 
 def test_the_guides_script_is_stopped_and_ends_as_the_one_before(tmp_path, folder, monkeypatch):
+    import datasets
+    import trl
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER").symlink_to(folder)
     before, after = [

@@ -203,12 +203,27 @@ def test_copy_of_an_abandoned_timeline_is_not_taken(memory, root, tmp_path):
     assert resumed(root) == BASE + 1
 
 
-def test_rollback_drops_the_copy_of_what_it_abandons(memory, root):
+def test_copy_that_is_older_than_the_disk_is_not_taken(memory, root, tmp_path):
+    loop, checkpointer = auto(root)
+    checkpointer.resume()
+    train(loop, checkpointer, STOP)
+    checkpointer._backend._copies._wait()
+    [place] = memory.iterdir()
+    shutil.copytree(place, tmp_path / "aside")
+    checkpointer.save()
+    checkpointer.close(save=False)
+    shutil.copytree(tmp_path / "aside", place)
+    assert resumed(root) == STOP
+
+
+def test_rollback_drops_the_copy_of_what_it_abandons(memory, root, caplog):
     states, _ = reference(BASE)
     loop, checkpointer = auto(root)
     checkpointer.resume()
     train(loop, checkpointer, STOP)
-    assert checkpointer.rollback(BASE) == BASE
+    with caplog.at_level("INFO", logger="holdfast"):
+        assert checkpointer.rollback(BASE) == BASE
+    assert list(memory.iterdir()) == [] and "in the memory" not in caplog.text
     assert checkpointer.replica_step == BASE and same(loop.state()["model"], states[BASE]["model"])
     checkpointer.close(save=False)
     loop, checkpointer = auto(root)

@@ -15,10 +15,11 @@ import torch
 from checkpoint.loops import cut_small, same
 from holdfast.checkpoint.recovery import kept_copy
 from holdfast.checkpoint.replica import retained_state, shared_memory
-from holdfast.checkpoint.snapshot import memory_copies
+from holdfast.checkpoint.snapshot import memory_copies, snapshot_scheduler
 from holdfast.cli import inspect
 from holdfast.errors import BadInput
 from holdfast.events import read_events
+from holdfast.schedule.interval.step_cadence import CadenceChoice
 from holdfast.schedule.interval.tuner import MEAN_SECONDS_BETWEEN_FAILURES
 from holdfast.store.run_store import LocalStore
 from killed import Killed
@@ -163,12 +164,25 @@ def test_records_follow_a_base_of_a_run_that_continues_from_memory(memory, root)
     loop, checkpointer = start(root)
     assert checkpointer.resume() == COPY
     train(loop, checkpointer, STOP + 5)
-    assert checkpointer.durable_step == STOP + 5
+    assert checkpointer.durable_step == STOP + 5 and list(memory.iterdir()) == []
     checkpointer.close(save=False)
-    assert list(memory.iterdir()) == []
     loop, checkpointer = start(root)
     with checkpointer:
         assert checkpointer.resume() == STOP + 5 and same(loop.state(), states[STOP + 5])
+
+
+def test_memory_is_given_back_where_copies_are_not_chosen(memory, root, monkeypatch):
+    def records(measured, limits, rates, *_):
+        return CadenceChoice(1, 0.1, 0.2, 1.0, rates)
+
+    monkeypatch.setattr(snapshot_scheduler, "choose", records)
+    loop, checkpointer = auto(root)
+    with checkpointer:
+        checkpointer.resume()
+        train(loop, checkpointer, BASE)
+        assert data_files(memory)
+        train(loop, checkpointer, STOP)
+        assert list(memory.iterdir()) == [] and checkpointer.durable_step == STOP
 
 
 def test_copy_of_a_copied_run_is_not_taken(memory, root, tmp_path):

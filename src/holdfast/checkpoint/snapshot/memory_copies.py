@@ -109,6 +109,18 @@ class MemoryCopies:
         publish = partial(self._publish, self._memory, step, chosen, {**progress, **self._mark})
         self._under_way = self._thread.submit(publish)
 
+    def free(self, durable_step: int) -> None:
+        """Give the memory back if the disk has a step as new as the copy. The next ``take`` makes slots again."""
+        if self._memory is None and self.step < 0:
+            return
+        if self._under_way is not None and not self._under_way.done():
+            return
+        with suppress(Exception):  # the copy before counts, and is whole
+            self._wait()
+        if self.step <= durable_step:
+            self._leave_memory()
+            self._remove()
+
     def close(self, durable_step: int) -> bool:
         """End the thread, and remove the copy unless it is newer than ``durable_step``. Return whether it stays."""
         with suppress(Exception):  # the copy before counts, and is whole

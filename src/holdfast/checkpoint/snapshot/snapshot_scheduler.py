@@ -194,6 +194,8 @@ class SnapshotScheduler:
             self._stage(step)
         if self._copies is not None and self.cadence.is_copy_due(step):
             self._copy_to_memory(self._copies, step)
+        elif self._copies is not None and not (self.cadence.copies or self.cadence.is_measuring):
+            self._copies.free(self._recorder.durable_step)
         self._stall = time.perf_counter() - started
         self._stall_of_base += self._stall
 

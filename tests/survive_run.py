@@ -93,7 +93,8 @@ def train(
     the digest at the end. With ``switching``, ``every="auto"`` changes its choice again and again. Who is ``patient``
     waits in every second step for what is on its way."""
     from holdfast import checkpointer as module
-    from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.measure import drive_rates
     from holdfast.store.log import journal, striping
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
@@ -104,7 +105,7 @@ def train(
     if switching:
         switch_often()
     if "drives" in options:  # as if they were different disks, which nobody measures
-        run_drives.rate_of, run_drives.device_of = lambda directory, limits: 1e9, hash
+        drive_rates.rate_of, drive_rates.device_of = lambda directory, limits: 1e9, hash
         striping.STRIPE_BYTES = 4096
     loop = make(OPTIMIZER, feature)
     with Checkpointer(

@@ -14,7 +14,8 @@ from torch import nn
 from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep, LocalDisks
 from holdfast.checkpoint.recovery.compaction import compact
-from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+from holdfast.checkpoint.snapshot import snapshot_chunks
+from holdfast.measure import drive_rates
 from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.cli.diff import diff
 from holdfast.cli.inspect import show, verify
@@ -44,8 +45,8 @@ def rates(monkeypatch):
         rates.asked += 1
         return rates.get(directory.name, 1e9)
 
-    monkeypatch.setattr(run_drives, "rate_of", rate_of)
-    monkeypatch.setattr(run_drives, "device_of", hash)
+    monkeypatch.setattr(drive_rates, "rate_of", rate_of)
+    monkeypatch.setattr(drive_rates, "device_of", hash)
     monkeypatch.setattr(striping, "STRIPE_BYTES", PAGE)
     monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 4000)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 20_000)
@@ -444,7 +445,7 @@ def test_a_drive_of_another_run_and_one_with_other_files_are_refused(tmp_path, r
 
 
 def test_two_drives_on_one_file_system_are_a_warning(tmp_path, monkeypatch, rates):
-    monkeypatch.setattr(run_drives, "device_of", lambda directory: 1)
+    monkeypatch.setattr(drive_rates, "device_of", lambda directory: 1)
     with (
         pytest.warns(UserWarning, match="are on one file system"),
         Loop(tmp_path / "run", [tmp_path / "one"]),

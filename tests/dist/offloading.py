@@ -20,7 +20,8 @@ from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.readers.run_directory import CommitSource
 from holdfast.offload import api, clipping_choice, recomputation_choice
-from holdfast.offload.setup import drive_setup, preflight
+from holdfast.measure import drive_rates
+from holdfast.offload.setup import preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store
 from support.grouped import grouped
@@ -149,7 +150,7 @@ def main(
     if cursor:
         given["loader"] = Cursor()
     if rates is not None:
-        drive_setup.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
+        drive_rates.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
     if rank in blind:
         run_store.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
     if full:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..errors import DoesNotFit
 from ..quantities import MiB, format_bytes
-from ..store.disk import Disk
+from ..store.disk import AnyDisk, Disk
+from ..store.drive_links import HOME, Drive, directories_for, record_of
 from .ssd import LEAST_BYTES, measure_ssd
 
 SECONDS = 1.0
@@ -22,6 +23,36 @@ SECONDS = 1.0
 FILE_BYTES = 256 * MiB
 Limits = tuple[int | None, int | None, int | None]
 """The limits of reading, of writing and of both together, in bytes per second; None is none."""
+
+
+def measured_drives(
+    disk: AnyDisk, given: Sequence[str | Path], limits: Limits, say: Callable[[str], object]
+) -> tuple[tuple[Drive, ...], bool]:
+    """Return the drives of a run that may use those ``given`` too, its own first, and whether the run recorded them.
+
+    Drives that it has not recorded are measured, and have shares in proportion to their rates. Nothing is written.
+
+    Args:
+        disk: The directory of the run.
+        given: The directories of the other drives; without any, there are no drives.
+        say: Receives a message before the measurement.
+
+    Raises ``BadInput`` and its subclasses for drives that cannot be used.
+    """
+    if not given:
+        return (), True
+    wanted = {HOME: str(disk.root), **directories_for(disk, given)}
+    known = record_of(disk)
+    if {drive.folder: drive.directory for drive in known} == wanted:
+        return known, True
+    _warn_of_one_file_system(wanted.values())
+    say(f"measuring {len(wanted)} drives for a few seconds, once")
+    rates = [int(rate_of(Path(directory), limits)) for directory in wanted.values()]
+    drives = (
+        Drive(folder, directory, rate, rate / sum(rates))
+        for (folder, directory), rate in zip(wanted.items(), rates, strict=True)
+    )
+    return tuple(drives), False
 
 
 def rate_of(directory: Path, limits: Limits) -> float:
@@ -55,9 +86,7 @@ def device_of(directory: str) -> int:
     return os.stat(nearest(Path(directory))).st_dev
 
 
-def warn_of_one_file_system(
-    directories: Iterable[str], device_of: Callable[[str], int] = device_of, stacklevel: int = 7
-) -> None:
+def _warn_of_one_file_system(directories: Iterable[str]) -> None:
     """Warn if two of ``directories`` are on one file system, since they share what it takes."""
     devices: dict[int, str] = {}
     for directory in directories:
@@ -66,7 +95,7 @@ def warn_of_one_file_system(
             warnings.warn(
                 f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
                 " on another disk is of use",
-                stacklevel=stacklevel,
+                stacklevel=8,
             )
 
 

@@ -142,7 +142,7 @@ def offload(
         confirm: Called with the preflight before anything is written; it may raise.
         before_first_commit: Called once in a fresh directory, which is locked by then, for files to be kept beside the
             state. No commit of the run exists without them.
-        say: Called with the line that tells what was chosen; by default it is printed to standard error.
+        say: Called with the line that tells what was chosen; by default it is logged, as that of a resume is.
         disk: File system of the run in place of that of ``run``, for tests.
 
     The planner uses the machine's rates, which are measured in a few seconds where they are not known yet, and the

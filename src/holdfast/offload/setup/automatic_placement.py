@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...errors import ModelNotSupported
+from ...events import tell
 from ...measure.cached import CachedProfile, machine_at
 from ...measure.drive_rates import Limits, nearest
 from ...measure.machine_probe import BlockTimes
@@ -102,10 +103,6 @@ class Prediction:
         }
 
 
-def to_standard_error(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr)
-
-
 @dataclass(frozen=True)
 class Planner:
     """Chooses a placement and predicts the step time; called once, when an engine is built."""
@@ -130,7 +127,7 @@ class Planner:
 
         ``ask`` makes the question from a machine and from work whose times are known. Raises ``DoesNotFit``.
         """
-        say = self.say or to_standard_error
+        say = self.say or tell
         times = _timed(parts, device, sample, loss_fn)
         known = machine_at(
             nearest(Path(self.directory)),

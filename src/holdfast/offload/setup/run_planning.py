@@ -16,7 +16,7 @@ from torch import nn
 
 from ...distributed import Ranks
 from ...errors import BadInput, DoesNotFit
-from ...events import EventLog
+from ...events import EventLog, tell
 from ...measure.host_memory import free_host_bytes
 from ...optim.mezo import MeZO
 from ...schedule.work import StepShape
@@ -36,7 +36,7 @@ from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
 from ..recomputation_choice import can_measure
 from ..steps import StepRules
-from .automatic_placement import Planner, to_standard_error
+from .automatic_placement import Planner
 from .checks import (
     check_budget,
     check_choices,
@@ -271,7 +271,7 @@ def agreed_run(given: Arguments, mine: PlannedRun, fellows: DataParallelGroup) -
     drives = mine.drives.shared_out(plan, parts, ranks)
     with ranks.agreeing():
         if plan.filled and ranks.rank == 0:
-            (given.say or to_standard_error)(f"plan: {plan.line}")
+            (given.say or tell)(f"plan: {plan.line}")
     return replace(mine, plan=plan, drives=drives)
 
 

@@ -49,7 +49,6 @@ class ModelStates:
         """The module's state dict; empty for a pipeline, whose layers have files of their own."""
         self.buffers = set(self.content.get("buffer_names") or ())
         self.aliases: dict[str, str] = dict(self.content.get("shared_params") or {})
-        self._parts: dict[str, int] = {}
 
     def holds(self, key: str) -> bool:
         """Return whether the module holds the whole parameter; ZeRO-3 leaves it empty."""
@@ -66,15 +65,9 @@ class ModelStates:
         tensor = self.module[key]
         local = LocalParameter(tensor.shape, -1)
         local.add(
-            slot, tensor.storage.dtype, [piece_of(tensor, self.part(contents, tensor))], self.archive.path
+            slot, tensor.storage.dtype, [piece_of(tensor, self.archive.part_in(contents, tensor.storage))], self.archive.path
         )
         return local
-
-    def part(self, contents: ReadFiles, tensor: Tensor) -> int:
-        key = tensor.storage.key
-        if key not in self._parts:
-            self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
-        return self._parts[key]
 
 
 def progress_of(
@@ -208,6 +201,6 @@ def _frozen(contents: ReadFiles, models: list[ModelStates], key: str, shape: Sha
                 f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",
                 path=str(model.archive.path),
             )
-        pieces = flat(shape, low, high, model.part(contents, fragment), fragment.offset)
+        pieces = flat(shape, low, high, model.archive.part_in(contents, fragment.storage), fragment.offset)
         local.add("param", fragment.storage.dtype, pieces, model.archive.path)
     return local

@@ -83,24 +83,16 @@ class Rank:
 
     def __init__(self, archive: Archive, state: dict[str, Any]) -> None:
         self.archive, self.state = archive, state
-        self._parts: dict[str, int] = {}
 
     @property
     def path(self) -> Path:
         return self.archive.path
 
-    def part(self, contents: ReadFiles, tensor: Tensor) -> int:
-        """Return the number of the part for the storage of ``tensor``."""
-        key = tensor.storage.key
-        if key not in self._parts:
-            self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
-        return self._parts[key]
-
     def value(self, contents: ReadFiles, value: Tensor | Number) -> Value:
         """Read a single number of the file."""
         if not isinstance(value, Tensor):
             return Value(number=value)
-        part, size = self.part(contents, value), DTYPE_BYTES[value.storage.dtype]
+        part, size = self.archive.part_in(contents, value.storage), DTYPE_BYTES[value.storage.dtype]
         data = bytearray(size)
         if value.offset < 0 or (value.offset + 1) * size > contents.parts[part].nbytes:
             raise Damaged(f"{self.path}: a number lies outside of what is stored", path=str(self.path))
@@ -125,7 +117,7 @@ class Rank:
                 f"{self.path}: {stop - start} elements from {at} on are not in a flat tensor of {list(tensor.shape)}",
                 path=str(self.path),
             )
-        return flat(shape, start, stop, self.part(contents, tensor), tensor.offset + at)
+        return flat(shape, start, stop, self.archive.part_in(contents, tensor.storage), tensor.offset + at)
 
 
 def split_state(

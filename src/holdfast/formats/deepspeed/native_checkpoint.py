@@ -141,7 +141,7 @@ class NativeCheckpoint(WithNumbers):
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
         dtype = FROM_NAME[tensor.storage.dtype]
         data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
-        self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
+        self.read(model.archive.part_in(self, tensor.storage), tensor.offset * len(data), memoryview(data))
         first = tensor_of(read_flat(self, master, 0, 1), master.atom.dtype)
         return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 

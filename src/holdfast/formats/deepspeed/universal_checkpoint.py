@@ -95,9 +95,9 @@ class UniversalCheckpoint(WithNumbers):
             raise Damaged(f"{archive.path} has no tensor", path=str(archive.path))
         atom = TensorEntry(name, slot, shape, tensor.storage.dtype)
         if tensor.shape == (prod(shape),) and tensor.strides == (1,):
-            piece = dense(Region.whole(shape), self.add_part(archive.part(tensor.storage)), tensor.offset)
+            piece = dense(Region.whole(shape), archive.part_in(self, tensor.storage), tensor.offset)
         elif tensor.shape == shape:
-            piece = piece_of(tensor, self.add_part(archive.part(tensor.storage)))
+            piece = piece_of(tensor, archive.part_in(self, tensor.storage))
         else:
             raise Damaged(
                 f"{archive.path} is {list(tensor.shape)}, and the model states say {list(shape)}",
@@ -107,7 +107,7 @@ class UniversalCheckpoint(WithNumbers):
 
     def _add_step(self, archive: Archive, step: Any, name: str) -> None:
         if isinstance(step, Tensor) and prod(step.shape) == 1:
-            dtype, part, offset = step.storage.dtype, self.add_part(archive.part(step.storage)), step.offset
+            dtype, part, offset = step.storage.dtype, archive.part_in(self, step.storage), step.offset
         elif isinstance(step, int | float):
             dtype, part, offset = "F32", self.add_number(step), 0
         else:

@@ -110,7 +110,7 @@ class Buffers:
         for slot, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 continue
-            part = source.add_part(archive.part(tensor.storage))
+            part = archive.part_in(source, tensor.storage)
             pieces = Fragments.of([piece_of(tensor, part)], len(tensor.shape))
             name = f"{key}.{which[0]}.{slot}"
             flat = self.held[name] = ModelTensor(ShapeAndType(tensor.shape, tensor.storage.dtype), pieces)

@@ -165,12 +165,9 @@ def _add_optimizer(source: ReadFiles, archive: Archive, saved: dict[str, Any], s
         ways["scheduler"], values["scheduler"] = ("scheduler",), schedule
     kinds = {key: ShapeAndType(tensor.shape, tensor.storage.dtype) for key, tensor in held.items()}
     named = name_all(weights | kinds, ways, values, source.path)
-    numbers: dict[str, int] = {}
     for key, tensor in held.items():
         name, slot = named.tensors[key]
-        if tensor.storage.key not in numbers:
-            numbers[tensor.storage.key] = source.add_part(archive.part(tensor.storage))
-        number = numbers[tensor.storage.key]
+        number = archive.part_in(source, tensor.storage)
         check_inside(key, tensor, source.parts[number])
         pieces = Fragments.of([piece_of(tensor, number)], len(tensor.shape))
         source.add(SourceTensor(TensorEntry(name, slot, *kinds[key]), pieces))

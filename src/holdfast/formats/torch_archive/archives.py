@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ...errors import Damaged
 from ...state.layout.fragments import Fragment
 from ...state.layout.regions import Region
-from ..source import MOST_EXPANDED, StoredArray
+from ..source import MOST_EXPANDED, Source, StoredArray
 from . import pickles
 
 PICKLE_BYTES = 1 << 30
@@ -75,6 +75,7 @@ class Archive:
         """
         self.path, self.name, self.nbytes = path, "", nbytes or 0
         self._entries: dict[str, ArchiveEntry] = {}
+        self._numbers: dict[pickles.Storage, int] = {}
         size = path.stat().st_size
         if nbytes is None:
             nbytes = self.nbytes = size - start
@@ -123,6 +124,15 @@ class Archive:
                 path=str(self.path),
             )
         return part
+
+    def part_in(self, source: Source, storage: pickles.Storage) -> int:
+        """Return the number of the part of ``source`` for the bytes of ``storage``, which is added at the first call.
+
+        All calls are with one source. Raises as ``part``.
+        """
+        if storage not in self._numbers:
+            self._numbers[storage] = source.add_part(self.part(storage))
+        return self._numbers[storage]
 
     def _index(self, file: BinaryIO, start: int, nbytes: int) -> None:
         """Index the entries by name, without the folder that contains all of them, and find where their bytes begin."""

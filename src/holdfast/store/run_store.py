@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, HoldfastError, NoCommit, PoolExhausted, RunMismatch, StaleCommit
@@ -39,6 +39,9 @@ from holdfast.store.path_checks import check_place
 from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.remote.object_store import place_of, remote_disk
 from holdfast.store.scratch import Scratch
+
+if TYPE_CHECKING:
+    from holdfast.distributed import Ranks
 
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
@@ -421,17 +424,7 @@ class LocalStore(RankCommits):
                 directory.rmdir()
 
 
-class RankGroup(Protocol):
-    """The rank group, with the methods of ``Ranks`` that are needed here."""
-
-    rank: int
-
-    def is_mine(self, unit: str) -> bool: ...
-    def all_do(self, what: Callable[[], Any]) -> list[Any]: ...
-    def first_does(self, what: Callable[[], Any]) -> Any: ...
-
-
-def see_alike(store: LocalStore, ranks: RankGroup) -> None:
+def see_alike(store: LocalStore, ranks: Ranks) -> None:
     """Raise ``RunMismatch`` unless all ranks see the directory that the first rank has entered.
 
     Collective: every rank must call this.
@@ -448,7 +441,7 @@ def see_alike(store: LocalStore, ranks: RankGroup) -> None:
     ranks.all_do(see)
 
 
-def see_drives(drives: Mapping[str, Path], ranks: RankGroup) -> None:
+def see_drives(drives: Mapping[str, Path], ranks: Ranks) -> None:
     """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first rank does.
 
     The first rank shows a file for a moment in the directory given for each drive: the drive's own, or the place
@@ -479,7 +472,7 @@ def see_drives(drives: Mapping[str, Path], ranks: RankGroup) -> None:
 
 
 def begin(
-    store: LocalStore, ranks: RankGroup, point: Point | None, about: Mapping[str, Any] | None = None
+    store: LocalStore, ranks: Ranks, point: Point | None, about: Mapping[str, Any] | None = None
 ) -> None:
     """Open the timeline that continues ``point`` on the first rank, and join it on the others.
 

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,40 +42,6 @@ PROMPT_TOKENS = 12
 """The tokens of held-out text in a prompt, where the model has its own tokenizer."""
 
 
-class Recipe(Protocol):
-    """The model, its text and its samples.
-
-    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
-    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens.
-    """
-
-    model: nn.Module
-    source: Weights | None
-    corpus: Windowed
-    sample: dict[str, Tensor]
-    normalize: Literal["micro_batches", "tokens"]
-    choices: int
-    prompt: str
-    prompt_ids: list[int]
-
-    @property
-    def stack(self) -> Stack:
-        """A function that makes a micro-batch of samples."""
-        ...
-
-    def embeddings(self) -> set[int]:
-        """Return the identities of the parameters that hold a vector for each token."""
-        ...
-
-    def text_of(self, ids: Iterator[int]) -> Iterator[str]:
-        """Yield the text of token ids, piece by piece."""
-        ...
-
-    def keep(self) -> None:
-        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
-        ...
-
-
 def recipe_of(config: Config, say: Callable[[str], None]) -> Recipe:
     """Return the recipe of a configuration. Raises ``BadInput``.
 
@@ -85,7 +51,12 @@ def recipe_of(config: Config, say: Callable[[str], None]) -> Recipe:
 
 
 class ByteRecipe:
-    """The reference decoder; a byte is a token."""
+    """The reference decoder; a byte is a token.
+
+    ``model`` has its parameters on ``meta``; ``source`` has their values, or None if a fresh run initializes them.
+    ``prompt`` begins a sample, and ``prompt_ids`` are its tokens. ``choices`` is the number of different tokens;
+    ``stack`` makes a micro-batch of samples.
+    """
 
     source: Weights | None = None
     normalize: Literal["micro_batches", "tokens"] = "micro_batches"
@@ -110,6 +81,7 @@ class ByteRecipe:
         self.sample = {"tokens": zeros, "targets": zeros}
 
     def embeddings(self) -> set[int]:
+        """Return the identities of the parameters that hold a vector for each token."""
         return {id(self._embedding)}
 
     def text_of(self, ids: Iterator[int]) -> Iterator[str]:
@@ -198,6 +170,7 @@ class FolderRecipe:
         yield self.tokenizer.decode(found)[written:]
 
     def keep(self) -> None:
+        """Store what a resume needs in the run's directory. Called when the run has its first commit."""
         source = kept_folder(self._run) or self._folder
         for directory in {self._run, self._state}:  # also beside the state, which is what `convert` reads
             if kept_folder(directory) is None:
@@ -206,6 +179,10 @@ class FolderRecipe:
                     disk.makedirs("")
                     write_durably(disk, ADAPTER_CONFIG, self._adapter_config, why="configuration of adapters")
                 keep(source, directory / MODEL)
+
+
+Recipe = ByteRecipe | FolderRecipe
+"""The model, its text and its samples."""
 
 
 def _held_out_fraction(config: Config) -> float:

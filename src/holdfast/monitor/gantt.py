@@ -14,8 +14,8 @@ from .charts import Canvas, legend, ticks
 from .lanes import NAMES, Operation, Timeline, rows_of
 
 ROW, GAP, FOOT, NAME = 14, 10, 32, 18
-LARGE = Canvas("large gantt", left=230, right=96)
-SMALL = Canvas("small gantt", width=340, left=4, right=26, most_ticks=3)
+LARGE_GANTT = Canvas("large gantt", left=230, right=96)
+SMALL_GANTT = Canvas("small gantt", width=340, left=4, right=26, most_ticks=3)
 MOST_ROWS = 4
 NARROW = 0.8
 """The width in pixels below which an operation is joined."""
@@ -32,13 +32,13 @@ class _Bar:
 
 def gantt(timeline: Timeline) -> str:
     """Draw ``timeline``, from its beginning until the whole step was over."""
-    drawn = "".join(_drawn(canvas, timeline) for canvas in (LARGE, SMALL))
+    drawn = "".join(_gantt_drawn(canvas, timeline) for canvas in (LARGE_GANTT, SMALL_GANTT))
     return drawn + legend(
         [("now", f"of step {timeline.step}"), ("other", "of the step before it or after it")]
     )
 
 
-def _drawn(canvas: Canvas, timeline: Timeline) -> str:
+def _gantt_drawn(canvas: Canvas, timeline: Timeline) -> str:
     busy, end = timeline.busy, max(timeline.end, 1e-9)
     scale = (canvas.width - canvas.left - canvas.right) / end
     parts: list[str] = []
@@ -72,7 +72,7 @@ def _rows_by_lane(timeline: Timeline, end: float) -> dict[str, list[list[Operati
 
 def _names(parts: list[str], canvas: Canvas, name: str, share: str, y: float, height: float) -> float:
     """Write the name of a lane and how busy it was. Return the height that this takes above the lane."""
-    if canvas is SMALL:
+    if canvas is SMALL_GANTT:
         parts.append(f'<text class="lane" x="{canvas.left}" y="{y + 13:.1f}">{name}, {share}</text>')
         return NAME
     middle = y + height / 2 + 4

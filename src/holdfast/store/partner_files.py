@@ -21,7 +21,7 @@ from holdfast.store.commit.retention import Need, unneeded_segments
 from holdfast.store.disk import TEMPORARY, AnyDisk, Disk, OpenFile
 from holdfast.store.log.segments import segments, streams
 
-PARTNER = "partner"
+COPIES = "partner"
 """The directory of a run directory that holds the copies."""
 DATA = "data"
 _PATH = re.compile(
@@ -32,7 +32,7 @@ _OBJECT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.[0-9a-f]{32}\.safetensors")
 
 def copies_disk(root: str | Path) -> Disk:
     """Return the disk whose root is the directory of copies in the run directory ``root``."""
-    return Disk(Path(root) / PARTNER)
+    return Disk(Path(root) / COPIES)
 
 
 class PartnerFiles:

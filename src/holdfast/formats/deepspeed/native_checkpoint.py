@@ -15,7 +15,6 @@ from ...state.tensor_entries import DTYPE_BYTES
 from ..fragment_reads import WithNumbers
 from ..load import read_flat, tensor_of
 from ..torch_archive.pickles import PickledObject
-from . import zero3, zero12
 from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
 from .deepspeed_names import (
     ModelStates,
@@ -29,6 +28,8 @@ from .deepspeed_names import (
 )
 from .local_tensors import LocalParameter, Rank, shapes_of
 from .tensor_parallel import Info, PlacedParameter
+from .zero3 import single_parameters
+from .zero12 import flat_groups
 
 _SAME = (
     "param_groups",
@@ -55,9 +56,9 @@ class NativeCheckpoint(WithNumbers):
         folder = files_of(path)
         models, ranks = _files(folder)
         super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
-        zero = zero3 if folder.partitioned else zero12
+        read = single_parameters if folder.partitioned else flat_groups
         trained = [
-            zero.locals_of(
+            read(
                 self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r
             )
             for m, r in zip(models, ranks, strict=True)

@@ -18,7 +18,7 @@ from .deepspeed_folder import need
 from .local_tensors import LocalParameter, Rank, Shape, Value, split_state
 
 
-def locals_of(
+def flat_groups(
     contents: ReadFiles, shapes: list[dict[str, Shape]], ranks: list[Rank]
 ) -> dict[str, LocalParameter]:
     """Return the parameters of all groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""

@@ -16,7 +16,7 @@ from .deepspeed_folder import need
 from .local_tensors import LocalParameter, Rank, Shape, split_state
 
 
-def locals_of(
+def single_parameters(
     contents: ReadFiles, shapes: list[dict[str, Shape]], ranks: list[Rank]
 ) -> dict[str, LocalParameter]:
     """Return the parameters of all sub-groups from the files of ``ranks``, in rank order. Raises ``Damaged``."""

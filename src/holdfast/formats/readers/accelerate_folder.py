@@ -15,12 +15,12 @@ from .rank_files import schedule_of
 from .safetensors_files import unread_in
 from .trainer_folder import STATE, trainer_state
 
-MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 
 
 def is_accelerate(path: Path) -> bool:
     """Return whether ``path`` has the folder of a model that accelerate saved by ranks."""
-    return (path / MODEL / METADATA).is_file()
+    return (path / MODEL_FOLDER / METADATA).is_file()
 
 
 def open_accelerate(path: Path) -> Source:
@@ -28,11 +28,11 @@ def open_accelerate(path: Path) -> Source:
 
     Raises ``Damaged`` as ``DcpFolder``, or if the Trainer's state has no step.
     """
-    if not (path / OPTIMIZER).is_dir():
-        source = DcpFolder(path, path / MODEL)
+    if not (path / OPTIMIZER_FOLDER).is_dir():
+        source = DcpFolder(path, path / MODEL_FOLDER)
         source.unread = unread_in(path)
         return source
-    source = DcpFolder(path, path / MODEL, path / OPTIMIZER)
+    source = DcpFolder(path, path / MODEL_FOLDER, path / OPTIMIZER_FOLDER)
     for way, value in schedule_of(path).items():
         source.progress[".".join(way)] = value
     if (path / STATE).is_file():

@@ -22,7 +22,7 @@ from holdfast import failpoints
 from holdfast.errors import DiskFailed, HoldfastError, NoCommit, PoolExhausted, RunMismatch, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import drive_links as drive_links
-from holdfast.store.commit.commit_writer import RankCommits
+from holdfast.store.commit.commit_writer import WrittenCommits
 from holdfast.store.commit.generations import Generations, remove_generations
 from holdfast.store.commit.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.commit.retention import Keep
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
-class LocalStore(RankCommits):
+class LocalStore(WrittenCommits):
     """A run directory, open for its one writer.
 
     A context manager. The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for

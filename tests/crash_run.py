@@ -18,10 +18,10 @@ import torch
 import holdfast
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
+from holdfast.measure import drive_rates
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
-from holdfast.measure import drive_rates
 from holdfast.optim import MeZO
 from holdfast.optim.mezo import PENDING, pending_of
 from holdfast.store.format.manifest import Manifest

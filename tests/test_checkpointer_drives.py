@@ -15,11 +15,11 @@ from checkpoint.loops import manifests, same
 from holdfast import Checkpointer, Keep, LocalDisks
 from holdfast.checkpoint.recovery.compaction import compact
 from holdfast.checkpoint.snapshot import snapshot_chunks
-from holdfast.measure import drive_rates
 from holdfast.cli.convert import ConvertOptions, convert
 from holdfast.cli.diff import diff
 from holdfast.cli.inspect import show, verify
 from holdfast.errors import BadInput, Damaged, RunMismatch
+from holdfast.measure import drive_rates
 from holdfast.store.commit.pruning import prune
 from holdfast.store.disk import Disk
 from holdfast.store.drive_links import OWNER, folders, record_of

@@ -15,9 +15,9 @@ from crash.test_survive_images import ROOT, STEPS, check, states_of
 from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpoint.snapshot import snapshot_chunks
-from holdfast.measure import drive_rates
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
+from holdfast.measure import drive_rates
 from holdfast.store.log import journal, striping
 from support.simdisk import SimDisk
 from survive_run import FEATURE, OPTIMIZER

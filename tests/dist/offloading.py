@@ -19,8 +19,8 @@ import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
 from holdfast.formats.readers.run_directory import CommitSource
-from holdfast.offload import api, clipping_choice, recomputation_choice
 from holdfast.measure import drive_rates
+from holdfast.offload import api, clipping_choice, recomputation_choice
 from holdfast.offload.setup import preflight
 from holdfast.schedule.operations import traffic
 from holdfast.store import run_store

@@ -10,9 +10,9 @@ import pytest
 
 import holdfast
 from holdfast.io.queue import IOQueue
+from holdfast.measure import drive_rates
 from holdfast.offload import exit_hook
 from holdfast.offload.exit_hook import deferred
-from holdfast.measure import drive_rates
 from training import adamw, batches, decoder
 
 

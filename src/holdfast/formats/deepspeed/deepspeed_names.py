@@ -65,7 +65,10 @@ class ModelStates:
         tensor = self.module[key]
         local = LocalParameter(tensor.shape, -1)
         local.add(
-            slot, tensor.storage.dtype, [piece_of(tensor, self.archive.part_in(contents, tensor.storage))], self.archive.path
+            slot,
+            tensor.storage.dtype,
+            [piece_of(tensor, self.archive.part_in(contents, tensor.storage))],
+            self.archive.path,
         )
         return local
 

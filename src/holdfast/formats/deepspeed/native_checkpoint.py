@@ -58,9 +58,7 @@ class NativeCheckpoint(WithNumbers):
         super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
         read = single_parameters if folder.partitioned else flat_groups
         trained = [
-            read(
-                self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r
-            )
+            read(self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r)
             for m, r in zip(models, ranks, strict=True)
         ]
         others = [

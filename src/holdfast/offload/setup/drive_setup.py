@@ -54,7 +54,9 @@ class Drives:
         must call this; what the first rank finds holds for all. Raises ``BadInput`` and its subclasses.
         """
         with ranks.agreeing():
-            found = ranks.first_takes_its_time(lambda: measured_drives(Disk(ssd), drives, limits, say or tell))
+            found = ranks.first_takes_its_time(
+                lambda: measured_drives(Disk(ssd), drives, limits, say or tell)
+            )
         return cls(*ranks.everyone(found or ((), True))[0])
 
     def queue(self, ssd: str | Path, threads: int, limits: Limits) -> IOQueue:

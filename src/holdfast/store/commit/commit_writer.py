@@ -224,7 +224,6 @@ class WrittenCommits(RetainedCommits):
             self._failed = error
             raise
 
-
     def join(self, timeline: Timeline, rank: int) -> None:
         """Join ``timeline``, which the first rank has opened, instead of calling ``enter`` and ``begin``.
 

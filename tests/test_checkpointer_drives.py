@@ -26,7 +26,7 @@ from holdfast.store.drive_links import OWNER, folders, record_of
 from holdfast.store.log import journal, striping
 from holdfast.store.log.chain import verify_records
 from holdfast.store.log.segments import read_segment, segments, stripe_paths
-from holdfast.store.remote.pushing import Pusher
+from holdfast.store.pushing import Pusher
 from holdfast.store.run_store import LocalStore
 
 PAGE = 4096
@@ -282,7 +282,7 @@ def test_the_run_is_compacted_and_pruned_where_it_is(tmp_path, rates):
 
 
 def test_the_copy_in_a_bucket_knows_of_no_drives(tmp_path, rates, bucket):
-    from holdfast.store.remote.object_store import place_of
+    from holdfast.store.object_store import place_of
 
     states = train(tmp_path / "run", 8, [tmp_path / "one"], base_every=1000)
     Pusher(tmp_path / "run", place_of(str(bucket))).push()

@@ -37,7 +37,7 @@ from .state.capture import Captured, buffer_at
 from .state.encoding import decode
 from .state.layout.regions import Region
 from .state.plain_tensors import TO_NAME
-from .store.remote.object_store import NamedCommit, Url
+from .store.object_store import NamedCommit, Url
 from .store.run_store import LocalStore
 
 NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"

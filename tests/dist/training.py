@@ -250,7 +250,7 @@ def wait_until(met: Callable[[], bool]) -> None:
 
 def dying_at_object(number: int) -> None:
     """Of those that a copy in a bucket gets one by one, before it is there."""
-    from holdfast.store.remote.object_store import ObjectDisk
+    from holdfast.store.object_store import ObjectDisk
 
     put_new, count = ObjectDisk.put_new, itertools.count(1)
 

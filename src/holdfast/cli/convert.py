@@ -39,7 +39,7 @@ from ..models.keeping import (
 from ..opening import source_of
 from ..quantities import counted, format_bytes, parse_bytes
 from ..store.disk import Disk, write_durably
-from ..store.remote.object_store import NamedCommit, Url
+from ..store.object_store import NamedCommit, Url
 from .foreign_states import passed_over
 from .output import parsed, print_json, transfer_progress
 from .runs import open_run

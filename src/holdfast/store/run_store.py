@@ -35,9 +35,9 @@ from holdfast.store.lock import LOCK, HeldLock
 from holdfast.store.log.journal import Copying, JournalWriter, uncopied
 from holdfast.store.log.segments import segments, streams, stripe_paths, trim
 from holdfast.store.log.striping import Stripes
+from holdfast.store.object_store import place_of, remote_disk
 from holdfast.store.path_checks import check_place
 from holdfast.store.reader import RunReader, run_key_of
-from holdfast.store.remote.object_store import place_of, remote_disk
 from holdfast.store.scratch import Scratch
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ...store.disk import TEMPORARY, AnyDisk
 from ...store.format.file_names import block_spans
 from ...store.format.manifest import FileRef, object_path
 from ...store.format.payload_files import INSPECT, check_size
-from ...store.partner_files import PartnerFiles
+from ...store.share_places import PartnerFiles
 from .peer_channel import BLOCK_BYTES, PeerChannel, Request
 from .peer_disk import FileServer
 

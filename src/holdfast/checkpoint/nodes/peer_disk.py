@@ -21,8 +21,7 @@ from ...errors import DiskFailed
 from ...quantities import PAGE, KiB
 from ...store.disk import AnyDisk, Disk
 from ...store.log.segments import SegmentRef, read_what_can_be
-from ...store.partner_files import copies_disk
-from ...store.share_places import BUCKET, OWN, PARTNER, Place, Places, streams_of_segments
+from ...store.share_places import BUCKET, OWN, PARTNER, Place, Places, copies_disk, streams_of_segments
 from .peer_channel import BLOCK_BYTES, PeerChannel, Request
 
 AHEAD_BYTES = 64 * KiB

@@ -12,15 +12,15 @@ from itertools import pairwise
 
 import xxhash
 
-from ...errors import ChunkCorrupt, Damaged
-from ...quantities import MiB
-from ..commit.retention import ancestry
-from ..disk import AnyDisk
-from ..format.file_names import block_spans
-from ..format.manifest import CommitRef, Timeline
-from ..log.chain import Journal
-from ..log.segments import SegmentRef, StoredRecord, read_segment, segments, streams
-from ..log.striping import open_segment
+from ..errors import ChunkCorrupt, Damaged
+from ..quantities import MiB
+from .commit.retention import ancestry
+from .disk import AnyDisk
+from .format.file_names import block_spans
+from .format.manifest import CommitRef, Timeline
+from .log.chain import Journal
+from .log.segments import SegmentRef, StoredRecord, read_segment, segments, streams
+from .log.striping import open_segment
 from .object_store import ObjectDisk
 
 GROUP_BYTES = 32 * MiB

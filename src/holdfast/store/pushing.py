@@ -18,9 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-from ...errors import CommitRetired, Damaged, DiskFailed, RunMismatch
-from ..commit.generations import corrupt
-from ..commit.retention import (
+from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
+from .commit.generations import corrupt
+from .commit.retention import (
     Keep,
     ancestry,
     certified_in,
@@ -32,14 +32,14 @@ from ..commit.retention import (
     unneeded_segments,
     unneeded_timelines,
 )
-from ..format.file_names import block_spans
-from ..format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, object_path
-from ..format.payload_files import INSPECT, check_size, read_verified
-from ..log.chain import chain_of
-from ..log.segments import segments, streams
-from ..reader import RunReader, run_key_of
 from .copying import PushResult, RecordsCopy
+from .format.file_names import block_spans
+from .format.manifest import CommitRef, FileRef, Manifest, RankShare, Timeline, object_path
+from .format.payload_files import INSPECT, check_size, read_verified
+from .log.chain import chain_of
+from .log.segments import segments, streams
 from .object_store import ObjectDisk, Url
+from .reader import RunReader, run_key_of
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
 Report = Callable[[int, int], None]

@@ -22,11 +22,11 @@ from datetime import timedelta
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ...errors import BadInput, DiskFailed
-from ...quantities import KiB, MiB
-from ...regular_files import home_path
-from ..disk import ReadOnly
-from ..joined_nodes import JoinedNodes
+from ..errors import BadInput, DiskFailed
+from ..quantities import KiB, MiB
+from ..regular_files import home_path
+from .disk import ReadOnly
+from .joined_nodes import JoinedNodes
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

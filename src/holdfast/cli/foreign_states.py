@@ -13,7 +13,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
-from ..formats.coverage_check import unequal_copies
+from ..formats.load import unequal_copies
 from ..formats.readers.run_directory import CommitSource
 from ..formats.readers.safetensors_files import BITS
 from ..formats.source import Source, SourceTensor

@@ -32,10 +32,9 @@ from ..state.live_state import LiveState
 from ..state.plain_tensors import FROM_NAME, TO_NAME, flat_bytes
 from ..state.progress import fill_groups
 from ..state.tensor_entries import STEP
-from .coverage_check import refuse_unequal
 from .entry_keys import nested
 from .entry_matching import Allowed, ExpectedTensor, Match, groups_of, match
-from .load import ReadTarget, array_of, check_all, mean, read_all
+from .load import ReadTarget, array_of, check_all, mean, read_all, refuse_unequal
 from .source import Source, SourceTensor
 
 BATCH_BYTES = 256 * MiB

@@ -15,21 +15,23 @@ from ...state.tensor_entries import DTYPE_BYTES
 from ..fragment_reads import WithNumbers
 from ..load import read_flat, tensor_of
 from ..torch_archive.pickles import PickledObject
-from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import (
+from .deepspeed_contents import (
+    Folder,
     ModelStates,
     Names,
     add_parameter,
     beside,
     check_models,
+    check_ranks,
+    files_of,
+    need,
+    opened,
     others_of,
     progress_of,
     writer_of,
 )
-from .local_tensors import LocalParameter, Rank, shapes_of
-from .tensor_parallel import Info, PlacedParameter
-from .zero3 import single_parameters
-from .zero12 import flat_groups
+from .local_tensors import Info, LocalParameter, PlacedParameter, Rank, shapes_of
+from .zero_partitions import flat_groups, single_parameters
 
 _SAME = (
     "param_groups",

@@ -19,19 +19,22 @@ from ..fragment_reads import WithNumbers
 from ..source import SourceTensor
 from ..torch_archive.archives import Archive, piece_of
 from ..torch_archive.pickles import Tensor
-from .deepspeed_folder import Folder, check_ranks, files_of, need, opened
-from .deepspeed_names import (
+from .deepspeed_contents import (
+    Folder,
     ModelStates,
     Names,
     add_parameter,
     beside,
     check_models,
+    check_ranks,
+    files_of,
+    need,
+    opened,
     others_of,
     progress_of,
     writer_of,
 )
-from .local_tensors import Shape, shapes_of
-from .tensor_parallel import Info
+from .local_tensors import Info, Shape, shapes_of
 
 _SLOTS = {"fp32": "param"}
 

@@ -16,9 +16,8 @@ from ...state.rules.rule_language import Rules, numbers_of
 from ...state.rules.rule_matching import StoredTensor
 from ..fragment_reads import ReadFiles
 from ..rules_source import add_to
-from ..torch_archive.archives import Archive, check_inside
+from ..torch_archive.archives import Archive, Plain, check_inside
 from ..torch_archive.distributed_tensors import is_distributed
-from ..torch_archive.pickled_json import Plain
 from ..torch_archive.pickles import PickledObject, Tensor
 from .safetensors_files import parts_of
 

@@ -26,8 +26,7 @@ from ..entry_keys import ShapeAndType, name_all
 from ..fragment_reads import ReadFiles
 from ..source import Source, SourceTensor
 from ..state_dict_progress import SMALL_BYTES, check_progress, check_random, progress_of, state_dict_of
-from ..torch_archive.archives import Archive, check_inside, piece_of
-from ..torch_archive.pickled_json import Plain, array_of_pickle, bytes_of
+from ..torch_archive.archives import Archive, Plain, array_of_pickle, bytes_of, check_inside, piece_of
 from ..torch_archive.pickles import Tensor
 from .safetensors_files import SafetensorsFiles
 from .torch_save import QUANTISED, TorchSave, leaves_of

@@ -16,7 +16,7 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
 from holdfast.io.queue import DriveQueues, IOQueue, Request, Throttle
 from holdfast.measure import drive_rates
-from holdfast.measure import ssd as probe
+from holdfast.measure import drive_rates as probe
 from holdfast.offload.setup import drive_setup, preflight
 from holdfast.store.commit.pruning import prune
 from holdfast.store.commit.retention import Keep

@@ -24,7 +24,7 @@ from holdfast import failpoints
 from ...accelerators import use_device
 from ...errors import BadInput, WriterHung
 from ...events import tell
-from ...io.cpu_affinity import use_cpus
+from ...io.threads import use_cpus
 from ...optim.torch_threads import keep_torch_threads, one_torch_thread
 from ...quantities import PAGE
 from ...store.log.journal import JournalWriter, Record

@@ -19,8 +19,8 @@ from typing import Any
 from ...distributed import Ranks
 from ...errors import BadInput
 from ...events import tell
-from ...io.cpu_affinity import use_cpus
 from ...io.queue import DriveQueues, IOQueue
+from ...io.threads import use_cpus
 from ...measure.drive_rates import measured_drives, nearest, spread
 from ...store.disk import Disk
 from ...store.drive_links import RECORD, Drive, directories_for, folders, refuse_no_list

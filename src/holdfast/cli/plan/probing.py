@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...measure.host_memory import free_host_bytes
-from ...measure.machine_probe import Probed, probe_machine
+from ...measure.machine_probe import Probed, free_host_bytes, probe_machine
 from ...models.block_timing import measure_block
 from ...offload.memory.device import open_device
 from ...offload.model.model_parts import DTYPES

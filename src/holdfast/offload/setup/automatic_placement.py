@@ -1,6 +1,6 @@
 """The planner's answer for the machine, the model and the micro-batches at hand. Seconds, bytes.
 
-The machine's rates come from its profile (``measure/cached.py``), within the limits that the run was given. The times
+The machine's rates come from its profile (``measure/machine_probe.py``), within the limits that the run was given. The times
 of the model's block and head are measured each time (``block_times``). The choice changes a run's speed, never its
 numbers.
 """
@@ -19,9 +19,8 @@ import torch
 
 from ...errors import ModelNotSupported
 from ...events import tell
-from ...measure.cached import CachedProfile, machine_at
 from ...measure.drive_rates import Limits, nearest
-from ...measure.machine_probe import BlockTimes
+from ...measure.machine_probe import BlockTimes, CachedProfile, machine_at
 from ...profiles import MachineProfile
 from ...quantities import format_seconds
 from ...schedule.planner.machine_rates import RESOURCE_NAMES

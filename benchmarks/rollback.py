@@ -4,7 +4,7 @@
 
 A state of the given size (parameters and the moments of Adam, fp32) is trained with made-up gradients. For each length
 a base is made, so many steps follow it, and the process goes back to the last of them, after everything was written:
-what a rollback waits for otherwise is the disk's. State is compared bit for bit. ``machine_probe`` runs with ``direct=False``,
+what a rollback waits for otherwise is the disk's. State is compared bit for bit. ``cached`` runs with ``direct=False``,
 so that the files are in the page cache; ``direct`` reads the disk. ``copy`` is a guard's rollback to its copy in host
 memory. ``resume`` is what a new Checkpointer takes for the same step, without the start of a process, of the imports
 and of the model. Prints a table of seconds, min, median and max, and one line of JSON with every measurement.

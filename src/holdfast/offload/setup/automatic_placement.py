@@ -1,6 +1,6 @@
 """The planner's answer for the machine, the model and the micro-batches at hand. Seconds, bytes.
 
-The machine's rates come from its profile (``measure/machine_probe.py``), within the limits that the run was given. The times
+The machine's rates come from its profile (``machine_probe``), within the limits that the run was given. The times
 of the model's block and head are measured each time (``block_times``). The choice changes a run's speed, never its
 numbers.
 """

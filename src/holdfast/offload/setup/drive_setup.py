@@ -48,7 +48,7 @@ class Drives:
         say: Callable[[str], object] | None,
         ranks: Ranks,
     ) -> Drives:
-        """Return the drives of a run in ``drive_rates`` that may use ``drives`` too.
+        """Return the drives of a run in ``ssd`` that may use ``drives`` too.
 
         They are as the run has recorded them, or newly measured and not shared out yet. Collective: all of ``ranks``
         must call this; what the first rank finds holds for all. Raises ``BadInput`` and its subclasses.

@@ -14,10 +14,10 @@ from typing import Any
 
 import xxhash
 
-from ...events import parsed
-from ...quantities import counted
-from ...supervised.script_values import DATA, GENERATOR, POSITION, VALUE
-from ...supervised.witness import BEGUN, STEP
+from ..events import parsed
+from ..quantities import counted
+from ..supervised.script_values import DATA, GENERATOR, POSITION, VALUE
+from ..supervised.witness import BEGUN, STEP
 
 Line = dict[str, Any]
 SHOWN = 4

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ...events import parsed
-from ...quantities import counted
-from ...supervised.standing_by import OPENED, VARIABLE, WAITING, forget_closing
-from ...supervised.supervisor import Supervisor
+from ..events import parsed
+from ..quantities import counted
+from ..supervised.attempt import Supervisor
+from ..supervised.standing_by import OPENED, VARIABLE, WAITING, forget_closing
 from .child_process import Child, ending
 
 LOOK_SECONDS = 0.02

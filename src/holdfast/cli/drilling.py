@@ -21,14 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, NoCommit
-from ...quantities import counted, format_seconds
-from ...supervised.attempt import RUNS, Attempt
-from ...supervised.supervisor import Supervisor
-from ..diff import compare, print_found
-from ..foreign_states import with_sources
-from ..output import print_json
+from ..errors import BadInput, NoCommit
+from ..quantities import counted, format_seconds
+from ..supervised.attempt import RUNS, Attempt, Supervisor
 from .child_process import Child, ending
+from .diff import compare, print_found
 from .drill_findings import (
     Difference,
     Reason,
@@ -39,6 +36,8 @@ from .drill_findings import (
     resumed_reason,
     self_reason,
 )
+from .foreign_states import with_sources
+from .output import print_json
 
 UNTIL = 20
 """The step at which a drill ends, unless told otherwise."""

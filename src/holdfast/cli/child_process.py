@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from ...errors import BadInput, DiskFailed
+from ..errors import BadInput, DiskFailed
 
 KILL_SECONDS = 30.0
 """The time after which killed processes that are still there are an error."""

@@ -18,9 +18,9 @@ from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.executor import Span
 from holdfast.offload.memory.device import open_device
 from holdfast.offload.model.blocks import find_blocks
-from holdfast.offload.reporting.block_times import BlockTimer, time_model
 from holdfast.offload.setup import calibration, step_planning
 from holdfast.offload.setup.automatic_placement import with_times, within
+from holdfast.offload.setup.block_times import BlockTimer, time_model
 from holdfast.offload.setup.calibration import correct, covered, ratios
 from holdfast.profiles import load_machine, to_toml
 from support.grouped import grouped

@@ -49,9 +49,8 @@ from ...store.share_places import (
 )
 from ..log.recorder import BOUND
 from .local_disks import LocalDisks, NodeLayout, node_here
-from .partner_copy import PartnerCopy, PeerServer
 from .peer_channel import PeerChannel
-from .peer_disk import PeerDisk, asking
+from .peer_disk import PartnerCopy, PeerDisk, PeerServer, asking
 from .publication import Publication
 
 

@@ -1,4 +1,4 @@
-"""What the losses on held-out text decide in the course of a run: when it ends early, and which weights are kept.
+"""The decisions by the losses on held-out text in the course of a run: when it ends early, and which weights stay.
 
 The losses are kept durably, as ``validation.json`` in the run's directory, so a resumed run ends at the step at which
 it would have ended. Losses after the step that a resume begins from are left out: those steps are trained again, with

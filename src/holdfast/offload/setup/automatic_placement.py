@@ -28,7 +28,7 @@ from ...schedule.planner.placement_search import Choice, Question, answer, play
 from ...schedule.work import StepShape, Work
 from ..memory.device import Device
 from ..model.model_parts import ModelParts
-from ..reporting.block_times import BlockTimer, time_model
+from .block_times import BlockTimer, time_model
 from .process_settings import give_back_freed
 
 

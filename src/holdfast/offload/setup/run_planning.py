@@ -25,7 +25,6 @@ from ...state.prepared_models import refuse_in_block, refuse_prepared
 from ...state.progress import hyper_parameters
 from ...store.disk import AnyDisk
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
-from ..clipping_choice import DEFER
 from ..data_parallel import DataParallelGroup, refuse_alone_only
 from ..engine_progress import UserState
 from ..memory.device import Device, open_device
@@ -34,7 +33,7 @@ from ..model.model_parts import ModelParts, ties_streamed
 from ..model.quantised_layers import compute_dtypes, open_layers
 from ..model.takeover import refuse_held, refuse_open
 from ..offload_options import IO, Clipping, Durability, Placement, Precision, require_integer
-from ..recomputation_choice import can_measure
+from ..step_choices import DEFER, can_measure
 from ..steps import StepRules
 from .automatic_placement import Planner
 from .checks import (

@@ -13,8 +13,8 @@ The sum of the tied block begins in the last block's pass, and waits on the host
 
 from __future__ import annotations
 
-from .. import operations
-from ..operations import TIED, Hold, Key
+from . import operations
+from .operations import TIED, Hold, Key
 from .step_builder import StepBuilder
 
 
@@ -85,7 +85,7 @@ def _upload(s: StepBuilder, block: int, before: Key, key: Key) -> Key:
 
 
 def host_buffer(s: StepBuilder, block: int) -> tuple[Hold, ...]:
-    """Return the buffer that the first download after a pass over ``block`` fills; the tied block has its buffer by then."""
+    """Return the buffer that the first download after a pass over ``block`` fills; the tied block has one by then."""
     return () if s.work.unified or block == s.work.tied_block else _summing(s, block)
 
 

@@ -26,8 +26,8 @@ from ..memory.device import Device
 from ..memory.residency import add_in_parts
 from ..model.blocks import Blocks, Patch
 from ..model.microbatches import extract_loss, module_call
-from ..setup.block_measurement import detached, moves, moving, restored, swapped
-from ..setup.process_settings import callers_default
+from .block_measurement import detached, moves, moving, restored, swapped
+from .process_settings import callers_default
 
 TIMES = 9
 """Largest number of times that each is timed; the median is taken."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from .. import operations
-from ..operations import GUESS, TIED, Hold, Key, Op
-from ..work import grad_stays, input_stays
+from . import operations
+from .operations import GUESS, TIED, Hold, Key, Op
 from .step_builder import (
     AS_LISTED,
     DEVICE_SLOTS,
@@ -25,6 +24,7 @@ from .step_builder import (
     StepBuilder,
     device_input_slots,
 )
+from .work import grad_stays, input_stays
 
 
 def on_ssd(s: StepBuilder, block: int) -> bool:
@@ -150,7 +150,9 @@ def keep_grad(s: StepBuilder, block: int, micro_batch: int, made_by: Key) -> Non
 def fetch_grad(s: StepBuilder, block: int, micro_batch: int) -> Key:
     """Bring the gradient of a block's input to the device."""
     size = s.work.input_bytes
-    slots = min(device_input_slots(size), max(DEVICE_SLOTS, s.in_flight))  # no more gradients are there at once
+    slots = min(
+        device_input_slots(size), max(DEVICE_SLOTS, s.in_flight)
+    )  # no more gradients are there at once
     return s.add(
         Key("upload_input_grad", block, micro_batch),
         operations.UPLOAD,
@@ -227,9 +229,7 @@ def _load(s: StepBuilder, phase: str, block: int, micro_batch: int) -> tuple[Key
     key = Key("upload_params", block, micro_batch, phase)
     name, device_name = _names(s, phase, block, micro_batch)
     is_kept, is_tied = s.kept[block] and phase == "forward", phase == TIED
-    taken = s.on_device(
-        device_name, b.param_bytes, AS_LISTED if is_kept else 1 if is_tied else PARAM_SLOTS
-    )
+    taken = s.on_device(device_name, b.param_bytes, AS_LISTED if is_kept else 1 if is_tied else PARAM_SLOTS)
     if on_host and s.work.ranks == 1:
         updated = (s.updated(block),)
         return (s.add(key, operations.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
@@ -275,7 +275,9 @@ def _earlier_updates(s: StepBuilder) -> tuple[Key, ...]:
     blocks = [
         block for block in range(s.count) if s.reads_state(block) and not (s.training and s.delayed[block])
     ]
-    found = [Key("update", block, phase=phase, tile=s.tiles(block)[-1]) for block in blocks for phase in phases]
+    found = [
+        Key("update", block, phase=phase, tile=s.tiles(block)[-1]) for block in blocks for phase in phases
+    ]
     made = {op.key for op in s.ops if op.key.kind == "update"}  # of this step
     return tuple(key for key in found if key not in made)
 

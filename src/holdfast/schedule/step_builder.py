@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ...quantities import MiB
-from .. import operations
-from ..operations import Hold, Key, Op
-from ..work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
+from ..quantities import MiB
+from . import operations
+from .operations import Hold, Key, Op
+from .work import BlockPlacement, StepShape, Work, delayed_blocks, kept_blocks
 
 PARAM_SLOTS = 2
 """Compute copies loaded at once, on the host and on the device each: the one in use and the next."""
@@ -124,11 +124,13 @@ class StepBuilder:
         return on_host or self.holds_copy(block)
 
     def holds_copy(self, block: int) -> bool:
-        """Return whether the compute copy that the backward pass of ``block`` reads stays in host memory until the update."""
+        """Return whether the compute copy that the backward pass of ``block`` reads stays on the host for the update."""
         soon = not delayed_blocks(self.shape, self.count)[block] and (
             self.guesses(block) or not self.keeps_grads
         )
-        return soon and self.placement.saving.keeps_copies and self.reads_state(block) and not self.kept[block]
+        return (
+            soon and self.placement.saving.keeps_copies and self.reads_state(block) and not self.kept[block]
+        )
 
     @cached_property
     def loads_ahead(self) -> bool:
@@ -147,7 +149,7 @@ class StepBuilder:
         return STATE_SLOTS if self.loads_ahead else SHORT_STATE_SLOTS
 
     def workspace(self, block: int, micro_batch: int) -> tuple[Hold, ...]:
-        """Return the buffers that a computation of ``block`` takes if it needs more memory than one of a repeated block.
+        """Return the buffers that a computation of ``block`` takes if it needs more memory than a repeated block does.
 
         Where memory is short they are all those of optimizer states, so none of these is in memory meanwhile. Otherwise
         there are none, because the memory is there all the time.

@@ -5,9 +5,8 @@ The commit publishes the new files. No update starts before all losses are known
 
 from __future__ import annotations
 
-from .. import operations
-from ..operations import GUESS, Hold, Key
-from . import gradient_parts, transfer_parts
+from . import gradient_parts, operations, transfer_parts
+from .operations import GUESS, Hold, Key
 from .step_builder import REDO_SLOTS, RESIDENT_GRAD_SLOTS, UPDATED_SLOTS, StepBuilder
 
 
@@ -76,7 +75,9 @@ def redo_block(s: StepBuilder, block: int, end: Key) -> None:
         updated = (*updated, done)
         if to_ssd:
             store_params(s, block, t, done, redo=True)
-        store_state(s, block, t, done, Key("store_state", block, phase=GUESS, tile=t), gives=(image,), redo=True)
+        store_state(
+            s, block, t, done, Key("store_state", block, phase=GUESS, tile=t), gives=(image,), redo=True
+        )
 
 
 def _update(s: StepBuilder, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:

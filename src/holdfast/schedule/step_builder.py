@@ -124,7 +124,7 @@ class StepBuilder:
         return on_host or self.holds_copy(block)
 
     def holds_copy(self, block: int) -> bool:
-        """Return whether the compute copy that the backward pass of ``block`` reads stays on the host for the update."""
+        """Return whether the compute copy that the backward pass of ``block`` reads stays in memory for the update."""
         soon = not delayed_blocks(self.shape, self.count)[block] and (
             self.guesses(block) or not self.keeps_grads
         )

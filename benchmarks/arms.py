@@ -55,9 +55,14 @@ class Holdfast(Arm):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        """Whether it keeps steps as it will go on to: ``every="auto"`` measures first."""
+        """Whether it keeps steps as it goes on to: ``every="auto"`` measures first, then writes what it recorded."""
         backend = self._checkpointer._backend
-        return not isinstance(backend, LogBackend) or not backend.pace.cadence.is_measuring
+        if not isinstance(backend, LogBackend) or not backend.pace.cadence.is_auto:
+            return True
+        if backend.pace.cadence.is_measuring:
+            return False
+        self._checkpointer.wait()
+        return True
 
     @property
     def _backend(self) -> LogBackend:

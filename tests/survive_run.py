@@ -95,7 +95,8 @@ def train(
     it chooses copies in memory, for which that directory stands, and they are acknowledged too. Who is ``patient``
     waits in every second step for what is on its way."""
     from holdfast import checkpointer as module
-    from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
+    from holdfast.checkpoint.snapshot import snapshot_chunks
+    from holdfast.measure import drive_rates
     from holdfast.store.log import journal, striping
 
     snapshot_chunks.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
@@ -108,7 +109,7 @@ def train(
     if copies_in is not None:
         copy_often(copies_in)
     if "drives" in options:  # as if they were different disks, which nobody measures
-        run_drives.rate_of, run_drives.device_of = lambda directory, limits: 1e9, hash
+        drive_rates.rate_of, drive_rates.device_of = lambda directory, limits: 1e9, hash
         striping.STRIPE_BYTES = 4096
     loop = make(OPTIMIZER, feature)
     with Checkpointer(

@@ -204,7 +204,7 @@ def test_calls_that_order_the_disk_are_seen(source):
         "holdfast.events",
         *(
             f"holdfast.cli.{m}"
-            for m in ("main", "inspect", "convert", "diff", "maintenance", "monitoring", "rules")
+            for m in ("main", "inspect", "convert", "diff", "maintenance", "monitoring", "foreign_states")
         ),
     ],
 )

@@ -17,14 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from ..errors import BadInput, CommitRetired, Damaged, DiskFailed, Unreadable
 from ..quantities import counted, format_bytes
-from ..store.commit.retention import WEIGHTS
-from ..store.commit.weights_files import copies_in
+from ..store.commit.retention import WEIGHTS, copies_in
 from ..store.disk import reference_at
 from ..store.format.manifest import CommitRef, Manifest
 from ..store.format.payload_files import regions
 from ..store.log.chain import last_step, verify_records
+from ..store.object_store import place_of
 from ..store.reader import RunReader
-from ..store.remote.object_store import place_of
 from ..store.repairing import repair
 from ..store.run_store import LocalStore
 from .output import atom_table, console, plain_table, print_facts, print_json, print_table, progress

@@ -22,8 +22,8 @@ from ..events import open_log, parsed
 from ..quantities import counted, format_bytes, format_seconds
 from ..schedule.operations import SSD_READ, SSD_WRITE
 from . import facts
+from .charts import milliseconds
 from .facts import percent
-from .gantt import milliseconds
 from .history import History
 from .lanes import NAMES
 from .training_panel import Box, Rows, memory_bar, number, sparkline

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quantities import MiB
-from ..build.step_builder import (
+from ..step_builder import (
     DEVICE_SLOTS,
     INPUT_SLOTS,
     OUTPUT_SLOTS,

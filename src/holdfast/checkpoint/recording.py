@@ -142,12 +142,14 @@ class LogBackend(DurabilityBackend):
     def following(self, store: LocalStore, asked: ResumeRequest) -> AbstractContextManager[Any]:
         """Return the context in which a standby waits: one in which its state follows the run, where it can.
 
-        It cannot on several ranks, without a shared directory, or where an older step is asked for.
+        It cannot without a shared directory, or where an older step is asked for. Nor can it on several ranks whose
+        updates may be collectives, since each rank follows by itself.
         """
         training, is_older = self._training, asked.target is not None or asked.continuing
-        if not training.ranks.alone or self._peers is not None or is_older:
+        is_local = training.ranks.alone or training.is_elementwise
+        if not is_local or self._peers is not None or is_older:
             return nullcontext()
-        self._follower = Follower(store, training.state, training.update_again)
+        self._follower = Follower(store, training.state, training.update_again, training.ranks.rank)
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
@@ -158,11 +160,7 @@ class LogBackend(DurabilityBackend):
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
-            if follower is not None and follower.has_begun:
-                raise RunMismatch(
-                    f"{store.root} was emptied while this standby waited, and its model has followed what was there, so"
-                    " it is not that of a fresh start. Start the script again."
-                )
+            training.ranks.all_do(partial(_refuse_followed, store, follower))
             return None
         found = recover(
             seen, training.state, training.script, ranks=training.ranks, target=asked.target, exact=asked.exact,
@@ -480,3 +478,12 @@ class LogBackend(DurabilityBackend):
             self._pool.close()
         if self._pace is not None:
             self._pace.bases.release()
+
+
+def _refuse_followed(store: LocalStore, follower: Follower | None) -> None:
+    """Raise ``RunMismatch`` if the state has followed a run of which nothing is left."""
+    if follower is not None and follower.has_begun:
+        raise RunMismatch(
+            f"{store.root} was emptied while this standby waited, and its model has followed what was there, so"
+            " it is not that of a fresh start. Start the script again."
+        )

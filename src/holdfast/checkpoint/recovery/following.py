@@ -4,6 +4,9 @@ While a standby waits for the run's lock, its model is idle. A thread at low pri
 and replays the log records as they come, with the code of any recovery. What is left at a takeover are the records of
 the last moment. Nothing depends on the thread: the recovery at the takeover compares the snapshot and the record that
 the state is at with what the run holds then, and loads everything where they differ. Called by ``LogBackend``.
+
+Of several ranks each one follows by itself, its own shard of the state, without collectives. Ranks may be at different
+steps meanwhile; the recovery brings all of them to the same one.
 """
 
 from __future__ import annotations
@@ -36,9 +39,13 @@ class Follower:
     """
 
     def __init__(
-        self, store: LocalStore, state: LiveState, after_update: Callable[[int], None] | None = None
+        self,
+        store: LocalStore,
+        state: LiveState,
+        after_update: Callable[[int], None] | None = None,
+        rank: int = 0,
     ) -> None:
-        self._store, self._state, self._after_update = store, state, after_update
+        self._store, self._state, self._after_update, self._rank = store, state, after_update, rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="holdfast-follower", daemon=True)
         self._failed: CommitRef | None = None
@@ -76,13 +83,17 @@ class Follower:
             return
         line = Lineage.of(self._store, self._store.load(refs[0]), None)
         reached = self.reached
-        if len(line.chains) > 1 or (reached is not None and line.reached(0) == reached):
+        if len(line.chains) > 1:
+            if not line.is_as_written(self._state, self._rank):
+                return  # each look would load everything
+            line.leave_last()
+        if reached is not None and line.reached(self._rank) == reached:
             return
         self.reached, self._failed, self.has_begun = None, refs[0], True
         line.ends_early = self._over.is_set
         line.watch = RecoveryProgress(self._refuse_when_over)
-        line.replay_into(self._state, 0, self._after_update, reached)
-        self.reached, self._failed = line.reached(0), None
+        line.replay_into(self._state, self._rank, self._after_update, reached)
+        self.reached, self._failed = line.reached(self._rank), None
 
     def _refuse_when_over(self, progress: RecoveryProgress) -> None:
         """Raise ``_Over`` between two files of a snapshot that need not be loaded any more."""

@@ -617,7 +617,7 @@ class Checkpointer:
             step: None is the newest step that ``step()`` has ended, so that an unfinished iteration is undone.
 
         Raises ``NoCommit`` if nothing recorded leads to the step, and ``BadInput`` for what only a new process could
-        restore: replicas of several ranks, residuals of error feedback, or a loader that is not its own iterator.
+        restore: residuals of error feedback, or a loader that is not its own iterator.
         Nothing is changed then. After any other error the process has to end, and another one resumes. With a replica
         only a snapshot leads to its step, and None is the exception.
         """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,11 +14,13 @@ import torch.distributed as dist
 
 from dist.training import full, left_here, whole_state, wrapped
 from holdfast.checkpoint.nodes.local_disks import LocalDisks
+from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
 from holdfast.store.commit.retention import Keep
 from holdfast.store.run_store import LocalStore
+from replica_run import Forked
 
 
 def accumulate(model: Any, kind: str) -> None:
@@ -46,14 +50,20 @@ def main(
     copy_every: int | None = None,
     fails_on: int | None = None,
     forgets_base: int | None = None,
+    replica: str | None = None,
+    dies: list[int] | None = None,
 ) -> None:
     """Train to ``steps``.
 
     ``back`` has a step at which all go back, by its text. At ``bad_at`` (a rank and a step) the guard is told of a bad
     loss there, after the forward pass. ``refused`` has the step that each rank asks for, which is refused on all. The
     rank ``fails_on`` has an error as it gives up a base under way; ``forgets_base`` knows of no base that is whole.
+    ``dies`` is a rank, and the step after which it is killed once all have gone back.
     """
     snapshot_chunks.UNIT_BYTES = 100
+    if replica is not None:
+        Forked.prepare()
+        replica_process.start_process = Forked  # type: ignore[misc]
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     model = wrapped(kind, world_size, 13, False, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -64,6 +74,8 @@ def main(
     model.zero_grad()
     how: dict[str, Any] = {"base_every": 3} if every == 1 else {"every": every}
     how["keep"] = Keep(last=9)  # however fast bases are published, the steps that are gone back to stay
+    if replica is not None:
+        how["replica"] = replica
     if nodes is not None:
         root, how["nodes"] = f"{root}-{nodes[rank]}", LocalDisks(node=nodes[rank])
     if forgets_base is not None:
@@ -95,6 +107,8 @@ def main(
             schedule.step()
             optimizer.zero_grad()
             checkpointer.step()
+            if dies == [rank, step] and not pending:
+                os.kill(os.getpid(), signal.SIGKILL)
             digests[step] = whole_state(model, optimizer, None)
             if str(step) in pending:
                 accumulate(model, kind)

@@ -376,26 +376,33 @@ class LogBackend(DurabilityBackend):
     def has_time(self) -> bool:
         if self.grace is None:
             return True
-        nbytes = (
-            self.recorder.pending_bytes + self.pace.bases.memory_bytes + sum(self.pace.bases.expected_bytes())
-        )
-        return self.grace.allows(SURE * nbytes / self._bytes_per_second())
+        bases = self.pace.bases
+        nbytes = bases.memory_bytes + sum(bases.expected_bytes())
+        return self.grace.allows(SURE * (self._record_seconds() + nbytes / self._snapshot_rate()))
 
     def _is_time(self) -> bool:
         return self.grace is None or not self.grace.hurries or self.has_time()
 
-    def _bytes_per_second(self) -> float:
-        """Return the rate at which this process has written records, or else snapshots."""
-        for who in (self.recorder, self.pace.bases):
+    def _snapshot_rate(self) -> float:
+        """Return the bytes per second at which this process has written snapshots, or else records."""
+        for who in (self.pace.bases, self.recorder):
             if who.written_bytes and who.write_seconds:
                 return who.written_bytes / who.write_seconds
         return PRIOR_BYTES_PER_SECOND
 
+    def _record_rate(self) -> float:
+        """Return the rate of records as steps hand them over, before they are packed."""
+        return self.recorder.bytes_per_second or self._snapshot_rate()
+
+    def _record_seconds(self) -> float:
+        """Return how long the records that wait would take to write."""
+        return self.recorder.pending_bytes / self._record_rate()
+
     def _hurry(self, grace: Grace, recorder: Recorder) -> None:
         """Have ``recorder`` write only what ends in time: records before the copies of a snapshot under way."""
-        rate, copied = self._bytes_per_second(), 0 if self._pace is None else self._pace.bases.memory_bytes
-        is_short = not grace.allows((recorder.pending_bytes + copied) / rate)
-        recorder.write_until(grace.ends_at or 0.0, rate, records_only=is_short)
+        copy_seconds = 0.0 if self._pace is None else self._pace.bases.memory_bytes / self._snapshot_rate()
+        is_short = not grace.allows(self._record_seconds() + copy_seconds)
+        recorder.write_until(grace.ends_at or 0.0, self._record_rate(), records_only=is_short)
 
     # Going back
 

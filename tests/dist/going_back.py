@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dist.training import full, left_here, whole_state, wrapped
 from holdfast.checkpoint.nodes.local_disks import LocalDisks
 from holdfast.checkpoint.replica import replica_process
+from holdfast.checkpoint.recovery import lineage, run_recovery
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
 from holdfast.store.commit.retention import Keep
+from holdfast.store.log.chain import read_journal
 from holdfast.store.run_store import LocalStore
 from replica_run import Forked
 
@@ -31,6 +34,16 @@ def accumulate(model: Any, kind: str) -> None:
         model(torch.randn(5, 7)).pow(2).mean().backward()
         if kind == "fsdp":
             model.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def counted_headers() -> Iterator[list[str]]:
+    """The logs whose headers this rank reads in a recovery, by stream."""
+    read: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (lineage, run_recovery):
+            patch.setattr(module, "read_journal", lambda store, stream, *rest: read.append(stream) or read_journal(store, stream, *rest))
+        yield read
 
 
 def main(
@@ -83,7 +96,8 @@ def main(
     if forgets_base == rank:
         LocalStore.newest_base = property(lambda self: None)  # type: ignore[assignment]
     with Checkpointer(root, model=model, optimizer=optimizer, scheduler=schedule, **how) as checkpointer:
-        say(resumed=checkpointer.resume())
+        with counted_headers() as read:
+            say(resumed=checkpointer.resume(), read=read)
         digests[checkpointer.steps_done] = whole_state(model, optimizer, None)
         guard = checkpointer.guard(copy_every=copy_every) if bad_at else None
         if fails_on == rank:

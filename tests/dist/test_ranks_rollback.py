@@ -130,3 +130,10 @@ def test_a_bad_loss_on_one_rank_sends_all_and_their_replicas_back(world, tmp_pat
     for one, other in zip(whole, found, strict=True):
         assert other["went_to"] == 3
         assert other["digests"] == one["digests"]
+
+
+def test_headers_of_each_log_are_read_by_one_rank(world, tmp_path):
+    ended(world.run(3, kind="ddp", root=tmp_path, steps=4))
+    again = ended(world.run(2, kind="ddp", root=tmp_path, steps=5))
+    assert [each["read"] for each in again] == [["rank-00000", "rank-00002"], ["rank-00001"]]
+    assert all(each["resumed"] == 4 for each in again)

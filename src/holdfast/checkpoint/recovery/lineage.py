@@ -60,15 +60,24 @@ class Lineage:
     """Asked before each record: whether the replay shall end there."""
 
     @classmethod
-    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Lineage:
+    def of(
+        cls,
+        store: LocalStore,
+        base: Manifest,
+        target: int | None,
+        tip: int | None = None,
+        known: Mapping[str, Journal] | None = None,
+    ) -> Lineage:
         """Build the line from ``base`` to at most ``target``, by headers alone.
 
         Args:
             tip: The timeline that the line belongs to; None for the current one.
+            known: The headers by stream, where they have been read already.
 
         Raises ``Damaged`` if records are missing that the snapshot needs.
         """
-        journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
+        known = known or {}
+        journals = {stream: known.get(stream) or read_journal(store, stream, tip) for stream in base.streams}
         chains, unread = _chains(base, journals, target)
         acknowledged = min(  # at most BOUND steps are on their way
             max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()

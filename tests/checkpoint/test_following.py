@@ -194,7 +194,6 @@ def test_headers_are_read_once_while_the_log_grows(tmp_path, monkeypatch):
     first, standby = followed(tmp_path / "run", 3)
     first.steps(2)
     standby.until(lambda: standby.reached == 5)
-    ends = [starts[0], *sorted(set(starts[1:]))]
-    assert ends[0] == 0 and len(ends) >= 3 and starts == sorted(starts)
+    assert starts[0] == 0 and len(starts) > 1 and 0 not in starts[1:]
     first.ckpt.close()
     standby.takes_over().ckpt.close()

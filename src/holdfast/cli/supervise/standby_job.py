@@ -44,7 +44,7 @@ class _Process:
     opened: int | None = None
     """The step after which it continued the run; None until it has opened it."""
     opened_at = 0.0
-    """When it did, in seconds since the epoch."""
+    """The time of that, in seconds since the epoch."""
     was_left = False
     """True once another process has the run, though this one is alive."""
     _lines = 0

@@ -73,5 +73,5 @@ def main(
     drilling.Child = Forked  # type: ignore[misc]
     os.chdir(folder)
     with drilling._folder(None) as place, Supervisor(place):
-        drill = drilling._Drill([script], drilling.DrillOptions(**options), place, shows=False)
-        say(verdict=asdict(drill.run()))
+        # without a name for the drill, whose own generator would be taken for one of the script
+        say(verdict=asdict(drilling._Drill([script], drilling.DrillOptions(**options), place, False).run()))

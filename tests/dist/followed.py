@@ -43,9 +43,15 @@ class Job:
     def follows_to(self, step: int) -> None:
         """Wait until this rank's part of the state is that of ``step``."""
         end = time.monotonic() + 20
-        while (reached := self.ckpt._backend._follower.reached) is None or reached.step < step:
-            assert time.monotonic() < end, reached
+        while self.reached < step:
+            assert time.monotonic() < end, self.reached
             time.sleep(0.005)
+
+    @property
+    def reached(self) -> int:
+        follower = self.ckpt._backend._follower
+        found = follower and follower.reached
+        return found.step if found else -1
 
 
 def main(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dist.training import full, left_here, whole_state, wrapped
 from holdfast.checkpoint.nodes.local_disks import LocalDisks
-from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpoint.recovery import lineage, run_recovery
+from holdfast.checkpoint.replica import replica_process
 from holdfast.checkpoint.snapshot import snapshot_chunks
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
@@ -42,7 +42,11 @@ def counted_headers() -> Iterator[list[str]]:
     read: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (lineage, run_recovery):
-            patch.setattr(module, "read_journal", lambda store, stream, *rest: read.append(stream) or read_journal(store, stream, *rest))
+            patch.setattr(
+                module,
+                "read_journal",
+                lambda store, stream, *rest: read.append(stream) or read_journal(store, stream, *rest),
+            )
         yield read
 
 

@@ -104,7 +104,9 @@ def test_ranks_with_replicas_go_back_to_bases_and_to_the_last_step(world, tmp_pa
     for one, other in zip(whole, found, strict=True):
         assert other["same"] and other["digests"].items() == one["digests"].items()
         assert other["threads"][0] == other["threads"][1] == other["threads"][2]
-    assert not [event for event in read_events(tmp_path / "back" / "events.jsonl") if event["event"] == "drift"]
+    assert not [
+        event for event in read_events(tmp_path / "back" / "events.jsonl") if event["event"] == "drift"
+    ]
     assert os.listdir(memory) == []
     again = ended(world.run(2, steps=10, **order))
     assert again[0]["resumed"] == 10 and again[0]["digests"]["10"] == whole[0]["digests"]["10"]

@@ -45,8 +45,10 @@ def wait_for_run(
 
     The first rank waits as long as it takes, and the others for it, all within ``meanwhile`` if there is something to
     wait for. Each other rank then waits for the process that wrote its part, at most ``deadline_seconds``: one that
-    ``leads`` a node for the lock of the node's directory. Collective: every rank must call this. Raises ``RunLocked`` if
-    that process does not end, and ``SystemExit`` once the supervisor has ended, since nobody would know of a takeover.
+    ``leads`` a node for the lock of the node's directory. Collective: every rank must call this.
+
+    Raises ``RunLocked`` if that process does not end, and ``SystemExit`` once the supervisor has ended, since nobody
+    would know of a takeover.
     """
     if VARIABLE not in os.environ:
         return

@@ -118,9 +118,7 @@ class _Headers:
         self._before, self._now = self._now, {}
         return {stream: read_journal(store, stream, read=self._read) for stream in streams}
 
-    def _read(
-        self, disk: AnyDisk, ref: SegmentRef
-    ) -> tuple[list[StoredRecord], Damaged | DiskFailed | None]:
+    def _read(self, disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | DiskFailed | None]:
         """Return as ``read_what_can_be`` does."""
         known = self._before.get(ref, [])
         new, error = read_what_can_be(disk, ref, known[-1].end if known else 0)

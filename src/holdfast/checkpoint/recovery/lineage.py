@@ -160,7 +160,7 @@ class Lineage:
         self._arrange_buffers(state, rank)  # it may have ended at an earlier step
 
     def is_as_written(self, state: LiveState, rank: int) -> bool:
-        """Return whether ``state`` holds exactly the regions that the writers stored. Then it can be replayed itself."""
+        """Return whether ``state`` holds exactly the regions that the writers stored, and is replayed itself."""
         stream = self.stream_of(rank)
         is_cut_alike = self._sources(state) is not None and self.overlap_alike(state, stream)
         return is_cut_alike and self._has_buffers_of(state, stream)

@@ -256,8 +256,8 @@ class Replicas(Replica):
         ranks, step = self._ranks, self.last_put
         if len(done := set(ranks.everyone(step))) > 1:
             raise BadInput(
-                f"the ranks have done different numbers of steps ({', '.join(map(str, sorted(done)))}), and the replicas"
-                " do a step once all ranks have. Go back at the end of the same step on all ranks."
+                f"the ranks have done different numbers of steps ({', '.join(map(str, sorted(done)))}), and replicas do"
+                " a step once all ranks have. Go back at the end of the same step on all ranks."
             )
         with ranks.agreeing():
             self.drain()

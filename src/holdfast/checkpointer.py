@@ -446,7 +446,9 @@ class Checkpointer:
             self._meet(stop=self._is_stopping)
             if self._witness is not None:
                 digests = all_digests(self._training.state)
-                self._witness.stepped(self.steps_done, digests, self._training.now, self.close)
+                self._witness.stepped(
+                    self.steps_done, digests, self._training.now, self.close, lambda: self.durable_step
+                )
 
     def _note_metrics(self, metrics: Mapping[str, float], is_step: bool) -> None:
         """Log ``metrics``, and make a snapshot of the current step if it is to be kept as one of the best.

@@ -59,7 +59,7 @@ FAULTS = [("another_run", "another-run"), ("own_generator", "generator"), ("no_p
 def names(verdict, name, kind):
     """Whether a verdict names a planted fault, with its step."""
     first = verdict["first"]
-    is_told = kind == "another-run" or (1 <= first["step"] <= 8 and first["tensors"])
+    is_told = kind == "another-run" or (first and 1 <= first["step"] <= 8 and first["tensors"])
     found = verdict["equal"], verdict["reason"]["kind"], verdict["equal_with_itself"]
     return found == (False, kind, name != "unlike_itself") and bool(is_told)
 

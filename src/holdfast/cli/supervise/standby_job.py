@@ -152,12 +152,11 @@ class _Job:
         return self._last_code
 
     def _look_at_spare(self, spare: _Process) -> None:
-        before = spare.waits
+        before, code = spare.waits, spare.child.poll()  # asked first: all that it told is there then
         spare.read()
         if spare.opened_at > self._trainer.opened_at:
             self._exchange(spare)
             return
-        code = spare.child.poll()
         if code is None:
             if spare.waits and not before:
                 self._failed = 0

@@ -75,7 +75,7 @@ def main(
     ``back`` has a step at which all go back, by its text. At ``bad_at`` (a rank and a step) the guard is told of a bad
     loss there, after the forward pass. ``refused`` has the step that each rank asks for, which is refused on all. The
     rank ``fails_on`` has an error as it gives up a base under way; ``forgets_base`` knows of no base that is whole.
-    ``dies`` is a rank, and the step after which it is killed once all have gone back.
+    ``dies`` is a rank, and the step before whose end it is killed once all have gone back.
     """
     snapshot_chunks.UNIT_BYTES = 100
     if replica is not None:
@@ -124,9 +124,9 @@ def main(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            checkpointer.step()
             if dies == [rank, step] and not pending:
                 os.kill(os.getpid(), signal.SIGKILL)
+            checkpointer.step()
             digests[step] = whole_state(model, optimizer, None)
             if str(step) in pending:
                 accumulate(model, kind)

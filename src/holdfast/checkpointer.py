@@ -447,7 +447,9 @@ class Checkpointer:
             self._meet(stop=self._is_stopping)
             if self._witness is not None:
                 digests = all_digests(self._training.state)
-                self._witness.stepped(self.steps_done, digests, self._training.now, self.close)
+                self._witness.stepped(
+                    self.steps_done, digests, self._training.now, self.close, lambda: self.durable_step
+                )
 
     def _note_metrics(self, metrics: Mapping[str, float], is_step: bool) -> None:
         """Log ``metrics``, and make a snapshot of the current step if it is to be kept as one of the best.
@@ -618,7 +620,7 @@ class Checkpointer:
             step: None is the newest step that ``step()`` has ended, so that an unfinished iteration is undone.
 
         Raises ``NoCommit`` if nothing recorded leads to the step, and ``BadInput`` for what only a new process could
-        restore: replicas of several ranks, residuals of error feedback, or a loader that is not its own iterator.
+        restore: residuals of error feedback, or a loader that is not its own iterator.
         Nothing is changed then. After any other error the process has to end, and another one resumes. With a replica
         only a snapshot leads to its step, and None is the exception.
         """

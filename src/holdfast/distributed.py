@@ -12,7 +12,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -135,17 +135,21 @@ class Ranks:
         result = self.all_do(lambda: what() if self.rank == 0 else None)[0]
         return cast(T, result)
 
-    def first_takes_its_time(self, what: Callable[[], T]) -> T | None:
+    def first_takes_its_time(
+        self, what: Callable[[], T], meanwhile: AbstractContextManager[Any] | None = None
+    ) -> T | None:
         """Run ``what`` on rank 0 alone, and return its result there and None on the others.
 
-        The others wait as long as rank 0 lives, whatever their deadline. Collective: every rank must call this, inside
-        ``agreeing``.
+        The others wait as long as rank 0 lives, whatever their deadline. If that takes a while, they wait within
+        ``meanwhile``. Collective: every rank must call this, inside ``agreeing``.
         """
         if self.alone:
             return what()
         if self.rank:
-            while self.everyone(True)[0]:
-                pass
+            if self.everyone(True)[0]:
+                with meanwhile or nullcontext():
+                    while self.everyone(True)[0]:
+                        pass
             return None
         over = threading.Event()
         beating = threading.Thread(target=self._beat, args=(over,), name="holdfast-beat", daemon=True)

@@ -186,3 +186,14 @@ def test_run_that_cannot_be_followed_is_taken_over_all_the_same(tmp_path, monkey
     job = standby.takes_over()
     assert job.ckpt.steps_done == 2 and job.equals(first)
     job.ckpt.close()
+
+
+def test_headers_are_read_once_while_the_log_grows(tmp_path, monkeypatch):
+    starts, read = [], following.read_what_can_be
+    monkeypatch.setattr(following, "read_what_can_be", lambda *args: starts.append(args[2]) or read(*args))
+    first, standby = followed(tmp_path / "run", 3)
+    first.steps(2)
+    standby.until(lambda: standby.reached == 5)
+    assert starts[0] == 0 and len(starts) > 1 and 0 not in starts[1:]
+    first.ckpt.close()
+    standby.takes_over().ckpt.close()

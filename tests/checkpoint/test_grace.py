@@ -78,6 +78,26 @@ def test_what_would_take_longer_is_left_out_and_the_run_goes_on_where_it_was_dur
     assert torch.allclose(weight, run.model.weight + 0.1 * (12 - step))
 
 
+def test_records_without_rows_of_zeros_are_judged_by_what_they_take(tmp_path):
+    """8 of them take 1 s at this rate, and would take 40 s with all rows."""
+    run = Run(tmp_path, grace_seconds=6.0)
+    run.checkpointer._queue._throttles[True] = Throttle(200_000)
+
+    def steps(count):
+        for _ in range(count):
+            run.model.weight.grad = torch.zeros_like(run.model.weight)
+            run.model.weight.grad[3] = 1
+            run.optimizer.step()
+            run.checkpointer.step()
+
+    run.steps = steps
+    run.steps(4)
+    run.checkpointer.wait()
+    run.steps(7)
+    assert run.ended() < 6
+    assert run.checkpointer.durable_step == 12 and run.left_out() == []
+
+
 def test_all_is_written_where_there_is_time(tmp_path):
     run = Run(tmp_path, grace_seconds=60)
     run.steps(7)
@@ -107,7 +127,7 @@ def test_base_that_would_take_longer_is_left_out(tmp_path, monkeypatch):
     run = Run(tmp_path, grace_seconds=5, codec=TopK(0.1))
     run.steps(2)
     run.checkpointer.wait()
-    monkeypatch.setattr(LogBackend, "_bytes_per_second", lambda self: 100_000.0)
+    monkeypatch.setattr(LogBackend, "_snapshot_rate", lambda self: 100_000.0)
     before = run.checkpointer._backend.base_step
     run.ended()
     assert run.checkpointer._backend.base_step == before == 0
@@ -120,7 +140,7 @@ def test_best_base_that_would_take_longer_is_left_out(tmp_path, monkeypatch):
     run = Run(tmp_path, grace_seconds=5, keep=Keep(best=1, metric="loss"))
     run.steps(2)
     run.checkpointer.wait()
-    monkeypatch.setattr(LogBackend, "_bytes_per_second", lambda self: 100_000.0)
+    monkeypatch.setattr(LogBackend, "_snapshot_rate", lambda self: 100_000.0)
     os.kill(os.getpid(), signal.SIGTERM)
     run.model.weight.grad = torch.ones_like(run.model.weight)
     run.optimizer.step()

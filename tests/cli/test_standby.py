@@ -82,7 +82,7 @@ def test_locked_run_is_waited_for_and_opened_at_once(status, tmp_path):
 @pytest.mark.parametrize("leads", [True, False])
 def test_rank_waits_for_the_lock_of_its_directory_or_of_its_part(status, monkeypatch, tmp_path, leads):
     ranks = Ranks(1)
-    monkeypatch.setattr(ranks, "first_takes_its_time", lambda what: None)
+    monkeypatch.setattr(ranks, "first_takes_its_time", lambda *_: None)
     lock = Disk(tmp_path).lock(lock_of(0 if leads else 1), {})
     with pytest.raises(RunLocked):
         wait_for_run(tmp_path, ranks, 0.1, leads)
@@ -179,6 +179,38 @@ def job(capfd, per_process, good, **options):
 def test_standbys_take_over_until_one_ends_well(capfd):
     code, ended, told = job(capfd, 5, 3)
     assert (code, ended) == (0, [1, 2, 3]) and told.count("takes over") == 2
+
+
+LAUNCHER = """
+import json, os, sys, time
+status, began = os.environ["HOLDFAST_STANDBY"], time.monotonic()
+word = lambda **w: open(status, "a").write(json.dumps({"time": time.time(), **w}) + "\\n")
+folder, number = os.path.dirname(status), int(status.rpartition("-")[2].split(".")[0])
+def until(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+if number == 1:
+    word(**{"is": "opened", "step": 1})
+    until(os.path.join(folder, "process-2.jsonl"))
+    open(os.path.join(folder, "first-died"), "w").close()
+word(**{"is": "waiting"})
+until(os.path.join(folder, {1: "second-died", 2: "first-died"}.get(number, "never")))
+word(**{"is": "opened", "step": 5})
+print(number, flush=True)
+if number == 1:
+    until(os.path.join(folder, "process-3.jsonl"))
+    sys.exit(0)
+open(os.path.join(folder, "second-died"), "w").close()
+sys.exit(7)
+"""
+"""Stands for two launchers: the workers of the first die, it starts others, and these take over from the second."""
+
+
+def test_launcher_that_starts_its_workers_again_becomes_the_standby(capfd):
+    code = stand_by([sys.executable, "-c", LAUNCHER], restarts=10)
+    found = capfd.readouterr()
+    assert (code, found.out.split()) == (0, ["2", "1"])
+    assert "has taken over from the workers" in found.err and "takes over" in found.err
 
 
 def test_no_restart_leaves_the_exit_code(capfd):

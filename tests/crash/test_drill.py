@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dist.world import World
+
 HERE = Path(__file__).parents[2]
 DRILLED = HERE / "tests" / "drilled"
 ENVIRONMENT = {
@@ -50,22 +52,54 @@ def test_sound_script_is_equal_after_kills(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.campaign(keep=1)
+FAULTS = [("another_run", "another-run"), ("own_generator", "generator"), ("no_position", "loader"),
+          ("own_value", "value"), ("unlike_itself", "data")]  # fmt: skip
+
+
+def names(verdict, name, kind):
+    """Whether a verdict names a planted fault, with its step."""
+    first = verdict["first"]
+    is_told = kind == "another-run" or (first and 1 <= first["step"] <= 8 and first["tensors"])
+    found = verdict["equal"], verdict["reason"]["kind"], verdict["equal_with_itself"]
+    return found == (False, kind, name != "unlike_itself") and bool(is_told)
+
+
+@pytest.mark.campaign
 @pytest.mark.crash
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name, kind",
-    [("another_run", "another-run"), ("own_generator", "generator"), ("no_position", "loader"),
-     ("own_value", "value"), ("unlike_itself", "data")],
-)  # fmt: skip
+@pytest.mark.parametrize("name, kind", FAULTS)
 def test_fault_is_told_with_its_step(tmp_path, name, kind):
     code, verdict, said = drill(
         tmp_path, DRILLED / f"{name}.py", options=["--kills", "1", "--until", "8", "--seed", "3"]
     )
-    assert (code, verdict["equal"], verdict["reason"]["kind"]) == (1, False, kind), said
-    assert verdict["equal_with_itself"] == (name != "unlike_itself")
-    if kind != "another-run":
-        assert 1 <= verdict["first"]["step"] <= 8 and verdict["first"]["tensors"]
+    assert code == 1 and names(verdict, name, kind), (verdict, said)
+
+
+@pytest.fixture(scope="module")
+def starts():
+    """Drills whose starts are forks, which need no second each."""
+    with World("drilled_starts") as world:
+        yield world
+
+
+def forked(starts, tmp_path, name, **options):
+    [said] = starts.run(1, script=DRILLED / f"{name}.py", folder=tmp_path, options={"until": 8, **options})
+    assert "verdict" in said, said
+    return said["verdict"]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("name, kind", FAULTS)
+def test_fault_of_a_forked_script_is_told(starts, tmp_path, name, kind):
+    verdict = forked(starts, tmp_path, name, kills=1, seed=3)
+    assert names(verdict, name, kind), verdict
+
+
+@pytest.mark.crash
+def test_forked_script_without_a_fault_is_equal_after_kills(starts, tmp_path):
+    verdict = forked(starts, tmp_path, "sound", kills=3)
+    assert (verdict["equal"], verdict["step"], len(verdict["kills"])) == (True, 8, 3), verdict
+    assert verdict["kills"][-1]["resumed_after"] > 0 and os.listdir(tmp_path) == []
 
 
 @pytest.mark.crash

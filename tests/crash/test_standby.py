@@ -91,5 +91,6 @@ def test_ranks_of_torchrun_are_taken_over(tmp_path):
     trainer = standby.at_work(ready)
     os.kill(trainer, signal.SIGKILL)
     assert standby.process.wait(150) == 0, standby.told[-4000:]
+    assert "followed to step" in standby.told
     assert len({pid for _, pid in standby.steps()}) == 2
     assert diff(f"{tmp_path}/whole@{STEPS}", f"{tmp_path}/run@{STEPS}", as_json=False)

@@ -154,12 +154,14 @@ class LogBackend(DurabilityBackend):
     def following(self, store: LocalStore, asked: ResumeRequest) -> AbstractContextManager[Any]:
         """Return the context in which a standby waits: one in which its state follows the run, where it can.
 
-        It cannot on several ranks, without a shared directory, or where an older step is asked for.
+        It cannot without a shared directory, or where an older step is asked for. Nor can it on several ranks whose
+        updates may be collectives, since each rank follows by itself.
         """
         training, is_older = self._training, asked.target is not None or asked.continuing
-        if not training.ranks.alone or self._peers is not None or is_older:
+        is_local = training.ranks.alone or training.is_elementwise
+        if not is_local or self._peers is not None or is_older:
             return nullcontext()
-        self._follower = Follower(store, training.state, training.update_again)
+        self._follower = Follower(store, training.state, training.update_again, training.ranks.rank)
         return self._follower
 
     def enter(self, store: LocalStore, asked: ResumeRequest) -> RecoveryResult | None:
@@ -170,11 +172,7 @@ class LogBackend(DurabilityBackend):
         for error in store.unread:
             self._events.emit("unreadable", what=str(error))
         if not store.commits():
-            if follower is not None and follower.has_begun:
-                raise RunMismatch(
-                    f"{store.root} was emptied while this standby waited, and its model has followed what was there, so"
-                    " it is not that of a fresh start. Start the script again."
-                )
+            training.ranks.all_do(partial(_refuse_followed, store, follower))
             return None
         found = self._from_memory(store, asked)
         if found is not None:
@@ -426,26 +424,33 @@ class LogBackend(DurabilityBackend):
     def has_time(self) -> bool:
         if self.grace is None:
             return True
-        nbytes = (
-            self.recorder.pending_bytes + self.pace.bases.memory_bytes + sum(self.pace.bases.expected_bytes())
-        )
-        return self.grace.allows(SURE * nbytes / self._bytes_per_second())
+        bases = self.pace.bases
+        nbytes = bases.memory_bytes + sum(bases.expected_bytes())
+        return self.grace.allows(SURE * (self._record_seconds() + nbytes / self._snapshot_rate()))
 
     def _is_time(self) -> bool:
         return self.grace is None or not self.grace.hurries or self.has_time()
 
-    def _bytes_per_second(self) -> float:
-        """Return the rate at which this process has written records, or else snapshots."""
-        for who in (self.recorder, self.pace.bases):
+    def _snapshot_rate(self) -> float:
+        """Return the bytes per second at which this process has written snapshots, or else records."""
+        for who in (self.pace.bases, self.recorder):
             if who.written_bytes and who.write_seconds:
                 return who.written_bytes / who.write_seconds
         return PRIOR_BYTES_PER_SECOND
 
+    def _record_rate(self) -> float:
+        """Return the rate of records as steps hand them over, before they are packed."""
+        return self.recorder.bytes_per_second or self._snapshot_rate()
+
+    def _record_seconds(self) -> float:
+        """Return how long the records that wait would take to write."""
+        return self.recorder.pending_bytes / self._record_rate()
+
     def _hurry(self, grace: Grace, recorder: Recorder) -> None:
         """Have ``recorder`` write only what ends in time: records before the copies of a snapshot under way."""
-        rate, copied = self._bytes_per_second(), 0 if self._pace is None else self._pace.bases.memory_bytes
-        is_short = not grace.allows((recorder.pending_bytes + copied) / rate)
-        recorder.write_until(grace.ends_at or 0.0, rate, records_only=is_short)
+        copy_seconds = 0.0 if self._pace is None else self._pace.bases.memory_bytes / self._snapshot_rate()
+        is_short = not grace.allows(self._record_seconds() + copy_seconds)
+        recorder.write_until(grace.ends_at or 0.0, self._record_rate(), records_only=is_short)
 
     # Going back
 
@@ -547,3 +552,12 @@ class LogBackend(DurabilityBackend):
             self._pool.close()
         if self._pace is not None:
             self._pace.bases.release()
+
+
+def _refuse_followed(store: LocalStore, follower: Follower | None) -> None:
+    """Raise ``RunMismatch`` if the state has followed a run of which nothing is left."""
+    if follower is not None and follower.has_begun:
+        raise RunMismatch(
+            f"{store.root} was emptied while this standby waited, and its model has followed what was there, so"
+            " it is not that of a fresh start. Start the script again."
+        )

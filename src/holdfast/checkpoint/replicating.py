@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..accelerators import devices_of
-from ..errors import BadInput
 from ..events import EventLog
 from ..store.run_store import LocalStore, see_alike
 from .capture.early_averages import averaging
@@ -155,22 +154,14 @@ class ReplicaBackend(DurabilityBackend):
 
     # Going back
 
-    def refuse_rollback(self) -> None:
-        """Raise ``BadInput`` for several ranks, whose replicas would have to go back together."""
-        if not self._training.ranks.alone:
-            raise BadInput(
-                "several ranks with replicas cannot go back without a restart. Make the Checkpointer without replica=,"
-                " or end all ranks and start them again with resume(before=...)."
-            )
-
     def prepare_rollback(self, step: int, nearest: bool) -> int:
         """Return the step of the base to go back to, since the disk has no records.
 
         The last step becomes a base by what the replica has, if it is asked for.
         """
-        training = self._training
+        training, store = self._training, self._store
         self.replica.settle(makes_base=step == training.steps_done)
-        return reachable_step(self._store, training.state, step, nearest)
+        return min(training.ranks.all_do(lambda: reachable_step(store, training.state, step, nearest)))
 
     def go_back(
         self, step: int, restores: Callable[[str, Any], bool], copy: HostCopy | None
@@ -178,6 +169,8 @@ class ReplicaBackend(DurabilityBackend):
         """Restore ``step`` from its base. The replica stays, and is handed that state by ``begin``."""
         training = self._training
         script = LivingScript(training.script, restores)
+        self.part(orderly=True)
+        self.agreement = None
         found = recover(self._store, training.state, script, ranks=training.ranks, target=step, exact=True)
         self.replica.went_back(found.point.step)
         return replace(found, same_cut=True, residuals_lost=False)

@@ -190,8 +190,12 @@ class _Drill:
                 self._say(f"resumed after step {start}")
 
     def _moments(self) -> list[int]:
-        """Return the steps after which the kills come: each start is to get a little further."""
-        kills, steps = self._options.kills, range(self._options.until)
+        """Return the steps after which the kills come: each start is to get a little further.
+
+        None comes before the first step, after which a start would begin anew, unless there is no other.
+        """
+        kills, until = self._options.kills, self._options.until
+        steps = range(min(1, until - 1), until)
         few = self._random.sample(steps, min(kills, len(steps)))
         return sorted([*few, *self._random.choices(steps, k=kills - len(few))])
 

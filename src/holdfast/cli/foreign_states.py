@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
 from ..formats import packs, rules_source
-from ..formats.load import unequal_copies
+from ..formats.load import in_threads, unequal_copies
 from ..formats.readers.run_directory import CommitSource
 from ..formats.readers.safetensors_files import BITS
 from ..formats.source import Source, SourceTensor
@@ -144,14 +144,24 @@ def _of_unknown_types(source: Source) -> list[Damaged]:
 
 
 def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:
+    """Return the damage in the order of the stored arrays, of which several are read at once."""
     found: list[Damaged] = []
-    columns = "reading", BarColumn(), MofNCompleteColumn()
-    with progress(*columns, quiet=quiet) as bar:
-        for part in bar.track(range(len(source.parts)), description="reading"):
-            try:
-                source.check(part)
-            except Damaged as error:
-                found.append(error)
+
+    def check(part: int) -> Damaged | None:
+        try:
+            source.check(part)
+        except Damaged as error:
+            return error
+        return None
+
+    with progress("reading", BarColumn(), MofNCompleteColumn(), quiet=quiet) as bar:
+        task = bar.add_task("reading", total=len(source.parts))
+
+        def note(error: Damaged | None) -> None:
+            bar.advance(task)
+            found.extend([] if error is None else [error])
+
+        in_threads((partial(check, part) for part in range(len(source.parts))), note)
     return found + list(unequal_copies(source, source.atoms.values()))
 
 

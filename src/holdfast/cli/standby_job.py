@@ -3,7 +3,8 @@
 The second process runs the script up to the opening of the run, where it waits for the run's lock: imports are done,
 and the model is built. The system drops the lock with the process that trains, so the takeover needs nobody to notice
 the death. This module starts the processes, passes signals on, and decides when it is over: exit code 0 of the process
-that trains ends all. Called by ``main``.
+that trains ends all. A launcher such as torchrun may outlive its workers and start them again (``--max-restarts``).
+The standby then trains, and the new workers are its standby. Called by ``main``.
 """
 
 from __future__ import annotations
@@ -42,15 +43,23 @@ class _Process:
     waits = False
     opened: int | None = None
     """The step after which it continued the run; None until it has opened it."""
+    opened_at = 0.0
+    """The time of that, in seconds since the epoch."""
+    was_left = False
+    """True once another process has the run, though this one is alive."""
+    _lines = 0
+    """The number of lines that were read."""
 
     def read(self) -> None:
         """Read what the process has told."""
         if not self.status.exists():
             return
-        for line in parsed(self.status.read_bytes().splitlines()):
-            self.waits = self.waits or line.get("is") == WAITING
+        whole = self.status.read_bytes().rpartition(b"\n")[0].splitlines()
+        new, self._lines = whole[self._lines :], len(whole)
+        for line in parsed(new):
+            self.waits = line.get("is") == WAITING
             if line.get("is") == OPENED:
-                self.opened = line["step"]
+                self.opened, self.opened_at = line["step"], line.get("time", 0.0)
 
 
 def stand_by(command: Sequence[str], *, restarts: int) -> int:
@@ -123,7 +132,8 @@ class _Job:
         self._trainer = spare if spare is not None and ready else self._start()
         forget_closing(self._folder)
         self._trainer.read()
-        how = "takes over" if ready and self._trainer.waits else "takes over once it is ready"
+        has_run = self._trainer.waits or self._trainer.opened is not None
+        how = "takes over" if ready and has_run else "takes over once it is ready"
         self._say(f"process {died.child.pid} ended with {ending(code)}; {self._trainer.child.pid} {how}")
         return None
 
@@ -142,17 +152,34 @@ class _Job:
         return self._last_code
 
     def _look_at_spare(self, spare: _Process) -> None:
-        before = spare.waits
+        before, code = spare.waits, spare.child.poll()  # asked first: all that it told is there then
         spare.read()
-        code = spare.child.poll()
+        if spare.opened_at > self._trainer.opened_at:
+            self._exchange(spare)
+            return
         if code is None:
             if spare.waits and not before:
                 self._failed = 0
                 self._say(f"process {spare.child.pid} is ready to take over from {self._trainer.child.pid}")
             return
-        self._spare, self._failed = None, self._failed + 1
+        self._spare = None
+        if spare.was_left:  # a launcher that does not start its workers again
+            self._say(f"process {spare.child.pid} ended with {ending(code)}")
+            return
+        self._failed += 1
         end = " The training goes on without one." if self._failed == FAILED_STANDBYS else ""
         self._say(f"the standby {spare.child.pid} ended with {ending(code)} before it was needed.{end}")
+
+    def _exchange(self, spare: _Process) -> None:
+        """Make ``spare`` the process that trains, since it has the run, and the other one its standby."""
+        died, self._trainer = self._trainer, spare
+        self._restarts -= 1
+        self._before, self._last_code = died.opened, 1
+        died.opened, died.opened_at, died.was_left = None, 0.0, True
+        self._say(f"{spare.child.pid} has taken over from the workers of {died.child.pid}")
+        self._spare = died if self._restarts > 0 else None
+        if self._spare is None:
+            died.child.kill()
 
     def _start(self) -> _Process:
         self._number += 1

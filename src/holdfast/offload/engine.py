@@ -192,7 +192,7 @@ class Engine:
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
         if self._witness is not None:
             progress = {**self._progress(), "loss": self.last["loss"]}
-            self._witness.stepped(self.steps_done, {}, progress, self.close)
+            self._witness.stepped(self.steps_done, {}, progress, self.close, lambda: self.durable_step)
         return self.last["loss"]
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:

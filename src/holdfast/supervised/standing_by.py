@@ -43,16 +43,18 @@ def wait_for_run(
 ) -> None:
     """Return when no process writes ``run``; at once unless ``holdfast standby`` started this one.
 
-    The first rank waits as long as it takes, within ``meanwhile`` if there is something to wait for. Each other rank
-    then waits for the process that wrote its part, at most ``deadline_seconds``: one that ``leads`` a node for the lock
-    of the node's directory. Collective: every rank must call this. Raises ``RunLocked`` if that process does not end,
-    and ``SystemExit`` once the supervisor has ended, since nobody would know of a takeover.
+    The first rank waits as long as it takes, and the others for it, all within ``meanwhile`` if there is something to
+    wait for. Each other rank then waits for the process that wrote its part, at most ``deadline_seconds``: one that
+    ``leads`` a node for the lock of the node's directory. Collective: every rank must call this.
+
+    Raises ``RunLocked`` if that process does not end, and ``SystemExit`` once the supervisor has ended, since nobody
+    would know of a takeover.
     """
     if VARIABLE not in os.environ:
         return
     ranks = ranks or Ranks()
     with ranks.agreeing():
-        ranks.first_takes_its_time(lambda: _wait(run, 0, float("inf"), meanwhile))
+        ranks.first_takes_its_time(lambda: _wait(run, 0, float("inf"), meanwhile), meanwhile)
     with ranks.agreeing():
         if ranks.rank and not _wait(run, 0 if leads else ranks.rank, deadline_seconds):
             raise RunLocked(

@@ -27,6 +27,10 @@ PARTS = ("random", "computing", "optimizers", "groups", "things", "loader", "sch
 """The parts of the user state that lines tell apart; the rest is one digest."""
 
 
+DURABLE_SECONDS = 2.0
+"""The longest time that a step waits to be durable before a kill."""
+
+
 class Witness:
     """The writer of one rank's lines about the run in ``directory``."""
 
@@ -34,6 +38,8 @@ class Witness:
         self._attempt = attempt
         self._path = attempt.folder / f"steps-{directory.name}-{rank:05d}.jsonl"
         self._may_stop = attempt.kill_step is not None and rank == 0
+        self._began = 0
+        """The steps that were done when the run was opened."""
 
     @classmethod
     def of(cls, directory: str | Path, rank: int) -> Witness | None:
@@ -46,12 +52,18 @@ class Witness:
 
         Raises ``SystemExit`` where no step is left to do.
         """
+        self._began = step
         self._write(BEGUN, step, tensors=dict(tensors))
         if self._is_last(step):
             raise SystemExit(0)
 
     def stepped(
-        self, step: int, tensors: Mapping[str, str], progress: Mapping[str, Any], close: Callable[[], None]
+        self,
+        step: int,
+        tensors: Mapping[str, str],
+        progress: Mapping[str, Any],
+        close: Callable[[], None],
+        durable_step: Callable[[], int],
     ) -> None:
         """Note the end of ``step``, and end the script after the last one.
 
@@ -60,10 +72,13 @@ class Witness:
             tensors: Digests by name.
             progress: The user state as JSON.
             close: Closes the run. Called before the script ends.
+            durable_step: Returns the newest durable step. A kill waits until there is one of this process.
 
         Raises ``SystemExit`` after the last step.
         """
-        self._write(STEP, step, tensors=dict(tensors), progress=digests_of(progress), script=script_values())
+        script = script_values()
+        self._wait_before_kill(step, durable_step)
+        self._write(STEP, step, tensors=dict(tensors), progress=digests_of(progress), script=script)
         if self._is_last(step):
             close()
             raise SystemExit(0)
@@ -85,9 +100,21 @@ class Witness:
             os.write(fd, line.encode() + b"\n")
         finally:
             os.close(fd)
-        if self._may_stop and step >= (self._attempt.kill_step or 0):
+        if self._is_kill_due(step):
             self._may_stop = False
             threading.Thread(target=_stop_dead, args=(self._attempt.kill_delay,), daemon=True).start()
+
+    def _is_kill_due(self, step: int) -> bool:
+        return self._may_stop and step >= (self._attempt.kill_step or 0)
+
+    def _wait_before_kill(self, step: int, durable_step: Callable[[], int]) -> None:
+        """Wait until a step of this process is durable, if the kill of this attempt comes after ``step``.
+
+        Many short steps may be done before any is durable. The next start would then begin anew, which shows nothing.
+        """
+        end = time.monotonic() + DURABLE_SECONDS
+        while self._is_kill_due(step) and durable_step() <= self._began and time.monotonic() < end:
+            time.sleep(0.002)
 
 
 def _stop_dead(seconds: float) -> None:

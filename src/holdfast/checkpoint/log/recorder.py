@@ -129,6 +129,8 @@ class Recorder:
         """Mean bytes of the last records as they were written, without headers; 0 before there is one."""
         self.written_bytes = 0
         self.write_seconds = 0.0
+        self._taken_bytes = 0
+        """Bytes of the written records as ``pending_bytes`` counts them: before ``pack``, and with headers."""
         self.last_put = durable_step
         self._waiting: deque[FinalizedStep | RecorderTask] = deque()
         self._at_once: deque[RecorderTask] = deque()
@@ -166,6 +168,15 @@ class Recorder:
         """The most bytes of these steps' records, without headers."""
         with self._changed:
             return sum(item.nbytes for item in self._waiting if isinstance(item, FinalizedStep))
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The rate at which bytes of ``pending_bytes`` became durable; None before a record was written.
+
+        Of records that ``pack`` makes smaller, fewer bytes are written. The rate includes the time that this takes.
+        """
+        with self._changed:
+            return self._taken_bytes / self.write_seconds if self.write_seconds else None
 
     @property
     def segment_free_bytes(self) -> int:
@@ -280,7 +291,7 @@ class Recorder:
                 self._changed.wait(0.1)
 
     def write_until(self, ends_at: float, bytes_per_second: float, records_only: bool) -> None:
-        """Have ``close`` begin no write that would end after ``ends_at`` (monotonic) at the rate of the disk.
+        """Have ``close`` begin no write that would end after ``ends_at`` (monotonic) at a rate of ``pending_bytes``.
 
         With ``records_only`` tasks are left out, too. Nothing is left out before steps that are written, and a step
         that is left out is never durable.
@@ -418,6 +429,7 @@ class Recorder:
     def _do(self, group: list[FinalizedStep] | RecorderTask) -> None:
         steps = [] if isinstance(group, RecorderTask) else group
         records: list[Record] = []
+        taken = sum(sealed.nbytes for sealed in steps)
         started = time.perf_counter()
         if isinstance(group, RecorderTask):
             group.do()
@@ -441,6 +453,7 @@ class Recorder:
                     nbytes = sum(map(len, record.parts))
                     self.written_bytes += nbytes
                     self.record_bytes += (nbytes - self.record_bytes) * (NEWEST if self.record_bytes else 1.0)
+                self._taken_bytes += taken + len(steps) * self.header_bytes
                 self.write_seconds += time.perf_counter() - started
             self._busy_since = None
             self._changed.notify_all()

@@ -4,6 +4,9 @@ While a standby waits for the run's lock, its model is idle. A thread at low pri
 and replays the log records as they come, with the code of any recovery. What is left at a takeover are the records of
 the last moment. Nothing depends on the thread: the recovery at the takeover compares the snapshot and the record that
 the state is at with what the run holds then, and loads everything where they differ. Called by ``LogBackend``.
+
+Of several ranks each one follows by itself, its own shard of the state, without collectives. Ranks may be at different
+steps meanwhile; the recovery brings all of them to the same one.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
-from ...errors import HoldfastError
+from ...errors import Damaged, DiskFailed, HoldfastError
 from ...state.live_state import LiveState
+from ...store.disk import AnyDisk
 from ...store.format.manifest import CommitRef
+from ...store.log.chain import Journal, read_journal
+from ...store.log.segments import SegmentRef, StoredRecord, read_what_can_be
 from ...store.run_store import LocalStore
 from .lineage import Lineage, Reached
 from .recovery_progress import RecoveryProgress
@@ -36,11 +42,16 @@ class Follower:
     """
 
     def __init__(
-        self, store: LocalStore, state: LiveState, after_update: Callable[[int], None] | None = None
+        self,
+        store: LocalStore,
+        state: LiveState,
+        after_update: Callable[[int], None] | None = None,
+        rank: int = 0,
     ) -> None:
-        self._store, self._state, self._after_update = store, state, after_update
+        self._store, self._state, self._after_update, self._rank = store, state, after_update, rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="holdfast-follower", daemon=True)
+        self._headers = _Headers()
         self._failed: CommitRef | None = None
         """A snapshot from which nothing could be replayed. The next one is waited for."""
         self.reached: Reached | None = None
@@ -74,20 +85,45 @@ class Follower:
         refs = self._store.line()
         if not refs or refs[0] == self._failed:
             return
-        line = Lineage.of(self._store, self._store.load(refs[0]), None)
+        base = self._store.load(refs[0])
+        line = Lineage.of(self._store, base, None, known=self._headers.of_all(self._store, base.streams))
         reached = self.reached
-        if len(line.chains) > 1 or (reached is not None and line.reached(0) == reached):
+        if len(line.chains) > 1:
+            if not line.is_as_written(self._state, self._rank):
+                return  # each look would load everything
+            line.leave_last()
+        if reached is not None and line.reached(self._rank) == reached:
             return
         self.reached, self._failed, self.has_begun = None, refs[0], True
         line.ends_early = self._over.is_set
         line.watch = RecoveryProgress(self._refuse_when_over)
-        line.replay_into(self._state, 0, self._after_update, reached)
-        self.reached, self._failed = line.reached(0), None
+        line.replay_into(self._state, self._rank, self._after_update, reached)
+        self.reached, self._failed = line.reached(self._rank), None
 
     def _refuse_when_over(self, progress: RecoveryProgress) -> None:
         """Raise ``_Over`` between two files of a snapshot that need not be loaded any more."""
         if self._over.is_set() and not progress.replayed_records and progress.reached is None:
             raise _Over
+
+
+class _Headers:
+    """The headers of logs that are read again and again while they grow. Only new ones are read."""
+
+    def __init__(self) -> None:
+        self._before: dict[SegmentRef, list[StoredRecord]] = {}
+        self._now: dict[SegmentRef, list[StoredRecord]] = {}
+
+    def of_all(self, store: LocalStore, streams: Iterable[str]) -> dict[str, Journal]:
+        """Return the headers of ``streams``. Segments that are gone are forgotten."""
+        self._before, self._now = self._now, {}
+        return {stream: read_journal(store, stream, read=self._read) for stream in streams}
+
+    def _read(self, disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | DiskFailed | None]:
+        """Return as ``read_what_can_be`` does."""
+        known = self._before.get(ref, [])
+        new, error = read_what_can_be(disk, ref, known[-1].end if known else 0)
+        self._now[ref] = [*known, *new]
+        return self._now[ref], error
 
 
 class _Over(HoldfastError):

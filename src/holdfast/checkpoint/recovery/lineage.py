@@ -60,15 +60,24 @@ class Lineage:
     """Asked before each record: whether the replay shall end there."""
 
     @classmethod
-    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Lineage:
+    def of(
+        cls,
+        store: LocalStore,
+        base: Manifest,
+        target: int | None,
+        tip: int | None = None,
+        known: Mapping[str, Journal] | None = None,
+    ) -> Lineage:
         """Build the line from ``base`` to at most ``target``, by headers alone.
 
         Args:
             tip: The timeline that the line belongs to; None for the current one.
+            known: The headers by stream, where they have been read already.
 
         Raises ``Damaged`` if records are missing that the snapshot needs.
         """
-        journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
+        known = known or {}
+        journals = {stream: known.get(stream) or read_journal(store, stream, tip) for stream in base.streams}
         chains, unread = _chains(base, journals, target)
         acknowledged = min(  # at most BOUND steps are on their way
             max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()
@@ -134,10 +143,9 @@ class Lineage:
         self._arrange_buffers(state, rank)
         sources, stream = self._sources(state), self.stream_of(rank)
         self._refuse_joined(state, stream, is_cut_alike=sources is not None)
-        overlap_alike = self.overlap_alike(state, stream)
-        if not overlap_alike:
+        if not self.overlap_alike(state, stream):
             self._refuse_apart(state, after_update)
-        as_written = sources is not None and overlap_alike and self._has_buffers_of(state, stream)
+        as_written = self.is_as_written(state, rank)
         if as_written and reached is not None and self._continues(reached, stream):
             self.watch.begins(self.base, list(self.chains.values()), reached.step)
             self._step_on(state, self._takings(state, sources or {}, stream), after_update, reached.step)
@@ -150,6 +158,12 @@ class Lineage:
         else:
             self._recut(state, after_update)
         self._arrange_buffers(state, rank)  # it may have ended at an earlier step
+
+    def is_as_written(self, state: LiveState, rank: int) -> bool:
+        """Return whether ``state`` holds exactly the regions that the writers stored, and is replayed itself."""
+        stream = self.stream_of(rank)
+        is_cut_alike = self._sources(state) is not None and self.overlap_alike(state, stream)
+        return is_cut_alike and self._has_buffers_of(state, stream)
 
     def refuse_other_model(self, state: LiveState) -> None:
         """Raise ``RunMismatch`` if the snapshot holds tensors of another model. Nothing is changed."""
@@ -356,20 +370,24 @@ class Lineage:
     def reached(self, rank: int) -> Reached:
         """Return the point that a state has reached into which this line was replayed."""
         stream = self.stream_of(rank)
-        return Reached(self.base, self.chains[stream].last, self._form(stream))
+        points = {each: chain.last for each, chain in self.chains.items()}
+        return Reached(self.base, points, self._form(stream))
 
     def _continues(self, reached: Reached, stream: str) -> bool:
-        """Return whether ``reached`` is a point of this line, of one writer.
+        """Return whether ``reached`` is a point of this line, on every stream.
 
         A record names the digest of the one before, so two lines that share a record share all before it.
         """
-        points: list[Point] = [self.base, *self.chains[stream].records]
         return (
-            len(self.chains) == 1
-            and self.base == reached.base
-            and any(point == reached.point for point in points if point.step == reached.step)
+            self.base == reached.base
+            and self.chains.keys() == reached.points.keys()
+            and all(self._has_point(each, point) for each, point in reached.points.items())
             and self._form(stream) == reached.form
         )
+
+    def _has_point(self, stream: str, wanted: Point) -> bool:
+        points: list[Point] = [self.base, *self.chains[stream].records]
+        return any(point == wanted for point in points if point.step == wanted.step)
 
     def _form(self, stream: str) -> dict[str, Any]:
         """Return what the script made of the tensors' memory by the last step, which a replay does not follow."""
@@ -381,6 +399,10 @@ class Lineage:
         steps = self._feedback_steps()
         if steps:
             self._end_at(max(min(steps) - 1, self.base.step), None)
+
+    def leave_last(self) -> None:
+        """Leave out the last step after the snapshot, whose record one of several writers may still be writing."""
+        self._end_at(max(self.step - 1, self.base.step), None)
 
     @property
     def residuals_lost(self) -> bool:
@@ -411,16 +433,16 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Reached:
-    """A point of a run that a live state is at: the snapshot it was loaded from, and the last record replayed."""
+    """A point of a run that a live state is at: the snapshot it was loaded from, and the last record of each stream."""
 
     base: Manifest
-    point: Point
+    points: Mapping[str, Point]
     form: Mapping[str, Any]
     """Changes by the script to the memory of its tensors until then, which no record brings forward."""
 
     @property
     def step(self) -> int:
-        return self.point.step
+        return next(iter(self.points.values())).step
 
 
 class _Taking:

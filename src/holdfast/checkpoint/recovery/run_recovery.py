@@ -10,6 +10,7 @@ replicas and compaction; ``state_at`` rebuilds the state of any step without the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from ...quantities import shown
 from ...state.encoding import joined, joined_members
 from ...state.live_state import LiveState
 from ...store.format.manifest import CommitRef, Manifest, Point
+from ...store.log.chain import Journal, read_journal
 from ...store.log.segments import streams
 from ...store.object_store import Url
 from ...store.run_store import LocalStore
@@ -224,12 +226,12 @@ class _Search:
         """
         tried: list[Lineage] = []
         ended: list[Unreadable] = []
-        target = self.target
+        target, journals = self.target, self._all_journals(ref)
 
         def attempt() -> _Outcome:
             tried.clear(), ended.clear()
             try:
-                tried.append(self._replayed(ref, target))
+                tried.append(self._replayed(ref, target, journals))
             except ReplayMismatch as error:
                 return _Outcome(-1, error.step - 1, str(error))
             except Unreadable as error:
@@ -255,9 +257,25 @@ class _Search:
             if all(each.has == target for each in outcomes):
                 return tried[0]
 
-    def _replayed(self, ref: CommitRef, target: int | None) -> Lineage:
+    def _all_journals(self, ref: CommitRef) -> dict[str, Journal]:
+        """Return the headers of the logs after snapshot ``ref``, of which each rank reads its share for all.
+
+        Logs that a rank cannot say anything of are missing. Collective: every rank must call this.
+        """
+        if self.ranks.alone:
+            return {}
+
+        def read() -> dict[str, Journal]:
+            with suppress(Damaged, DiskFailed):  # reported where the line is built
+                mine = self.store.load(ref).streams[self.ranks.rank :: self.ranks.world_size]
+                return {stream: read_journal(self.store, stream, self.tip) for stream in mine}
+            return {}
+
+        return {stream: journal for each in self.ranks.all_do(read) for stream, journal in each.items()}
+
+    def _replayed(self, ref: CommitRef, target: int | None, journals: Mapping[str, Journal]) -> Lineage:
         """Return the line up to ``target``, with the state at its end."""
-        line = Lineage.of(self.store, self.store.load(ref), target, self.tip)
+        line = Lineage.of(self.store, self.store.load(ref), target, self.tip, journals)
         line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
             line.end_before_feedback()

@@ -232,14 +232,49 @@ class Replicas(Replica):
 
     def _ask_for_base(self, step: int) -> None:
         """Have the replica compare all its tensors, and make its share of a snapshot of ``step``."""
+        number = self._begin_base(step)
+        compared = state_digests.take(self._state, state_digests.owners(self._state), 1 << 62)
+        about = {"compare": compared, "last": True, "base": number}
+        self._wait_for_post()
+        self._helper.send({**about, "values": self._state.values()})
+
+    def _begin_base(self, step: int) -> int:
+        """Count a snapshot of ``step``, which all ranks begin now, and return its number."""
         assert self.agreement is not None
         self._number, self._base_at = self._number + 1, step
         if self._ranks.rank == 0:
             self.agreement.begin_base()
-        compared = state_digests.take(self._state, state_digests.owners(self._state), 1 << 62)
-        about = {"compare": compared, "last": True, "base": self._number}
-        self._wait_for_post()
-        self._helper.send({**about, "values": self._state.values()})
+        return self._number
+
+    # Going back
+
+    def settle(self, makes_base: bool) -> None:
+        """Return as a single replica does, once that is so on all ranks.
+
+        Collective: every rank must call this. Raises ``BadInput`` if ranks have done different numbers of steps.
+        """
+        ranks, step = self._ranks, self.last_put
+        if len(done := set(ranks.everyone(step))) > 1:
+            raise BadInput(
+                f"the ranks have done different numbers of steps ({', '.join(map(str, sorted(done)))}), and replicas do"
+                " a step once all ranks have. Go back at the end of the same step on all ranks."
+            )
+        with ranks.agreeing():
+            self.drain()
+            self._until_ended()
+        if not any(ranks.everyone(makes_base and self.durable_step < step)):
+            return
+        with ranks.agreeing():
+            self._wait_for_post()
+            self._helper.send({"make_base": True, "base": self._begin_base(step), "step": step})
+            self._until_ended()
+
+    def went_back(self, step: int) -> None:
+        """Note as a single replica does. Snapshots are counted anew, by the agreement of another timeline."""
+        super().went_back(step)
+        self.agreement = None
+        self._number = self._shared = self._ended = 0
+        self._base_at, self._heard_of = -1, (-1, 0)
 
     # Messages to and from the other ranks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -99,14 +100,25 @@ class MultiRankReplicaServer(ReplicaServer):
     def _take_over(self, about: dict[str, Any]) -> None:
         super()._take_over(about)
         self._cut = about["cut"]
+        if "begin" in about:  # counted from the beginning of a timeline, which a rollback opens too
+            self._all_have, self._number, self._ended = -1, 0, 0
 
     def _compare(self, about: dict[str, Any]) -> None:
-        if about["last"] and about["base"] <= self._ended:  # another rank has given it up
+        if not about["last"]:
+            super()._compare(about)
+        else:
+            self._begin_numbered(about, super()._compare)
+
+    def _make_base(self, about: dict[str, Any]) -> None:
+        self._begin_numbered(about, super()._make_base)
+
+    def _begin_numbered(self, about: dict[str, Any], begin: Callable[[dict[str, Any]], None]) -> None:
+        """Begin the snapshot that ``about`` names by ``begin``, or have all ranks give it up."""
+        if about["base"] <= self._ended:  # another rank has given it up
             return
-        if about["last"]:
-            self._number = about["base"]
-        super()._compare(about)
-        if about["last"] and not self._equal:
+        self._number = about["base"]
+        begin(about)
+        if not self._equal:
             self._say(lost=self._number)
 
     # Snapshots
@@ -125,6 +137,7 @@ class MultiRankReplicaServer(ReplicaServer):
 
     def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
         """Publish the shares that all ranks have written. Called on the first rank."""
+        self._store.certified_step = self._base_progress.get("certified")
         manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
         self._store.prune_journal()
         self._events.emit("base", step=manifest.step, durable_step=manifest.step)

@@ -167,8 +167,8 @@ class ReplicaServer:
             self._take_step(message)
         elif "compare" in about:
             self._compare(about)
-        elif "make_base" in about and self._equal:
-            self._begin_base()
+        elif "make_base" in about:
+            self._make_base(about)
         elif "close" in about:
             self._closing = True
 
@@ -282,6 +282,11 @@ class ReplicaServer:
             self._equal = False
             self._say(drift=f"at step {self._step} {shown(keys, 1)} differs")
         elif about["last"]:
+            self._begin_base()
+
+    def _make_base(self, about: dict[str, Any]) -> None:
+        """Make a snapshot without a comparison, unless the state is known to differ."""
+        if self._equal:
             self._begin_base()
 
     # Snapshots

@@ -5,7 +5,7 @@ Only headers are read, except by ``verify_records``. Nothing here is trusted bef
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,7 +18,13 @@ from holdfast.state.text_delta import lengthen
 from holdfast.store.commit.retention import ancestry
 from holdfast.store.disk import AnyDisk
 from holdfast.store.format.manifest import Manifest, Point
-from holdfast.store.log.segments import StoredRecord, read_payload, read_what_can_be, segments
+from holdfast.store.log.segments import (
+    SegmentRef,
+    StoredRecord,
+    read_payload,
+    read_what_can_be,
+    segments,
+)
 from holdfast.store.log.striping import open_segment
 from holdfast.store.reader import ATTEMPTS, RunReader
 
@@ -135,10 +141,20 @@ class Journal:
         return self.errors.get(step)
 
 
-def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
+ReadSegment = Callable[[AnyDisk, SegmentRef], tuple[list[StoredRecord], Damaged | DiskFailed | None]]
+"""A function like ``read_what_can_be``."""
+
+
+def read_journal(
+    store: RunReader, stream: str, tip: int | None = None, read: ReadSegment = read_what_can_be
+) -> Journal:
     """Read the headers of all log records of ``stream`` on one timeline.
 
-    ``tip`` is that timeline's id; None means the current one.
+    Args:
+        store: The run.
+        stream: The name of the log.
+        tip: The id of the timeline; None means the current one.
+        read: Reads the headers of a segment.
     """
     journal = Journal()
     timelines = store.timelines()[0]
@@ -149,7 +165,7 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
-        found, damage = read_what_can_be(store.disk, ref)
+        found, damage = read(store.disk, ref)
         known = timelines.get(ref.timeline)
         if found and known is not None and found[0].key != known.key:
             damage, found = (

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
-from holdfast.cli.supervise import drilling
-from holdfast.cli.supervise.child_process import Child
-from holdfast.supervised.supervisor import Supervisor
+from holdfast.cli import drilling
+from holdfast.cli.child_process import Child
+from holdfast.supervised.attempt import Supervisor
 
 
 class Forked(Child):

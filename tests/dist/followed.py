@@ -16,8 +16,8 @@ import torch.distributed as dist
 from dist.training import OPTIMIZERS, whole_state, wrapped
 from holdfast.checkpoint.recovery import following
 from holdfast.checkpointer import Checkpointer
+from holdfast.supervised.attempt import Supervisor
 from holdfast.supervised.standing_by import VARIABLE
-from holdfast.supervised.supervisor import Supervisor
 
 
 class Job:

@@ -46,7 +46,9 @@ def of_logits(net: Any, batch: Any) -> torch.Tensor:
     labels = batch.pop("labels")
     logits = net(batch["input_ids"]).logits
     noise = 1 + 0.01 * torch.rand(())  # drawn between the model and the loss
-    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + noise * logits.square().mean()
+    return (
+        cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + noise * logits.square().mean()
+    )
 
 
 def train(
@@ -101,7 +103,12 @@ def train(
             told.evaluated.append(float(torch.stack(found).mean()))
     told.weights = dict(accelerator.get_state_dict(net))
     accelerator.end_training()
-    told.rest = [net.state_dict(), schedule.state_dict(), optimizer.param_groups[0]["lr"], torch.get_rng_state()]
+    told.rest = [
+        net.state_dict(),
+        schedule.state_dict(),
+        optimizer.param_groups[0]["lr"],
+        torch.get_rng_state(),
+    ]
     return told
 
 

@@ -1,4 +1,4 @@
-"""A script of ``Trainer``, in memory or out of core, or of ``Accelerator``, is killed; started again, it goes on to the same end."""
+"""A script of ``Trainer`` or ``Accelerator`` is killed; started again, it goes on to the same end."""
 
 from __future__ import annotations
 

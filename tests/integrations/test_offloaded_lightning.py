@@ -21,7 +21,7 @@ from survive_run import digest  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use_cache was switched off"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
 
 
@@ -59,7 +59,9 @@ class Notes(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
         assert outputs["number"] == number
-        self.told.append((float(outputs["loss"]), float(trainer.callback_metrics["loss_step"]), trainer.global_step))
+        self.told.append(
+            (float(outputs["loss"]), float(trainer.callback_metrics["loss_step"]), trainer.global_step)
+        )
         if trainer.global_step == self.stop:
             raise Interrupted
 
@@ -101,7 +103,8 @@ def ended(trainer, module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"gradient_clip_val": None, "limit_train_batches": 7}, marks=pytest.mark.slow)]
+    "options",
+    [{}, pytest.param({"gradient_clip_val": None, "limit_train_batches": 7}, marks=pytest.mark.slow)],
 )
 def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, options):
     plain, theirs, expected = fit(tmp_path, **options)

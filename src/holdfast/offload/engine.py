@@ -653,7 +653,9 @@ class Engine:
 
     def _refuse_incomplete(self) -> None:
         if self._late is not None:
-            raise EngineFailed(f"the loop has not completed step {self.steps_done}, whose commit waits for its state")
+            raise EngineFailed(
+                f"the loop has not completed step {self.steps_done}, whose commit waits for its state"
+            )
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -94,7 +94,10 @@ class LoopStep:
             self._calls = [like.of(batch) for batch in self._batches]
             self._shared = SharedStep(
                 self._engine,
-                [OwnCall(partial(self._call, n), call.named_tensors, {}) for n, call in enumerate(self._calls)],
+                [
+                    OwnCall(partial(self._call, n), call.named_tensors, {})
+                    for n, call in enumerate(self._calls)
+                ],
             )
             self._take(self._shared.begin())
         else:

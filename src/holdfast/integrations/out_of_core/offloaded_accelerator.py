@@ -114,7 +114,7 @@ class OffloadedSteps(Accelerator):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if kwargs:
-            raise BadInput(f"accelerator.backward(..., {next(iter(kwargs))}=) is not possible in the engine: leave it out")
+            raise BadInput(f"accelerator.backward(..., {next(iter(kwargs))}=) does not work: leave it out")
         self._loop.backward(loss / self.gradient_accumulation_steps)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -170,8 +170,12 @@ def _refuse(accelerator: Any) -> None:
             f" {accelerator.num_processes} processes here: start the script by itself"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise BadInput(f'mixed_precision="{accelerator.mixed_precision}" does not work: use "bf16", or "no" for fp32')
+        raise BadInput(
+            f'mixed_precision="{accelerator.mixed_precision}" does not work: use "bf16", or "no" for fp32'
+        )
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise BadInput("compilation by dynamo_backend does not work with offloaded(): leave it out")
     if not state.sync_with_dataloader:
-        raise BadInput("sync_with_dataloader=False lets a step go over two passes, which does not work: leave it out")
+        raise BadInput(
+            "sync_with_dataloader=False lets a step go over two passes, which does not work: leave it out"
+        )

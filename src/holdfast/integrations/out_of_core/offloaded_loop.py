@@ -77,7 +77,9 @@ class OffloadedLoop:
             self._evaluations.append(EvaluationBatches(loader))
             return self._evaluations[-1]
         if isinstance(loader, DataLoaderDispatcher):
-            raise BadInput("dispatched batches have no place that a run could keep: give dispatch_batches=False")
+            raise BadInput(
+                "dispatched batches have no place that a run could keep: give dispatch_batches=False"
+            )
         self.batches = TrainingBatches(
             loader, lambda: self._accelerator.gradient_accumulation_steps, self._between
         )
@@ -110,7 +112,7 @@ class OffloadedLoop:
             raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = MethodType(_nothing, optimizer)
-        usual = {
+        usual: dict[str, Any] = {
             "device": str(self._accelerator.device),
             "precision": precision_of(self.model, mixed=self._accelerator.mixed_precision == "bf16"),
             "micro_batches": self._accelerator.gradient_accumulation_steps,
@@ -123,7 +125,9 @@ class OffloadedLoop:
             )  # fmt: skip
         finally:
             self._is_opening = False
-        self.engine.held.refuse_gradients("clip by accelerator.clip_grad_norm_, and leave out what changes gradients")
+        self.engine.held.refuse_gradients(
+            "clip by accelerator.clip_grad_norm_, and leave out what changes gradients"
+        )
         self.batches.position.resumed()
         atexit.register(self._leave)  # before the engine's own hook, which waits for what is under way
         return self.engine
@@ -184,7 +188,9 @@ class OffloadedLoop:
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Finish the step, and return the norm that its gradients had before they were clipped."""
         if self._step is None or not self._step.is_complete:
-            self._refuse("gradients were clipped before the last micro-batch of the step: ask sync_gradients before")
+            self._refuse(
+                "gradients were clipped before the last micro-batch of the step: ask sync_gradients before"
+            )
         if float(max_norm) != self._clip_norm or float(norm_type) != 2.0:
             self._refuse(
                 f"clip_grad_norm_ was called with the norm {max_norm} of order {norm_type}, and the engine clips to"
@@ -244,10 +250,14 @@ class OffloadedLoop:
         self._taking(self._step.finish)()
         self._step = None
 
-    def _evaluate(self, engine: Engine, computes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _evaluate(
+        self, engine: Engine, computes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         assert self.model is not None
         if self.model.training:
-            raise BadInput("the model was called without gradients in training mode: call model.eval() before")
+            raise BadInput(
+                "the model was called without gradients in training mode: call model.eval() before"
+            )
         self._refuse_amid("the model was called for an evaluation")
 
         def run(calls: list[ModelCall]) -> list[Any]:
@@ -320,7 +330,7 @@ class OffloadedLoop:
 
 
 class _State:
-    """What the loop and its objects have after a step, which the engine treats as its loader's."""
+    """The state of the loop and its objects after a step, which the engine takes for that of its loader."""
 
     is_late = True
 
@@ -328,7 +338,10 @@ class _State:
         self._batches, self._objects = batches, [*accelerator._schedulers, *accelerator._custom_objects]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self._batches.state_dict(), "objects": [each.state_dict() for each in self._objects]}
+        return {
+            "batches": self._batches.state_dict(),
+            "objects": [each.state_dict() for each in self._objects],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         there = len(state["objects"])

@@ -78,13 +78,17 @@ class OffloadedStrategy(SingleDeviceStrategy):
     @property
     def _is_fitting(self) -> bool:
         module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return (
+            module is not None
+            and module._trainer is not None
+            and module.trainer.state.fn == TrainerFn.FITTING
+        )
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         callbacks: list[Any] = model.trainer.callbacks
         if self._is_fitting and self._callback not in callbacks:
-            callbacks.append(self._callback)
+            callbacks.insert(0, self._callback)  # so that it refuses what is beside it
 
     def model_to_device(self) -> None:
         """Leave the module where it is while it is trained: the engine brings one block at a time."""
@@ -168,16 +172,25 @@ class OffloadedFit(Fit):
         vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
         vars(optimizer)["zero_grad"] = _nothing
         self._put(trainer.precision_plugin, "clip_gradients", _nothing)
-        usual = {
+        usual: dict[str, Any] = {
             "precision": precision_of(module, mixed=trainer.precision == "bf16-mixed"),
             "micro_batches": trainer.accumulate_grad_batches,
             "device": str(trainer.strategy.root_device),
             "clipping": clip or None,
         }
-        engine = offload(module, optimizer, self._callback.run, loader=self, normalize="sum", **(usual | self._callback.options))
+        engine = offload(
+            module,
+            optimizer,
+            self._callback.run,
+            loader=self,
+            normalize="sum",
+            **(usual | self._callback.options),
+        )
         self._engine = engine
         self._checkpointer = _Records(self)
-        engine.held.refuse_gradients("give gradient_clip_val to the trainer, and leave out what changes gradients")
+        engine.held.refuse_gradients(
+            "give gradient_clip_val to the trainer, and leave out what changes gradients"
+        )
         self._put(module, "zero_grad", _nothing)
         return engine.resumed_from is not None
 
@@ -313,7 +326,9 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
     """Raise ``BadInput`` for settings and code that the engine cannot keep to."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
-        raise BadInput("manual optimization computes losses and steps as it likes: use holdfast.offload in a loop")
+        raise BadInput(
+            "manual optimization computes losses and steps as it likes: use holdfast.offload in a loop"
+        )
     if trainer.precision not in PRECISIONS:
         raise BadInput(f'precision="{trainer.precision}" does not work: use "bf16-mixed", or "32-true"')
     if trainer.gradient_clip_algorithm not in (None, "norm"):
@@ -323,7 +338,9 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
     for name in OWN_CODE:
         for each in (module, trainer.datamodule):
             if each is not None and hasattr(type(each), name) and is_overridden(name, each):
-                raise BadInput(f"{type(each).__name__} has a {name} of its own, which the engine does not call")
+                raise BadInput(
+                    f"{type(each).__name__} has a {name} of its own, which the engine does not call"
+                )
     for callback in trainer.callbacks:
         if isinstance(callback, (WeightAveraging, GradientAccumulationScheduler)) or (
             isinstance(callback, FitCallback) and callback is not own
@@ -335,6 +352,6 @@ def _refuse(trainer: Any, own: FitCallback) -> None:
 def _refuse_optimizers(trainer: Any) -> None:
     if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], MeZO):
         raise BadInput(
-            f"configure_optimizers made {len(trainer.optimizers)} optimizers, and the engine takes one, of those that go"
-            " by gradients"
+            f"configure_optimizers made {len(trainer.optimizers)} optimizers, and the engine takes one that"
+            " goes by gradients"
         )

@@ -221,7 +221,6 @@ class OffloadedSteps(Trainer):
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
 
-
 def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
     """Raise ``BadInput`` for a class that trains by a loop or with texts of its own making."""
     for name in ("_inner_training_loop", "_run_epoch"):

@@ -1,4 +1,4 @@
-"""What ``prepare`` of an offloaded ``Accelerator`` returns: a model and loaders that the engine works with.
+"""The objects that ``prepare`` of an offloaded ``Accelerator`` returns: a model and loaders for the engine.
 
 The script uses them as those of accelerate. Calls of the model go to the engine, and batches are fetched a step at a
 time. Called by ``offloaded_loop``.
@@ -99,8 +99,8 @@ class TrainingBatches:
         """Return the batches of the next step. Raises ``BadInput`` if there are none that were not trained on."""
         if not self._ahead.group or self._ahead.group is self._taken:
             raise BadInput(
-                "the model was called in training mode with no new batch of the first loader that was prepared, which is"
-                " the one to train from. For an evaluation call model.eval() and use torch.no_grad()."
+                "the model was called in training mode with no new batch of the first loader that was prepared, which"
+                " is the one to train from. For an evaluation call model.eval() and use torch.no_grad()."
             )
         self._taken = self._ahead.group
         return self._taken
@@ -157,4 +157,3 @@ def _found(group: list[Any], args: tuple, kwargs: dict[str, Any]) -> tuple[int, 
             if pattern.uses_batch:
                 return number, pattern
     return None
-

@@ -1,7 +1,7 @@
 """A step of the engine that stops at each micro-batch, so that another library's loop can take part in it.
 
-The step runs on a thread of its own, and one of the two threads runs at a time. Called by the thread of the loop, except
-for ``hand_over``.
+The step runs on a thread of its own, and one of the two threads runs at a time. Called by the thread of the loop,
+except for ``hand_over``.
 """
 
 from __future__ import annotations

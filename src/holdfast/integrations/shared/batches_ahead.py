@@ -16,7 +16,11 @@ class BatchesAhead:
     """
 
     def __init__(
-        self, loader: Any, count: int | Callable[[], int], batches: Any = None, between: Callable[[], object] = lambda: None
+        self,
+        loader: Any,
+        count: int | Callable[[], int],
+        batches: Any = None,
+        between: Callable[[], object] = lambda: None,
     ) -> None:
         """Wrap ``loader``.
 

@@ -125,7 +125,9 @@ class OffloadedSteps(Accelerator):
 
     # Saving
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str | None:
+    def save_state(  # type: ignore[override]
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str | None:
         """Make the newest step of the run durable. No folder is written."""
         self._loop.save()
         warn_of_save_state(self._run_directory)

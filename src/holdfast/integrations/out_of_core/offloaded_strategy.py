@@ -86,9 +86,9 @@ class OffloadedStrategy(SingleDeviceStrategy):
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        callbacks: list[Any] = model.trainer.callbacks
-        if self._is_fitting and self._callback not in callbacks:
-            callbacks.insert(0, self._callback)  # so that it refuses what is beside it
+        trainer: Any = model.trainer
+        if self._is_fitting and self._callback not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._callback)  # so that it refuses what is beside it
 
     def model_to_device(self) -> None:
         """Leave the module where it is while it is trained: the engine brings one block at a time."""

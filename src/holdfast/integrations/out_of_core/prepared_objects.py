@@ -26,8 +26,9 @@ class TakesCalls(Protocol):
     """The object that answers what the script asks the model for."""
 
     model: nn.Module | None
-    weights_are_here: bool
 
+    @property
+    def weights_are_here(self) -> bool: ...
     def called(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any: ...
     def weights(self) -> dict[str, torch.Tensor] | None: ...
 

@@ -67,6 +67,7 @@ def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, kind):
     assert digest(mine.rest[0]) == digest(mine.weights)  # the model has its values back
 
 
+@pytest.mark.slow
 def test_an_unclipped_loss_of_the_scripts_own(tmp_path):
     """A loss of the logits, with a draw that is another in the engine, where it is the same in each run."""
 
@@ -101,7 +102,7 @@ def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     "kind, step",
     [
         ("evaluated", 5),
-        ("noise", 4),
+        pytest.param("noise", 4, marks=pytest.mark.slow),
         pytest.param("plain", 2, marks=pytest.mark.slow),
         pytest.param("noise", 2, marks=pytest.mark.slow),
         pytest.param("noise", 8, marks=pytest.mark.slow),
@@ -130,14 +131,17 @@ def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
     assert len(rest.norms) == 8 - (step - 1)
 
 
+@pytest.mark.slow
 def test_an_interrupt_gives_up_the_step(tmp_path):
     """Ctrl-C while the engine computes on a thread of its own."""
-    accelerators = []
+    accelerators, pressed = [], []
     original = transformers.LlamaForCausalLM.forward
 
     def forward(self, *args, **kwargs):
         if accelerators and accelerators[0].engine.steps_done == 3:
+            pressed.append(1)
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the other thread hears of it
         return original(self, *args, **kwargs)
 
     before = threading.active_count()
@@ -146,11 +150,13 @@ def test_an_interrupt_gives_up_the_step(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             train(out_of_core(tmp_path), after_step=lambda step, each: accelerators.append(each))
     assert threading.active_count() == before
+    assert len(pressed) == 1  # no other micro-batch began
     torch.manual_seed(7)
     whole = train(out_of_core(tmp_path / "whole"))
     assert everything(train(out_of_core(tmp_path))) == everything(whole)
 
 
+@pytest.mark.slow
 def test_bf16_is_that_of_the_accelerator(tmp_path):
     dtypes = set()
 

@@ -119,6 +119,7 @@ def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, options):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
     _, module, _ = out_of_core(tmp_path, samples=18, shuffle=False)
     net = model()
@@ -155,6 +156,7 @@ def test_an_interrupted_fit_ends_the_same(tmp_path, step, options):
     assert rest[0][2] in (step - 2, step - 1)  # the step of the interrupt was not complete
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_weights_of_the_engine(tmp_path):
     keeper = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=2)
     _, module, _ = out_of_core(tmp_path, keeper, enable_checkpointing=True, max_epochs=1)

@@ -36,7 +36,7 @@ class HoldfastCallback(FitCallback):
         refuse_callback_options(options)
         super().__init__(run, options)
 
-    def make_fit(self, trainer: Trainer) -> Fit:
+    def _make_fit(self, trainer: Trainer) -> Fit:
         _refuse(trainer)
         return Fit(trainer, self)
 

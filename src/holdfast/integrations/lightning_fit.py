@@ -48,13 +48,13 @@ class FitCallback(Callback):
         self.run, self.options = training_directory(run), options
         self._fit: Fit | None = None
 
-    def make_fit(self, trainer: Trainer) -> Fit:
+    def _make_fit(self, trainer: Trainer) -> Fit:
         """Return the call of ``fit`` that begins. Raises ``BadInput`` for what the run could not hold."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._fit = self.make_fit(trainer)
+            self._fit = self._make_fit(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None and self._fit.place is not None:

@@ -134,7 +134,7 @@ class OffloadedFitCallback(FitCallback):
         assert self._fit is None or isinstance(self._fit, OffloadedFit)
         return self._fit
 
-    def make_fit(self, trainer: Trainer) -> Fit:
+    def _make_fit(self, trainer: Trainer) -> Fit:
         _refuse(trainer, self)
         return OffloadedFit(trainer, self)
 

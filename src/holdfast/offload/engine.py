@@ -210,6 +210,7 @@ class Engine:
         ``again`` a step that was completed is committed once more, with what has changed since. Returns True if the
         step was not completed before.
         """
+        assert not self.held.in_use, "the step is under way"
         step, self._late = self._late, None
         if step is None and again:
             progress = self._progress()

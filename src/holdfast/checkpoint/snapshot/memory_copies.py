@@ -23,9 +23,8 @@ from typing import Any
 from holdfast import failpoints
 
 from ...errors import DoesNotFit
-from ...io.cpu_affinity import use_cpus
-from ...io.threads import open_file
-from ...measure.host_memory import free_host_bytes
+from ...io.threads import open_file, use_cpus
+from ...measure.machine_probe import free_host_bytes
 from ...quantities import format_bytes
 from ...state.live_state import Held, LiveState
 from ...state.tensor_entries import TensorEntry

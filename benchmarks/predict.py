@@ -33,7 +33,7 @@ from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.setup import step_planning
-from holdfast.offload.setup.calibration import LAST
+from holdfast.offload.setup.calibration import FIRST, RECORDED
 from holdfast.quantities import format_bytes
 
 STEPS, GRID_STEPS = 3, 2
@@ -97,7 +97,7 @@ FITTED = Case(
 )  # fmt: skip
 """Whose steps correct the profile."""
 
-STEPS_OF_A_SITTING = LAST + 1
+STEPS_OF_A_SITTING = FIRST + RECORDED
 """After which the profile is corrected."""
 
 GRID = Case(blocks=16, width=256, context=128, micro_batches=4, limit=200_000_000)

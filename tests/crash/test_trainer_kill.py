@@ -1,4 +1,4 @@
-"""A ``Trainer`` script, in memory or out of core, is killed; started again, it goes on to the same end."""
+"""A script of ``Trainer`` or ``Accelerator`` is killed; started again, it goes on to the same end."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def test_a_killed_trainer_goes_on(tmp_path):
 
 
 @pytest.mark.crash
-def test_a_killed_offloaded_trainer_goes_on(tmp_path):
-    steps, whole = run("offloaded_script.py", tmp_path / "undisturbed")
+@pytest.mark.parametrize("script", ["offloaded_script.py", "offloaded_loop_script.py"])
+def test_a_killed_offloaded_script_goes_on(tmp_path, script):
+    steps, whole = run(script, tmp_path / "undisturbed")
     assert steps == list(range(1, 9))
-    killed, _ = run("offloaded_script.py", tmp_path / "killed", kill_at=5)
-    steps, end = run("offloaded_script.py", tmp_path / "killed")
+    killed, _ = run(script, tmp_path / "killed", kill_at=5)
+    steps, end = run(script, tmp_path / "killed")
     assert killed[0] == 1 and 4 <= steps[0] <= killed[-1]  # step 5 may have been under way
     assert end["digest"] == whole["digest"]

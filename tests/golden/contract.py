@@ -78,8 +78,8 @@ def contract() -> dict[str, Any]:
             module.__name__: signatures(module, names)
             for module, names in (
                 (transformers, ["HoldfastCallback", "attach", "offloaded"]),
-                (accelerate, ["AcceleratedCheckpointer"]),
-                (lightning, ["HoldfastCallback"]),
+                (accelerate, ["AcceleratedCheckpointer", "offloaded"]),
+                (lightning, ["HoldfastCallback", "OffloadedStrategy"]),
                 (dcp, dcp.__all__),
                 (deepspeed, deepspeed.__all__),
             )

@@ -11,6 +11,7 @@
 
 The objects that were prepared or registered for checkpointing come from the accelerator. Its ``save_state`` also writes
 a snapshot of the run. ``load_state`` of such a folder, in place of ``resume``, restores the run at its step.
+``offloaded`` makes an ``Accelerator`` that trains out of core.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from ..checkpoint.loss_guard import LossGuard
 from ..checkpointer import Checkpointer
 from ..errors import BadInput
 from ..quantities import shown
+from .out_of_core.offloaded_accelerator import offloaded
 from .shared.changed_attributes import innermost, refuse_unless_torchs
 from .shared.position import Batches
+
+__all__ = ["AcceleratedCheckpointer", "offloaded"]
 
 _NO_ROLLBACK = (
     "the accelerator counts batches and accumulated gradients of its own, which could not go back. Stop, and resume in"

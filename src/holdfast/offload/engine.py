@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -135,6 +136,8 @@ class Engine:
         self._positions: dict[str, Any] = {}  # since the last step; a batch may have been fetched meanwhile
         self.last: dict[str, Any] = {}
         """The fields of the last step's event, and the fraction of the blocks that it computed again."""
+        self._late: Step | None = None
+        """The newest step, while its commit waits for ``complete_step``."""
         self.results: dict[str, Any] | None = None
         """Results of the newest step's own calls, and its gradient norm, also after a resume; None without them."""
 
@@ -154,6 +157,7 @@ class Engine:
         update, and ``last["skipped"]`` says so. Collective: every rank must call this.
         """
         self._check_usable()
+        self._refuse_incomplete()
         what = f"step {self.steps_done + 1}"
         micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
         micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
@@ -168,8 +172,11 @@ class Engine:
                 self.steps_done, micro_batches, weights, loss_fn, told[0].clipping, again
             )
             self._user.step_scheduler()  # the hyper-parameters were taken: from now on they are the next step's
-            step.progress = self._progress()
-            self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
+            if self._user.is_late:
+                self._late, step.late_progress = step, Future()
+            else:
+                step.progress = self._progress()
+                self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
             takes_loss = loss_fn is None and all(_takes_loss(batch) for batch in micro_batches)
             with self._running(step, takes_loss), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
@@ -191,9 +198,32 @@ class Engine:
             self._events.emit("step", **event)
             self.last = event | {"recomputed_fraction": step.shape.recomputed_fraction}
         if self._witness is not None:
-            progress = {**self._progress(), "loss": self.last["loss"]}
+            progress = ({} if self._user.is_late else self._progress()) | {"loss": self.last["loss"]}
             self._witness.stepped(self.steps_done, {}, progress, self.close, lambda: self.durable_step)
         return self.last["loss"]
+
+    def complete_step(self, again: bool = False) -> bool:
+        """Take the loader's state, which a loop has changed since the newest step; its commit waits for this.
+
+        For a loader with ``is_late = True``, whose loop must call this before anything but an evaluation. With
+        ``again`` a step that was completed is committed once more, with what has changed since. Returns True if the
+        step was not completed before.
+        """
+        assert not self.held.in_use, "the step is under way"
+        step, self._late = self._late, None
+        if step is None and again:
+            progress = self._progress()
+            self._positions |= {k: progress[k] for k in POSITIONS if k in progress}
+            self.wait()
+            self._save(commit=True)
+        if step is None:
+            return False
+        assert step.late_progress is not None
+        with self._closing_on_error():
+            progress = self._progress()
+        self._positions = {k: progress[k] for k in POSITIONS if k in progress} | step.all_results()
+        step.late_progress.set_result(progress | {"skipped_steps": self.skipped_steps - step.skipped})
+        return True
 
     def _checked(self, micro_batches: Sequence[Any]) -> _Checked:
         """Check that the step can be done, and return what the other ranks need to know of it."""
@@ -323,6 +353,7 @@ class Engine:
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
         self._check_usable()
+        self._refuse_incomplete()
         with self._closing_on_error():
             self._executor.drain()
 
@@ -359,6 +390,7 @@ class Engine:
         held.is_owed = bool(held.were_real)
         edited: list[str] = []
         with self._closing_on_error():
+            self._refuse_incomplete()
             self._executor.drain()
             self._timelines.end()
             if self._rules.commit_every:
@@ -392,8 +424,14 @@ class Engine:
     @on_host_by_default
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
+        if self._late is not None and self._late.late_progress is not None:
+            self._late.late_progress.cancel()
         self._executor.abort()
         self._shut_down()
+
+    def interrupt(self) -> None:
+        """Make a step that runs on another thread raise ``KeyboardInterrupt`` at its next safe point."""
+        self._executor.safe_point = _interrupted
 
     # Observation
 
@@ -613,6 +651,12 @@ class Engine:
             " begin a run in another directory."
         )
 
+    def _refuse_incomplete(self) -> None:
+        if self._late is not None:
+            raise EngineFailed(
+                f"the loop has not completed step {self.steps_done}, whose commit waits for its state"
+            )
+
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineFailed(
@@ -659,6 +703,10 @@ class Engine:
     def _progress(self) -> dict[str, Any]:
         """Return this rank's progress after the present step: everything besides tensors that a resume needs."""
         return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def _takes_loss(batch: Any) -> bool:

@@ -98,6 +98,11 @@ class UserState:
         """Set scheduler and loader to the progress of another run. Returns sentences about what differs from it."""
         return adopt(dict(self._stateful()), progress)
 
+    @property
+    def is_late(self) -> bool:
+        """True if the loader has the state of a step when the loop's own code of the step is over, not before."""
+        return getattr(self.loader, "is_late", False)
+
     def step_scheduler(self) -> None:
         """Step the scheduler, unless the script has to step it with a value of its own."""
         if self.scheduler is not None and not needs_arguments(self.scheduler):

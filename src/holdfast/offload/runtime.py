@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,6 +213,8 @@ class Step:
     clip_norm: float | None = None
     loss_scale: LossScale | None = None
     progress: dict[str, Any] = field(default_factory=dict)
+    late_progress: Future[dict[str, Any]] | None = None
+    """The progress, where it is that after the loop's own code of the step. The commit waits for it."""
     resident_grads: Gradients | None = None
     downloaded: dict[int, Gradients] = field(default_factory=dict)
     """Parts of the resident gradients that were brought from a separate device, by tile."""

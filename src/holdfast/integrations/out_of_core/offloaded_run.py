@@ -31,6 +31,7 @@ from ...state.encoding import decode, encode
 from ...state.progress import random_state, restore_random_state
 from ..trainer_run import Training
 from .preference_references import references, without_reference_flag
+from .script_model import precision_of
 
 
 class OffloadedTraining(Training):
@@ -68,7 +69,7 @@ class OffloadedTraining(Training):
         norm = trainer.args.max_grad_norm
         usual: dict[str, Any] = {
             "device": str(trainer.args.device),
-            "precision": precision_of(trainer),
+            "precision": precision_of(trainer.model, mixed=trainer.args.bf16),
             "clipping": norm if norm and norm > 0 else float("inf"),
             "micro_batches": trainer.args.gradient_accumulation_steps,
         }
@@ -200,13 +201,6 @@ class OffloadedTraining(Training):
         if state["begun"]:
             super().load_state_dict(state)
             self._state_before = state
-
-
-def precision_of(trainer: Trainer) -> str:
-    """Return the dtype to compute in: that of the arguments, or else of the model's parameters."""
-    assert trainer.model is not None
-    short = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainer.model.parameters())
-    return "bf16" if trainer.args.bf16 or short else "fp32"
 
 
 def takes_only_the_loss(trainer: Trainer) -> bool:

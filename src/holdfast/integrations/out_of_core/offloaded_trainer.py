@@ -11,7 +11,6 @@ with the parameters, which are not in memory, the engine computes instead. Names
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ from transformers import Trainer
 from ...errors import BadInput
 from ...offload.engine import Engine
 from ...supervised.attempt import training_directory
+from ..shared.batches_ahead import BatchesAhead
 from ..trainer_run import prefer_run
 from .offloaded_run import OffloadedTraining
 from .preference_references import references, refuse_reference
+from .script_model import switch_off_checkpointing, weights_of
 
 USED = (
     "train", "_prepare_for_training", "get_batch_samples", "training_step", "evaluation_loop", "prediction_step",
@@ -125,7 +126,7 @@ class OffloadedSteps(Trainer):
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = self.model
-        _switch_off_checkpointing(self.model)
+        switch_off_checkpointing(self.model)
         self._offloaded.open(train_dataloader)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -187,17 +188,8 @@ class OffloadedSteps(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.engine is not None and state_dict is None:
-            state_dict = self._weights(self.engine)
+            state_dict = weights_of(self.engine, self.model)
         super()._save(output_dir, state_dict=state_dict)
-
-    def _weights(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """Return the weights in the dtypes of the model; of one with adapters, these alone."""
-        assert self.model is not None
-        dtypes = {each.name: each.parameter.dtype for each in engine.held.captured.parameters}
-        values = engine.state_dict(trained=hasattr(self.model, "peft_config"))
-        for name in values.keys() & dtypes.keys():  # one by one, so that no two copies of all exist
-            values[name] = values[name].to(dtypes[name])
-        return values
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the schedule alone: the optimizer's state is in the run, from where training goes on."""
@@ -227,44 +219,6 @@ class OffloadedSteps(Trainer):
         """Compute the reference's log-probabilities as TRL does, with the model in memory."""
         self._bring_model()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
-
-
-class BatchesAhead:
-    """The batches of ``loader``, fetched in groups of up to ``count``, so that one pass takes a whole group.
-
-    accelerate's loaders say at their last batch that they are at the end; they say so here as well, and not earlier.
-    """
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self._loader, self._count = loader, count
-        self.group: list[Any] = []
-        """The batches of the present group."""
-        self.results: dict[int, Any] = {}
-        """Results for batches of the group that are not handed out yet, by their ``id``."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, batches = self._loader, iter(self._loader)
-        ended = False
-        while not ended:
-            self.group, at_end = [], False
-            while len(self.group) < self._count and not at_end:
-                batch = next(batches, self)
-                if ended := batch is self:
-                    break
-                self.group.append(batch)
-                at_end = bool(getattr(loader, "end_of_dataloader", False))
-            for number, batch in enumerate(self.group, 1):
-                if at_end:
-                    loader.end_of_dataloader = number == len(self.group)
-                yield batch
-            if at_end:
-                ended = next(batches, self) is self  # lets the loader end its pass
 
 
 def _refuse_other_loops(trainer_class: type[Trainer]) -> None:
@@ -318,10 +272,3 @@ def _refuse(trainer: Any) -> None:
         raise BadInput(
             "load_best_model_at_end needs a model in memory, and its parameters are on meta: leave it out"
         )
-
-
-def _switch_off_checkpointing(model: Any) -> None:
-    """Switch off activation checkpointing, which would call blocks again in the backward pass."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False

@@ -43,6 +43,8 @@ class Place:
     """The code that runs at present, as a text for error messages."""
 
     text: str = BETWEEN
+    gradients: str = ""
+    """The way out for code that reads gradients, which the engine has; empty if reading one returns None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,13 @@ class Absence:
     why: str
     """A sentence with the way out."""
     place: Place
+
+    def refuse_gradient(self) -> None:
+        """Raise ``ModelNotSupported`` if gradients must not be read."""
+        if self.place.gradients:
+            raise ModelNotSupported(
+                f"the gradient of {self.name} was read, and the engine has it: {self.place.gradients}"
+            )
 
     def refusal(self) -> ModelNotSupported:
         """Return the error about a use of the parameter at the present place."""
@@ -76,6 +85,8 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         with AS_TENSORS():
+            if func == _GRADIENT:
+                args[0].absence.refuse_gradient()
             if func in _DESCRIBING:
                 return func(*args, **(kwargs or {}))
             leaves = pytree.tree_leaves((args, kwargs))
@@ -115,6 +126,7 @@ _DESCRIBING = {
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.element_size,
     Tensor.get_device, Tensor.__format__,
 }  # fmt: skip
+_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _SAME = {Tensor.data.__get__, Tensor.detach, torch.detach}  # type: ignore[attr-defined]
 """Functions that return the same values without a gradient; their result is absent too."""
 
@@ -198,6 +210,10 @@ class AbsentParameters:
             own = member.owned.captured.parameter
             self._turned.append((own, type(own)))
             AbsentParameter.make_absent(own, self._absences[member.name])
+
+    def refuse_gradients(self, way_out: str) -> None:
+        """Make reading a gradient of a parameter that is not in memory an error, which ends with ``way_out``."""
+        self._place.gradients = way_out
 
     def allow_own(self) -> None:
         """Make the model's own parameters what they were before."""

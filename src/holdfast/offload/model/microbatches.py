@@ -86,19 +86,23 @@ class _Signal:
 
 
 class Coroutine:
-    """One micro-batch's forward. ``resume`` runs it to its next block call or its end."""
+    """A function on a thread of its own, such as one micro-batch's forward.
 
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run
+    ``start`` and ``resume`` run it to its next event: a ``BlockCall``, another event that it hands over, or its end.
+    """
+
+    def __init__(self, run: Callable[[], Any], is_micro_batch: bool = True) -> None:
+        """Prepare the thread. One that ``is_micro_batch`` hands over calls of blocks."""
+        self._run, self._is_micro_batch = run, is_micro_batch
         self._go, self._back = _Signal(), _Signal()
         self._reply: Any = None
-        self._event: BlockCall | ForwardEnd | None = None
+        self._event: Any = None
         self._error: BaseException | None = None
         self._cancelled = self.finished = self._grad = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
-    def start(self) -> BlockCall | ForwardEnd:
+    def start(self) -> Any:
         enter, self._grad = _thread_state(), torch.is_grad_enabled()
         context = contextvars.copy_context()
         thread = threading.Thread(
@@ -115,8 +119,8 @@ class Coroutine:
             raise
         return self._switch()
 
-    def resume(self, reply: Any) -> BlockCall | ForwardEnd:
-        """Let the waiting block call return ``reply``."""
+    def resume(self, reply: Any) -> Any:
+        """Let the waiting call return ``reply``, and return the next event."""
         self._reply = reply
         return self._switch()
 
@@ -147,6 +151,20 @@ class Coroutine:
             )
         self._event = BlockCall(block, args, kwargs, autocast_state(), torch.autograd._get_sequence_nr())
         del args, kwargs
+        return self._wait_for_reply()
+
+    def hand_over(self, event: Any) -> Any:
+        """Let ``start`` or ``resume`` return ``event``, and wait for the reply.
+
+        Called by a thread that the coroutine waits for.
+        """
+        if self._cancelled:
+            raise _Cancelled
+        self._event = event
+        del event
+        return self._wait_for_reply()
+
+    def _wait_for_reply(self) -> Any:
         self._hand_back()
         self._go.take()
         if self._cancelled:
@@ -158,7 +176,7 @@ class Coroutine:
         end_openmp_threads()
         self._back.give()
 
-    def _switch(self) -> BlockCall | ForwardEnd:
+    def _switch(self) -> Any:
         self._go.give()
         self._back.take()
         if self._error is not None:
@@ -174,10 +192,11 @@ class Coroutine:
             if not self._cancelled:
                 with ExitStack() as stack:
                     enter(stack)
-                    _running.coroutine = self
+                    _running.coroutine = self if self._is_micro_batch else None
                     self._event = ForwardEnd(self._run())
-        except _Cancelled:
-            pass
+        except _Cancelled as error:
+            if not self._cancelled:  # a coroutine that waits for this one was
+                self._error = error
         except RuntimeError as error:
             self._error = _in_place(error) or error
         except BaseException as error:
@@ -223,6 +242,11 @@ def _thread_state() -> Callable[[ExitStack], None]:
             stack.enter_context(on_stream(stream))
 
     return enter
+
+
+def on_micro_batch() -> bool:
+    """Return whether this thread runs a micro-batch, whose calls of blocks the engine takes."""
+    return getattr(_running, "coroutine", None) is not None
 
 
 def casts(autocast: Autocast) -> bool:

@@ -280,6 +280,10 @@ class HeldModel:
         if self._edits is not None:
             self._edits.undo()
 
+    def refuse_gradients(self, way_out: str) -> None:
+        """Make reading a parameter's gradient an error, which ends with ``way_out``. It is None otherwise."""
+        self._run.absent.refuse_gradients(way_out)
+
     def unguard(self) -> None:
         """Let the model be used directly. First of all, so that it can be used even if the rest is interrupted."""
         for hook in self._hooks:

@@ -1,0 +1,367 @@
+"""A script's own loop over batches, with Hugging Face's ``Accelerator``, whose optimizer steps the engine does.
+
+The run is opened when the first pass over the training loader begins, or at the first call of the model. Each step is a
+``LoopStep``. The engine finishes it when the loop clips, or else when it steps the optimizer, so that all that the
+script says about a step is known before. Called by ``offloaded_accelerator``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils.operations import convert_to_fp32
+from torch import nn
+
+from ...errors import BadInput, EngineFailed, RunMismatch
+from ...offload.api import offload
+from ...offload.engine import Engine
+from ...offload.model.microbatches import on_micro_batch
+from ...offload.offload_options import Clipping
+from ...optim.mezo import MeZO
+from ..shared.changed_attributes import innermost
+from ..shared.position import Batches
+from .loop_step import LoopStep
+from .model_calls import ModelCall
+from .prepared_objects import EvaluationBatches, TrainingBatches, give_calls
+from .script_model import left_to_the_engine, precision_of, switch_off_checkpointing, weights_of
+
+
+class OffloadedLoop:
+    """The training of one ``accelerator``. Its objects are noted as they are prepared, until ``open``."""
+
+    def __init__(self, accelerator: Accelerator, run: Path, options: dict[str, Any]) -> None:
+        self._accelerator, self._run, self._options = accelerator, run, options
+        self._clip_norm = Clipping.of(options.get("clipping")).norm
+        self.model: nn.Module | None = None
+        self.batches: TrainingBatches | None = None
+        self._evaluations: list[EvaluationBatches] = []
+        self.engine: Engine | None = None
+        self._is_opening = False
+        self._step: LoopStep | None = None
+        """The step that is under way."""
+        self._failed = False
+        self._is_early = False
+        """True if the newest step was completed, to save it, before the loop asked for the next batches."""
+        self._was_clipped = False
+        """True from a call that clips to that of the optimizer: the engine has done the step."""
+
+    # What prepare is given
+
+    def take_model(self, model: nn.Module) -> nn.Module:
+        """Let the engine answer calls of ``model``, which stays where it is."""
+        if self.model is not None and self.model is not model:
+            raise BadInput(
+                "two models to train were prepared: prepare one, which may have several as parts. One that is not"
+                " trained needs no prepare, or prepare_model(model, evaluation_mode=True)."
+            )
+        if self.model is None:
+            self.model = model
+            switch_off_checkpointing(model)
+            give_calls(model, self)
+        return model
+
+    def take_loader(self, loader: Any) -> Any:
+        """Return the batches to iterate over in the place of ``loader``: the first is that of training."""
+        if self.batches is not None:
+            self._evaluations.append(EvaluationBatches(loader))
+            return self._evaluations[-1]
+        if isinstance(loader, DataLoaderDispatcher):
+            raise BadInput(
+                "dispatched batches have no place that a run could keep: give dispatch_batches=False"
+            )
+        self.batches = TrainingBatches(
+            loader, lambda: self._accelerator.gradient_accumulation_steps, self._between
+        )
+        return self.batches
+
+    def take_schedule(self, schedule: Any) -> None:
+        """Leave ``schedule`` where it is in passes that the run has ended."""
+        own = schedule.step
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            if self.batches is None or not self.batches.is_passing_over:
+                own(*args, **kwargs)
+
+        vars(schedule)["step"] = step
+
+    # The run
+
+    def open(self) -> Engine:
+        """Return the engine, which begins or resumes the run at the first call."""
+        if self.engine is not None:
+            return self.engine
+        optimizers = self._accelerator._optimizers
+        if self.model is None or len(optimizers) != 1 or self.batches is None:
+            raise BadInput(
+                f"the accelerator has prepared {int(self.model is not None)} models to train, {len(optimizers)}"
+                f" optimizers and {int(self.batches is not None)} loaders: prepare one of each before training"
+            )
+        optimizer = innermost(optimizers[0])
+        if isinstance(optimizer, MeZO):
+            raise BadInput("MeZO computes the loss twice, and a loop does it once: use holdfast.offload")
+        vars(optimizer)["step"] = MethodType(left_to_the_engine(self._end_step), optimizer)
+        vars(optimizer)["zero_grad"] = MethodType(_nothing, optimizer)
+        usual: dict[str, Any] = {
+            "device": str(self._accelerator.device),
+            "precision": precision_of(self.model, mixed=self._accelerator.mixed_precision == "bf16"),
+            "micro_batches": self._accelerator.gradient_accumulation_steps,
+        }
+        self._is_opening = True
+        try:
+            self.engine = offload(
+                self.model, optimizer, self._run, loader=_State(self.batches.position, self._accelerator),
+                normalize="sum", **(usual | self._options),
+            )  # fmt: skip
+        finally:
+            self._is_opening = False
+        self.engine.held.refuse_gradients(
+            "clip by accelerator.clip_grad_norm_, and leave out what changes gradients"
+        )
+        self.batches.position.resumed()
+        atexit.register(self._leave)  # before the engine's own hook, which waits for what is under way
+        return self.engine
+
+    def close(self) -> None:
+        """Close the engine, which gives the model its values."""
+        self.abandon()
+        if self.engine is not None and not self.engine.is_closed:
+            self.engine.complete_step()
+            self.engine.close()
+        atexit.unregister(self._leave)
+
+    def save(self) -> None:
+        """Make the newest step durable."""
+        self._refuse_amid("save_state was called")
+        self._complete_early(self.open())
+        self.open().save()
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """Return the weights of the model; None if they are in memory."""
+        self._refuse_failed()
+        if self.weights_are_here:
+            return None
+        self._refuse_amid("the model's weights were asked for")
+        assert self.engine is not None
+        self._complete_early(self.engine)
+        return weights_of(self.engine, self.model)
+
+    # The loop
+
+    def called(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the model's output for a call of the script's.
+
+        Args:
+            call: The model's own ``__call__``.
+            args: The positional arguments.
+            kwargs: The keywords.
+        """
+        self._refuse_failed()
+        if self._is_opening or on_micro_batch() or (self.engine is not None and self.weights_are_here):
+            return call(*args, **kwargs)
+        engine = self.open()
+        assert self.model is not None and self.batches is not None
+        computes = self._computing(call)
+        trains = self.model.training or self._step is not None or self.batches.has(args, kwargs)
+        if not torch.is_grad_enabled() or not trains:
+            return self._evaluate(engine, computes, args, kwargs)
+        if self._step is None:
+            self._step = self._begun(engine, computes)
+        return self._taking(self._step.output)(args, kwargs)
+
+    def backward(self, loss: Any) -> None:
+        """Take the loss of the newest output, as accelerate divides it."""
+        if self._step is None:
+            raise BadInput("accelerator.backward was called without an output of the model in training mode")
+        self._taking(self._step.take_loss)(loss)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Finish the step, and return the norm that its gradients had before they were clipped."""
+        if self._step is None or not self._step.is_complete:
+            self._refuse(
+                "gradients were clipped before the last micro-batch of the step: ask sync_gradients before"
+            )
+        if float(max_norm) != self._clip_norm or float(norm_type) != 2.0:
+            self._refuse(
+                f"clip_grad_norm_ was called with the norm {max_norm} of order {norm_type}, and the engine clips to"
+                f" {self._clip_norm} of order 2: give offloaded(Accelerator, ..., clipping={max_norm})"
+            )
+        self._refuse_some(parameters)
+        self._finish()
+        self._was_clipped = True
+        assert self.engine is not None and self.engine.results is not None
+        norm = self.engine.results["grad_norm"]
+        return torch.tensor(math.nan if norm is None else norm, dtype=torch.float32)
+
+    def _end_step(self, closure: Any = None) -> None:
+        """Take the place of the optimizer's ``step``."""
+        if closure is not None:
+            self._refuse("optimizer.step(closure) computes the loss again: call it without")
+        if not self._was_clipped:
+            if self._step is None or not self._step.is_complete:
+                self._refuse(
+                    "optimizer.step() was called before accelerator.backward(loss) of the last micro-batch of the step:"
+                    " accumulate by accelerator.accumulate(model)"
+                )
+            if self._clip_norm not in (None, math.inf):
+                self._refuse(
+                    f"clipping={self._clip_norm} was given, and the loop has not called accelerator.clip_grad_norm_:"
+                    " call it if accelerator.sync_gradients, or leave clipping out"
+                )
+            self._finish()
+        self._was_clipped = False
+
+    def _between(self) -> None:
+        """Complete the step before, whose code in the loop is over. Called before batches are fetched."""
+        if self._step is not None:
+            self._refuse("the loop asked for more batches before it had stepped the optimizer")
+        self._refuse_failed()
+        self.open().complete_step(again=self._is_early)
+        self._is_early = False
+
+    def _begun(self, engine: Engine, computes: Callable[..., Any]) -> LoopStep:
+        assert self.batches is not None
+        if self._was_clipped:
+            raise BadInput("gradients were clipped, and optimizer.step() was not called")
+        return LoopStep(engine, computes, self.batches.group())
+
+    def _complete_early(self, engine: Engine) -> None:
+        """Complete the newest step; what the loop changes before the next is committed with it again."""
+        self._is_early |= engine.complete_step()
+
+    def _leave(self) -> None:
+        """Complete the newest step at the end of the process, unless an error has come amid the code of the loop."""
+        self.abandon()
+        if self.engine is not None and not self.engine.is_closed and not hasattr(sys, "last_exc"):
+            self.engine.complete_step()
+
+    def _finish(self) -> None:
+        assert self._step is not None
+        self._taking(self._step.finish)()
+        self._step = None
+
+    def _evaluate(
+        self, engine: Engine, computes: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        assert self.model is not None
+        if self.model.training:
+            raise BadInput(
+                "the model was called without gradients in training mode: call model.eval() before"
+            )
+        self._refuse_amid("the model was called for an evaluation")
+
+        def run(calls: list[ModelCall]) -> list[Any]:
+            return engine.run_calls([partial(each.run, computes) for each in calls])
+
+        for batches in self._evaluations:
+            is_there, result = batches.answer(args, kwargs, run, engine.steps_done)
+            if is_there:
+                return result
+        return run([ModelCall(args, kwargs)])[0]
+
+    def _computing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call``, with outputs in fp32 where accelerate converts them."""
+        if not self._accelerator.native_amp:
+            return call
+        return lambda *args, **kwargs: convert_to_fp32(call(*args, **kwargs))
+
+    @property
+    def weights_are_here(self) -> bool:
+        """True before the engine has the model and after it was closed."""
+        return self.engine is None or self.engine.is_closed
+
+    def _taking(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` of the step, which is over if that fails."""
+
+        def called(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except BaseException:
+                self.abandon()
+                raise
+
+        return called
+
+    def abandon(self) -> None:
+        """Give up the step that is under way, and the engine with it. The run is whole up to the step before."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._failed = True
+            step.abandon()
+
+    def _refuse(self, text: str) -> NoReturn:
+        self.abandon()
+        raise BadInput(text)
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise EngineFailed(
+                f"a step was given up, and the engine is closed. Start the script again: {self._run} goes on after its"
+                " newest step."
+            )
+
+    def _refuse_amid(self, what: str) -> None:
+        if self._step is not None:
+            self._refuse(f"{what} in the middle of an optimizer step: do it between steps")
+
+    def _refuse_some(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise ``BadInput`` if the loop clips the gradients of some trained parameters and not of others."""
+        assert self.engine is not None and self.model is not None
+        given = {id(parameter) for parameter in parameters}
+        named = {id(each): name for name, each in self.model.named_parameters()}
+        names = {named[each] for each in given if each in named}
+        held = self.engine.held.captured.parameters
+        names |= {each.name for each in held if id(each.parameter) in given}
+        left = [each.name for each in held if each.trained and not names.intersection(each.names)]
+        if left:
+            self._refuse(
+                f"clip_grad_norm_ was not given {left[0]}, and the engine clips all trained parameters together"
+            )
+
+
+class _State:
+    """The state of the loop and its objects after a step, which the engine takes for that of its loader."""
+
+    is_late = True
+
+    def __init__(self, batches: Batches, accelerator: Any) -> None:
+        self._batches, self._objects = batches, [*accelerator._schedulers, *accelerator._custom_objects]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self._batches.state_dict(),
+            "objects": [each.state_dict() for each in self._objects],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        there = len(state["objects"])
+        if there != len(self._objects):
+            raise RunMismatch(
+                f"the run has the states of {there} schedules and registered objects, and here are"
+                f" {len(self._objects)}: prepare and register those that it was made with"
+            )
+        self._batches.load_state_dict(state["batches"])
+        for each, saved in zip(self._objects, state["objects"], strict=True):
+            each.load_state_dict(saved)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the place of ``zero_grad``: the engine has the gradients."""
+
+
+def warn_of_save_state(run: Path) -> None:
+    warnings.warn(
+        f"save_state writes no folder: the newest step of {run} is durable, and training goes on after it. Save the"
+        " weights by save_pretrained or save_model.",
+        stacklevel=3,
+    )

@@ -1,0 +1,42 @@
+"""A script's model as the engine of an offloaded trainer or loop needs it, and its weights as scripts save them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...offload.engine import Engine
+
+
+def weights_of(engine: Engine, model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights in the dtypes of ``model``, in host memory; of one with adapters, these alone."""
+    dtypes = {each.name: each.parameter.dtype for each in engine.held.captured.parameters}
+    values = engine.state_dict(trained=hasattr(model, "peft_config"))
+    for name in values.keys() & dtypes.keys():  # one by one, so that no two copies of all exist
+        values[name] = values[name].to(dtypes[name])
+    return values
+
+
+def precision_of(model: Any, mixed: bool) -> str:
+    """Return the dtype to compute in: bf16 if the script has asked for it (``mixed``) or loaded the model so."""
+    short = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return "bf16" if mixed or short else "fp32"
+
+
+def switch_off_checkpointing(model: Any) -> None:
+    """Switch off activation checkpointing, which would call blocks again in the backward pass."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+
+
+def left_to_the_engine(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method for an optimizer that calls ``step``; schedules take it for one that they have wrapped."""
+
+    def method(optimizer: Any, closure: Any = None) -> Any:
+        return step(closure)
+
+    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return method

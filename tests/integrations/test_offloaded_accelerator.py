@@ -1,0 +1,332 @@
+"""A script with an ``Accelerator`` of ``offloaded`` trains out of core as it trains in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+import holdfast  # noqa: E402
+from holdfast.errors import BadInput, EngineFailed, ModelNotSupported  # noqa: E402
+from holdfast.integrations.accelerate import offloaded  # noqa: E402
+from integrations_interrupt import Interrupted, close_engines  # noqa: E402
+from offloaded_loop_script import NORM, everything, of_logits, train  # noqa: E402
+from offloaded_script import Texts, model  # noqa: E402
+from survive_run import digest  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use_cache was switched off")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(7)
+    yield
+    close_engines()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def out_of_core(root: Path, **options):
+    return offloaded(Accelerator, root / "run", **{"clipping": NORM, **options})
+
+
+ONE_GROUP_OVER_PASSES = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+KINDS = {
+    "plain": {},
+    "evaluated": {"evaluates": True},
+    "own loss": {"loss_of": of_logits},
+    "noise": {"noise": True},
+    "by pass": {"by_pass": True},
+    "workers": {"workers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["evaluated", pytest.param("noise", marks=pytest.mark.slow)])
+def test_the_numbers_are_those_of_the_unmodified_script(tmp_path, kind):
+    plain = train(Accelerator, **KINDS[kind])
+    torch.manual_seed(7)
+    mine = train(out_of_core(tmp_path), **KINDS[kind])
+    for name in ("losses", "norms", "rates", "evaluated"):
+        assert getattr(mine, name) == pytest.approx(getattr(plain, name), rel=1e-5), name
+    assert len(mine.losses) == 22 and len(mine.norms) == 8
+    for name, value in plain.weights.items():
+        torch.testing.assert_close(mine.weights[name], value, rtol=1e-5, atol=1e-6)
+    assert digest(mine.rest[0]) == digest(mine.weights)  # the model has its values back
+
+
+@pytest.mark.slow
+def test_an_unclipped_loss_of_the_scripts_own(tmp_path):
+    """A loss of the logits, with a draw that is another in the engine, where it is the same in each run."""
+
+    def script(kind):
+        torch.manual_seed(7)
+        return train(kind, loss_of=of_logits, clips=False).losses
+
+    mine = script(out_of_core(tmp_path, clipping=None))
+    assert mine == script(out_of_core(tmp_path / "again", clipping=None))
+    assert mine[:11] == pytest.approx(script(Accelerator)[:11], rel=2e-2)  # later passes have another order
+
+
+def test_a_step_has_the_bits_of_the_engines_own_loop(tmp_path):
+    mine = train(out_of_core(tmp_path), samples=18, shuffle=False)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    batches = [*DataLoader(Texts(18), batch_size=2)] * 2
+    losses, norms = [], []
+    with holdfast.offload(
+        net, optimizer, tmp_path / "loop", scheduler=schedule, precision="fp32", clipping=NORM
+    ) as engine:
+        for first in range(0, len(batches), 3):
+            losses.append(engine.step(batches[first : first + 3]))
+            norms.append(engine.last["grad_norm"])
+    assert digest(mine.weights) == digest(net.state_dict())
+    assert mine.norms == pytest.approx(norms, rel=1e-7)
+    assert [sum(mine.losses[i : i + 3]) / 3 for i in range(0, 18, 3)] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, step",
+    [
+        ("evaluated", 5),
+        pytest.param("noise", 4, marks=pytest.mark.slow),
+        pytest.param("plain", 2, marks=pytest.mark.slow),
+        pytest.param("noise", 2, marks=pytest.mark.slow),
+        pytest.param("noise", 8, marks=pytest.mark.slow),
+        pytest.param("own loss", 6, marks=pytest.mark.slow),
+        pytest.param("workers", 6, marks=pytest.mark.slow),
+        pytest.param("by pass", 5, marks=pytest.mark.slow),
+        pytest.param("by pass", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_script_ends_the_same(tmp_path, kind, step):
+    def stop(done, accelerator):
+        if done == step:
+            while accelerator.engine.durable_step < step - 1:
+                time.sleep(0.01)
+            accelerator.engine.give_up()  # as a kill does: the state after the step was not taken
+            raise Interrupted
+
+    whole = train(out_of_core(tmp_path / "whole"), **KINDS[kind])
+    torch.manual_seed(7)
+    with pytest.raises(Interrupted):
+        train(out_of_core(tmp_path), **KINDS[kind], after_step=stop)
+    torch.manual_seed(8)  # of no importance, as the run goes on
+    rest = train(out_of_core(tmp_path), **KINDS[kind])
+    assert everything(rest) == everything(whole)
+    assert rest.losses == whole.losses[len(whole.losses) - len(rest.losses) :]
+    assert len(rest.norms) == 8 - (step - 1)
+
+
+@pytest.mark.slow
+def test_an_interrupt_gives_up_the_step(tmp_path):
+    """Ctrl-C while the engine computes on a thread of its own."""
+    accelerators, pressed = [], []
+    original = transformers.LlamaForCausalLM.forward
+
+    def forward(self, *args, **kwargs):
+        if accelerators and accelerators[0].engine.steps_done == 3:
+            pressed.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the other thread hears of it
+        return original(self, *args, **kwargs)
+
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            train(out_of_core(tmp_path), after_step=lambda step, each: accelerators.append(each))
+    assert threading.active_count() == before
+    assert len(pressed) == 1  # no other micro-batch began
+    torch.manual_seed(7)
+    whole = train(out_of_core(tmp_path / "whole"))
+    assert everything(train(out_of_core(tmp_path))) == everything(whole)
+
+
+@pytest.mark.slow
+def test_bf16_is_that_of_the_accelerator(tmp_path):
+    dtypes = set()
+
+    def loss_of(net, batch):
+        output = net(**batch)
+        dtypes.add(output.logits.dtype)
+        return output.loss
+
+    mine = train(out_of_core(tmp_path), loss_of=loss_of, precision="bf16", passes=1)
+    assert dtypes == {torch.float32}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(7)
+    exact = train(out_of_core(tmp_path / "fp32"), passes=1)
+    assert mine.losses != exact.losses
+    assert mine.losses == pytest.approx(exact.losses, rel=5e-2)
+
+
+def test_weights_are_saved_while_the_engine_has_them(tmp_path):
+    def save(step, accelerator):
+        if step == 3:
+            net = accelerator.unwrap_model(accelerator._models[0])
+            net.save_pretrained(tmp_path / "pretrained", save_function=accelerator.save)
+            accelerator.save_model(net, tmp_path / "model")
+            with pytest.warns(UserWarning, match="save_state writes no folder"):
+                accelerator.save_state(str(tmp_path / "state"))
+            saved.append((digest(accelerator.engine.state_dict()), accelerator.engine.durable_step))
+
+    saved = []
+    train(out_of_core(tmp_path), after_step=save, passes=1)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float32)
+    assert saved == [(digest(dict(loaded.state_dict())), 3)]
+    assert (tmp_path / "model" / "model.safetensors").exists() and not (tmp_path / "state").exists()
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+
+
+# Refusals
+
+
+def twice(net, batch):
+    return net(**batch).loss + net(**batch).loss
+
+
+def made_in_the_loop(net, batch):
+    return net(input_ids=batch["input_ids"] + 0, labels=batch["labels"]).loss
+
+
+def changed_in_the_loop(net, batch):
+    batch["labels"][:, :2] = -100
+    return net(**batch).loss
+
+
+class Alternating:
+    calls = 0
+
+    def __call__(self, net, batch):
+        self.calls += 1
+        return net(**batch, output_attentions=self.calls % 2 == 0).loss
+
+
+def detached(net, batch):
+    return net(**batch).loss.detach()
+
+
+def with_a_weight(net, batch):
+    return net(**batch).loss + net.lm_head.weight.square().sum()
+
+
+def without_gradients(net, batch):
+    with torch.no_grad():
+        return net(**batch).loss
+
+
+def reads_a_gradient(net, batch):
+    loss = net(**batch).loss
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    return loss
+
+
+def asks_for_weights(net, batch):
+    loss = net(**batch).loss
+    net.state_dict()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss_of, error, text",
+    [
+        (twice, BadInput, "was called again before accelerator.backward"),
+        (made_in_the_loop, BadInput, "not in the loader's batch"),
+        (changed_in_the_loop, BadInput, "changed a batch in place"),
+        (Alternating(), BadInput, "other arguments than the first"),
+        (detached, BadInput, "no scalar that depends on the model's output"),
+        (with_a_weight, BadInput, r"depends on a parameter of shape \[50, 16\]"),
+        (without_gradients, BadInput, "call model.eval"),
+        (reads_a_gradient, ModelNotSupported, "clip by accelerator.clip_grad_norm_"),
+        (asks_for_weights, BadInput, "in the middle of an optimizer step"),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_loss_that_cannot_be_computed_is_refused(tmp_path, loss_of, error, text):
+    before = threading.active_count()
+    with pytest.raises(error, match=text):
+        train(out_of_core(tmp_path), loss_of=loss_of)
+    close_engines()
+    assert threading.active_count() == before
+    assert len([*(tmp_path / "run" / "commits").iterdir()]) == 1  # that of before the first step
+
+
+@pytest.mark.parametrize(
+    "options, given, text",
+    [
+        ({"clipping": 1.0}, {}, "give offloaded"),
+        ({"clipping": None}, {}, "give offloaded"),
+        ({}, {"clips": False}, "has not called accelerator.clip_grad_norm_"),
+    ],
+)
+def test_clipping_that_differs_is_refused_before_the_first_step(tmp_path, options, given, text):
+    with pytest.raises(BadInput, match=text):
+        train(out_of_core(tmp_path, **options), **given)
+    assert (tmp_path / "run" / "commits").is_dir() and len([*(tmp_path / "run" / "commits").iterdir()]) == 1
+
+
+def prepared(root, **options):
+    accelerator = out_of_core(root, clipping=None)(cpu=True, **options)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loader = DataLoader(Texts(), batch_size=2)
+    return accelerator, *accelerator.prepare(net, optimizer, loader)
+
+
+def test_accumulation_by_hand_is_refused(tmp_path):
+    accelerator, net, _, loader = prepared(tmp_path)
+    net.train()
+    with pytest.raises(BadInput, match="before it had stepped the optimizer"):
+        for batch in loader:
+            accelerator.backward(net(**batch).loss)
+    with pytest.raises(EngineFailed, match="a step was given up"):
+        net(**batch)
+
+
+def test_a_backward_of_torch_is_refused(tmp_path):
+    _, net, optimizer, loader = prepared(tmp_path)
+    net.train()
+    with pytest.raises(BadInput, match="was called before"):
+        for batch in loader:
+            net(**batch).loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision"),
+        ({"gradient_accumulation_plugin": ONE_GROUP_OVER_PASSES}, "sync_with_dataloader"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, options, text):
+    with pytest.raises(BadInput, match=text):
+        out_of_core(tmp_path)(cpu=True, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_run_cannot_have_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="normalize"):
+        offloaded(Accelerator, tmp_path, normalize="tokens")
+    with pytest.raises(BadInput, match="subclasses"):
+        offloaded(dict, tmp_path)
+    accelerator, *_ = prepared(tmp_path)
+    with pytest.raises(BadInput, match="goes on by itself"):
+        accelerator.load_state("x")
+    with pytest.raises(BadInput, match="two models"):
+        accelerator.prepare(model())
+    assert not (tmp_path / "run").exists()

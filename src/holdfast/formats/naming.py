@@ -153,6 +153,13 @@ class Converted(DerivedSource):
             atom = replace(stored.atom, name=names.get(stored.atom.name, stored.atom.name))
             self.atoms.setdefault(atom.key, replace(stored, atom=atom))
 
+    def copy(self, names: Mapping[str, Iterable[str]]) -> None:
+        """Add tensors that a model holds a second time: the names of the original, by the name of its copy."""
+        for name, originals in names.items():
+            found = (self.atoms.get(f"{original}/param") for original in originals)
+            if (stored := next(filter(None, found), None)) is not None:
+                self.add(replace(stored, atom=replace(stored.atom, name=name)))
+
     def place(self, name: str) -> StoredArray | None:
         """Return the one array in which a parameter is stored as it is; None if it is converted or in several."""
         stored = self.atoms.get(f"{name}/param")

@@ -40,7 +40,7 @@ KEPT = 2
 """The number of merged tensors that stay in memory: a tensor is read in pieces, one after the other."""
 _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<tensor>lora_\w+\.[^.]+(?:\.weight)?)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
-_REPLACED = re.compile(r".+\.original_module\..+")
+_REPLACED = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
 _PACKED_END = re.compile(r"(?:weight\..+|SCB|weight_format|weight_scale_inv)$")
 
 
@@ -83,6 +83,8 @@ class _Part:
     stored: dict[str, SourceTensor]
     layer: Any = None
     """PEFT's layer, if an adapter is merged into the weight."""
+    dtype: str = ""
+    """The dtype in which a tensor that was trained whole is written, if that is not the stored one."""
 
     @property
     def is_made(self) -> bool:
@@ -104,20 +106,21 @@ class Merged(DerivedSource):
             each.atom.name: each for each in source.atoms.values() if each.atom.slot in ("param", "buffer")
         }
         layers = dict(lora_layers(model))
-        groups, adapters = _grouped(weights)
+        groups, adapters, originals = _grouped(weights)
         self._refuse_other_layers(layers, adapters)
         self._refuse_tied(layers, model)
+        narrow = {} if dtype is not None else _dtypes_of_base(groups, originals, identity.get("bias", "none"))
         for name, group in groups.items():
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             if layer is not None and name.endswith(".base_layer.weight"):
                 part = _Part(group | adapters[name.removesuffix(".base_layer.weight")], layer)
             else:
-                part = _Part(group)
+                part = _Part(group, dtype=narrow.get(name, ""))
             self._add_part(_plain_name(name), part, model)
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         described = self._of_part[part]
-        if not described.is_made:
+        if not described.is_made and not described.dtype:
             [stored] = described.stored.values()
             read_bytes(self._source, stored, offset, into)
             return
@@ -145,13 +148,18 @@ class Merged(DerivedSource):
         held = [
             (id(each), name) for name, module in model.named_modules() for each in module._parameters.values()
         ]
-        for name, layer in layers.items():
-            weight = id(layer.get_base_layer().weight)
-            if others := [other for each, other in held if each == weight and other != f"{name}.base_layer"]:
+        adapted = [(name, layer.get_base_layer().weight) for name, layer in layers.items()]
+        saved = [(n, m) for n, m in model.named_modules() if n.endswith(".original_module")]
+        adapted += [(n.removesuffix(".original_module"), p) for n, m in saved for p in m.parameters()]
+        for name, weight in adapted:
+            if others := [
+                other for each, other in held if each == id(weight) and not other.startswith(f"{name}.")
+            ]:
+                other = _plain_name(others[0]).removesuffix(".base_layer").removesuffix(".original_module")
                 raise BadInput(
-                    f"the weight of {_plain_name(name)} in {self.path} is also that of"
-                    f" {_plain_name(others[0]).removesuffix('.base_layer')} (tie_word_embeddings), and the adapter is"
-                    " of the one alone, so no single weight has it merged. Write the adapter alone, with --to peft."
+                    f"the weight of {_plain_name(name)} in {self.path} is also that of {other} (tie_word_embeddings),"
+                    " and what was trained is of the one alone, so no single weight has it merged. Write the adapter"
+                    " alone, with --to peft."
                 )
 
     def _add_part(self, name: str, described: _Part, model: Any) -> None:
@@ -163,7 +171,7 @@ class Merged(DerivedSource):
         if "weight" not in described.stored:
             raise RunMismatch(f"{self.path} has scales of {name}, and not the weight itself")
         stored = described.stored["weight"]
-        shape, dtype = stored.atom.shape, stored.atom.dtype
+        shape, dtype = stored.atom.shape, described.dtype or stored.atom.dtype
         if described.is_made:
             weight = self._weight_of(model, name)
             shape = tuple(weight.shape)
@@ -200,10 +208,14 @@ class Merged(DerivedSource):
 
 def _grouped(
     weights: Mapping[str, SourceTensor],
-) -> tuple[dict[str, dict[str, SourceTensor]], dict[str, dict[str, SourceTensor]]]:
-    """Return the tensors that make each tensor of the base, by its name, and those of the adapter of each layer."""
+) -> tuple[dict[str, dict[str, SourceTensor]], dict[str, dict[str, SourceTensor]], dict[str, SourceTensor]]:
+    """Return the tensors that make each tensor of the base, by its name, and those of the adapter of each layer.
+
+    Last are the tensors of the base that trained copies replace, by their names.
+    """
     groups: dict[str, dict[str, SourceTensor]] = {}
     adapters: dict[str, dict[str, SourceTensor]] = {}
+    originals: dict[str, SourceTensor] = {}
     for name, stored in weights.items():
         if match := _ADAPTER.fullmatch(name):
             adapters.setdefault(match["layer"], {})[match["tensor"]] = stored
@@ -213,9 +225,30 @@ def _grouped(
             end = _PACKED_END.search(name)
             assert end is not None
             groups.setdefault(f"{name[: end.start()]}weight", {})[end.group()] = stored
-        elif not _REPLACED.fullmatch(name):
+        elif match := _REPLACED.fullmatch(name):
+            originals[f"{match['module']}.{match['rest']}"] = stored
+        else:
             groups.setdefault(name, {})["weight"] = stored
-    return groups, adapters
+    return groups, adapters, originals
+
+
+def _dtypes_of_base(
+    groups: Mapping[str, Mapping[str, SourceTensor]], originals: Mapping[str, SourceTensor], bias: str
+) -> dict[str, str]:
+    """Return the dtype of the base for each tensor that was trained whole, in fp32, by its name.
+
+    That is the dtype of the tensor that a copy replaces; for a bias, if ``bias`` says that such are trained, that of
+    the weight beside it.
+    """
+    found = {name: _own_dtype(stored) for name, stored in originals.items()}
+    for name in groups if bias != "none" else ():
+        beside = groups.get(f"{name.removesuffix('bias')}weight", {}).get("weight")
+        if name.endswith(".bias") and name not in found and beside is not None:
+            found[name] = _own_dtype(beside)
+    stored = {name: groups[name]["weight"].atom.dtype for name in found if "weight" in groups.get(name, {})}
+    return {
+        name: TO_NAME[found[name]] for name, dtype in stored.items() if dtype == "F32" != TO_NAME[found[name]]
+    }
 
 
 def _plain_name(name: str) -> str:

@@ -49,7 +49,8 @@ class FolderBase:
         self._weights = Weights(self._folder, self.model)  # read by a run without a commit
         self._adapted: Any = None
         if config.lora.are_wanted:
-            self._adapted = with_adapters(self.model, config.lora, self._folder)
+            packs = config.quantization.is_wanted
+            self._adapted = with_adapters(self.model, config.lora, self._folder, packs=packs)
 
     def trained(self, *, begins: bool, say: Callable[[str], None]) -> tuple[nn.Module, Weights]:
         """Return the model that is trained, and the weights that it begins with.
@@ -84,7 +85,7 @@ class FolderBase:
                 f"quantization.bits = {quantization.bits}: the weights in {self._folder} are quantised already. Leave"
                 " [quantization] out."
             )
-        if lora.dora and (self._packed or quantization.is_wanted):
+        if lora.dora and (quantization.is_wanted or self._packed):
             raise ConfigError(
                 "lora.dora = true: its magnitudes begin with the norms of the weights, which are packed in a quantised"
                 " base. Train LoRA on it, or DoRA on the folder that it was made from."

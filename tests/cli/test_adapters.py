@@ -222,7 +222,7 @@ def _rates(config):
         (["lora.rank=4", "lora.bias=some"], 'lora.bias = "some": must be "none" or "all" or "lora_only"'),
         (["lora.rank=4", "train.optimizer=apollo"], 'train.optimizer = "apollo" projects'),
         (["quantization.bits=4"], "quantised weights cannot be trained. Train adapters on them"),
-        (["lora.rank=4", "quantization.bits=4", "lora.dora=true"], "which are packed in a quantised base"),
+        (["lora.rank=4", "quantization.bits=4", "lora.dora=true"], "which bitsandbytes has packed or will pack"),
         (["lora.rank=4", "quantization.bits=8", "quantization.type=fp4"], "is for quantization.bits = 4"),
     ],
 )  # fmt: skip

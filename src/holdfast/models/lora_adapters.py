@@ -20,6 +20,7 @@ from ..errors import BadInput, ConfigError
 from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.peft_adapters import lora_layers
+from ..offload.model.quantised_layers import weight_from, weight_parts
 from ..quantities import first_line, shown
 from ..state.capture import AS_STORED
 from .keeping import ADAPTER_CONFIG, CONFIG
@@ -115,8 +116,10 @@ def set_magnitudes(model: nn.Module, weights: Weights) -> None:
             raise ConfigError(
                 f"lora.dora = true: {name} is no linear layer. Leave it out of lora.targets, or set lora.dora = false."
             )
-    values = weights.read(layer.get_base_layer().weight for _, layer in layers)
-    for (_, layer), weight in zip(layers, values, strict=True):
+    values = weights.read(part for _, layer in layers for part in weight_parts(layer.get_base_layer()))
+    for _, layer in layers:
+        base = layer.get_base_layer()
+        weight = weight_from(base, [next(values) for _ in weight_parts(base)])
         magnitude = layer.lora_magnitude_vector[NAME]
         norms = magnitude.get_weight_norm(weight, weight.new_zeros(()), 1)  # an adapter begins with zero
         magnitude.weight = nn.Parameter(norms)

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from ..errors import BadInput, RunMismatch
 from ..formats.load import read_bytes
 from ..formats.restore import read_tensors
 from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
+from ..offload.model.fp8_experts import SCALES_END, unpacked_experts
+from ..offload.model.int8_layers import SCALE, VALUES, unpacked_int8
 from ..offload.model.peft_adapters import lora_layers
-from ..offload.model.quantised_layers import QUANT_STATE, SCALES
+from ..offload.model.quantised_layers import QUANT_STATE, SCALES, unpacked
 from ..state.layout.fragments import Fragments, dense
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
-from .keeping import ADAPTER_CONFIG
+from .keeping import ADAPTER_CONFIG, CONFIG
 from .lora_adapters import adapted, peft_for
 from .pretrained import empty_model
 from .quantised_weights import unpacks_weight
@@ -41,7 +43,9 @@ KEPT = 2
 _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<tensor>lora_\w+\.[^.]+(?:\.weight)?)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
 _REPLACED = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-_PACKED_END = re.compile(r"(?:weight\..+|SCB|weight_format|weight_scale_inv)$")
+_PACKED_END = re.compile(
+    rf"(?:{VALUES}|_weight_scale|_weight_zero_point|weight\..+|SCB|weight_format|weight_scale_inv)$"
+)
 
 
 def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | None) -> Merged:
@@ -73,7 +77,9 @@ def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | Non
         raise BadInput(
             f"{adapter / ADAPTER_CONFIG} cannot be used on the model of {folder}: {error}"
         ) from error
-    return Merged(source, model, dtype, json.loads((adapter / ADAPTER_CONFIG).read_bytes()))
+    told = json.loads((folder / CONFIG).read_bytes()).get("quantization_config") or {}
+    identity = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
+    return Merged(source, model, dtype, identity, told.get("weight_block_size"))
 
 
 @dataclass
@@ -95,10 +101,15 @@ class _Part:
 class Merged(DerivedSource):
     """The weights of ``source``, a run of ``model``, with the adapters merged in and packed weights unpacked."""
 
-    def __init__(self, source: Source, model: Any, dtype: torch.dtype | None, identity: Any) -> None:
-        """Describe the merged tensors without reading data. Raises ``RunMismatch``."""
+    def __init__(
+        self, source: Source, model: Any, dtype: torch.dtype | None, identity: Any, tile: Sequence[int] | None
+    ) -> None:
+        """Describe the merged tensors without reading data. Raises ``RunMismatch``.
+
+        ``identity`` is the configuration of the adapters, and ``tile`` the rows and columns that share a scale in fp8.
+        """
         super().__init__(source)
-        self._dtype, self._told = dtype, identity
+        self._dtype, self._told, self._tile = dtype, identity, tile
         self._of_part: list[_Part] = []
         self._made: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -163,11 +174,6 @@ class Merged(DerivedSource):
                 )
 
     def _add_part(self, name: str, described: _Part, model: Any) -> None:
-        if SCALES in described.stored:
-            raise BadInput(
-                f"{name} of {self.path} is in fp8, and adapters are not merged into it. Write the adapters alone, with"
-                " --to peft."
-            )
         if "weight" not in described.stored:
             raise RunMismatch(f"{self.path} has scales of {name}, and not the weight itself")
         stored = described.stored["weight"]
@@ -189,7 +195,8 @@ class Merged(DerivedSource):
             raise RunMismatch(
                 f"{self.path} has {name}, which {type(model.get_base_model()).__name__} has not"
             ) from error
-        return (module.get_base_layer() if hasattr(module, "get_base_layer") else module).weight
+        held = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        return getattr(held, name.rpartition(".")[2])
 
     def _tensor(self, part: int) -> torch.Tensor:
         """Return the merged or unpacked tensor of ``part``."""
@@ -199,11 +206,32 @@ class Merged(DerivedSource):
             described = self._of_part[part]
             wanted = [(each, Region.whole(each.atom.shape)) for each in described.stored.values()]
             tensors = dict(zip(described.stored, read_tensors(self._source, wanted), strict=True))
-            weight = _unpacked(tensors).to(FROM_NAME[self.parts[part].dtype])
+            weight = self._unpacked(tensors).to(FROM_NAME[self.parts[part].dtype])
             if described.layer is not None:
                 weight = _merged_weight(described.layer, weight, tensors)
             self._made[part] = weight.contiguous()
         return self._made[part]
+
+    def _unpacked(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight among the ``tensors`` of a layer, unpacked as its kernels would."""
+        weight = tensors["weight"]
+        if SCALES_END in tensors:
+            return unpacked_experts(weight, tensors[SCALES_END], self._tile)
+        if SCALES in tensors:
+            return unpacked(weight, tensors[SCALES], self._tile, torch.float32)
+        if SCALE in tensors:
+            return unpacked_int8(weight, tensors[SCALE], torch.float32)
+        if "SCB" in tensors:
+            from bitsandbytes.functional import int8_vectorwise_dequant
+
+            return int8_vectorwise_dequant(weight, tensors["SCB"])
+        if any(name.startswith(QUANT_STATE) for name in tensors):
+            from bitsandbytes.functional import QuantState, dequantize_4bit
+
+            parts = {name: each for name, each in tensors.items() if name.startswith("weight.")}
+            state = QuantState.from_dict(parts, device=torch.device("cpu"))
+            return dequantize_4bit(weight, state)
+        return weight
 
 
 def _grouped(
@@ -221,10 +249,13 @@ def _grouped(
             adapters.setdefault(match["layer"], {})[match["tensor"]] = stored
         elif match := _SAVED.fullmatch(name):
             groups.setdefault(f"{match['module']}.{match['rest']}", {})["weight"] = stored
-        elif unpacks_weight(name):
+        elif name.endswith(f".{VALUES}") or unpacks_weight(name):
             end = _PACKED_END.search(name)
             assert end is not None
-            groups.setdefault(f"{name[: end.start()]}weight", {})[end.group()] = stored
+            part = "weight" if end.group() == VALUES else end.group()
+            groups.setdefault(f"{name[: end.start()]}weight", {})[part] = stored
+        elif name.endswith(SCALES_END):  # of experts in fp8
+            groups.setdefault(name.removesuffix(SCALES_END), {})[SCALES_END] = stored
         elif match := _REPLACED.fullmatch(name):
             originals[f"{match['module']}.{match['rest']}"] = stored
         else:
@@ -259,22 +290,6 @@ def _own_dtype(stored: SourceTensor) -> torch.dtype:
     """Return the dtype of a stored weight; bf16 if it is packed, which published models were before."""
     dtype = FROM_NAME[stored.atom.dtype]
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
-
-
-def _unpacked(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the weight among the ``tensors`` of a layer, unpacked as its kernels would."""
-    weight = tensors["weight"]
-    if "SCB" in tensors:
-        from bitsandbytes.functional import int8_vectorwise_dequant
-
-        return int8_vectorwise_dequant(weight, tensors["SCB"])
-    if any(name.startswith(QUANT_STATE) for name in tensors):
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        parts = {name: each for name, each in tensors.items() if name.startswith("weight.")}
-        state = QuantState.from_dict(parts, device=torch.device("cpu"))
-        return dequantize_4bit(weight, state)
-    return weight
 
 
 def _merged_weight(layer: Any, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

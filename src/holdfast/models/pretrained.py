@@ -26,7 +26,7 @@ from ..offload.model.blocks import configurations, empty_parameters
 from ..offload.model.peft_adapters import copied_modules
 from ..quantities import first_line, shown
 from ..sources import OpenedSource
-from ..state.capture import Captured
+from ..state.capture import Captured, join
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from . import quantised_weights
@@ -157,6 +157,10 @@ class Weights:
         self.reference = reference
         """True if a run is to read frozen weights from the folder, in place of a copy."""
         self._named = dict(model.named_parameters(remove_duplicate=False))
+        modules = model.named_modules(remove_duplicate=False)
+        self._buffers = {
+            (id(module), end): join(path, end) for path, module in modules for end in module._buffers
+        }
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
@@ -196,7 +200,7 @@ class Weights:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
         refuse_other_formats(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
-        return _Begins(source, self._named, self.path)
+        return _Begins(source, self._named, self._buffers, self.path)
 
 
 class _Begins(OpenedSource):
@@ -204,9 +208,15 @@ class _Begins(OpenedSource):
 
     fresh = True
 
-    def __init__(self, source: Converted, named: dict[str, nn.Parameter], place: Path) -> None:
+    def __init__(
+        self,
+        source: Converted,
+        named: dict[str, nn.Parameter],
+        buffers: dict[tuple[int, str], str],
+        place: Path,
+    ) -> None:
         super().__init__(source, Allowed(partial=True, cast=True), place)
-        self._converted, self._named = source, named
+        self._converted, self._named, self._buffers = source, named, buffers
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
         """Match the folder's tensors to the captured parameters, and return notes on unused ones.
@@ -217,7 +227,10 @@ class _Begins(OpenedSource):
         """
         names = {id(each.parameter): each.names for each in captured.parameters}
         now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
-        self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
+        renamed = {name: others[0] for name, others in now.items() if name not in others}
+        for name, (module, end) in captured.buffers.items():
+            renamed[self._buffers.get((id(module), end), name)] = name
+        self._converted.rename(renamed)
         self._converted.copy(copied_modules(captured))
         super().match(captured, optimizer)
         of_folder = {id(parameter) for parameter in self._named.values()}

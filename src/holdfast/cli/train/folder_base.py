@@ -19,6 +19,7 @@ from ...models.keeping import CONFIG, checked
 from ...models.lora_adapters import adapter_config, set_magnitudes, with_adapters
 from ...models.pretrained import Weights, empty_model
 from ...models.quantise_folder import is_made_of, quantise_folder, refuse_lack_of_bitsandbytes
+from ...offload.model.quantised_layers import are_unpacked_here
 from ..machine import launched
 
 BASE = "base"
@@ -85,10 +86,10 @@ class FolderBase:
                 f"quantization.bits = {quantization.bits}: the weights in {self._folder} are quantised already. Leave"
                 " [quantization] out."
             )
-        if lora.dora and (quantization.is_wanted or self._packed):
+        if lora.dora and (quantization.is_wanted or not are_unpacked_here(self.model)):
             raise ConfigError(
-                "lora.dora = true: its magnitudes begin with the norms of the weights, which are packed in a quantised"
-                " base. Train LoRA on it, or DoRA on the folder that it was made from."
+                "lora.dora = true: its magnitudes begin with the norms of the weights, which bitsandbytes has packed or"
+                " will pack. Train LoRA on such a base, or DoRA on the folder that it was made from."
             )
         if quantization.is_wanted:
             refuse_lack_of_bitsandbytes(quantization)

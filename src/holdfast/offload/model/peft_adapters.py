@@ -79,12 +79,13 @@ _COPIED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
 
 
 def copied_modules(captured: Captured) -> dict[str, tuple[str, ...]]:
-    """Return the names of the original, by the name of each parameter that PEFT's ``modules_to_save`` has copied."""
-    known = {name: each for each in captured.parameters for name in each.names}
+    """Return the names of the original of each parameter and buffer that PEFT's ``modules_to_save`` has copied."""
+    known = {name: each.names for each in captured.parameters for name in each.names}
+    known |= {name: (name,) for name in captured.buffers}
     found: dict[str, tuple[str, ...]] = {}
-    for name, copy in known.items():
+    for name, names in known.items():
         match = _COPIED.fullmatch(name)
         original = known.get(f"{match['module']}.original_module.{match['rest']}") if match else None
         if original is not None:
-            found[copy.name] = original.names
+            found[names[0]] = original
     return found

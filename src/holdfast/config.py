@@ -271,10 +271,10 @@ class AdapterConfig:
     dora: bool = _key(False, "a trained magnitude for each output of a layer", fixed=True)
     rslora: bool = _key(False, "scale by alpha / sqrt(rank)", fixed=True)
     modules_to_save: tuple[str, ...] = _key(
-        (), 'modules that are trained whole, by the ends of their names, like "lm_head"', fixed=True
+        (), "modules trained whole, by the ends of their names", fixed=True
     )
     bias: Literal["none", "all", "lora_only"] = _key(
-        "none", "biases that are trained: of all layers, or of adapted ones alone", fixed=True
+        "none", "biases that are trained, lora_only: of adapted layers", fixed=True
     )
 
     def __post_init__(self) -> None:

@@ -227,10 +227,9 @@ class _Begins(OpenedSource):
         """
         names = {id(each.parameter): each.names for each in captured.parameters}
         now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
-        renamed = {name: others[0] for name, others in now.items() if name not in others}
         for name, (module, end) in captured.buffers.items():
-            renamed[self._buffers.get((id(module), end), name)] = name
-        self._converted.rename(renamed)
+            now[self._buffers.get((id(module), end), name)] = (name,)
+        self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
         self._converted.copy(copied_modules(captured))
         super().match(captured, optimizer)
         of_folder = {id(parameter) for parameter in self._named.values()}

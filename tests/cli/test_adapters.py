@@ -324,6 +324,7 @@ def test_an_adapter_of_a_tied_weight_is_not_merged(tmp_path, train, holdfast, ta
     assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
 
 
+@pytest.mark.slow
 def test_modules_and_biases_that_were_trained_are_written_as_peft_loads_them(tmp_path, train, holdfast):
     folder, run = write_folder(tmp_path / "folder", tiny_folders.gpt_neox), tmp_path / "run"
     sets = ["lora.rank=4", "lora.modules_to_save=[lm_head,mlp]"]

@@ -100,6 +100,7 @@ def test_adapters_equal_peft_on_the_unpacked_base_and_resume(tmp_path, make, opt
     assert differing(stored(tmp_path / "run"), state) == []
 
 
+@pytest.mark.slow
 def test_dora_begins_and_trains_as_on_the_unpacked_base(tmp_path):
     folder = write_quantised(tmp_path, "fp8")
     model, weights = holdfast.pretrained(folder)
@@ -241,6 +242,7 @@ def test_other_fp8_is_refused_by_name(tmp_path, told, error, said):
         holdfast.pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [qwen3_moe, deepseek_v3])
 def test_experts_stay_packed_and_adapters_beside_them_equal_peft(tmp_path, make):
     """Published one by one, held by one tensor of a layer, and unpacked one by one again."""

@@ -111,8 +111,9 @@ def resident(folder):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-@pytest.mark.parametrize("group", [None, 8], ids=["rows", "groups"])
+@pytest.mark.parametrize(
+    ("group", "options"), [(None, {}), (8, {"use_dora": True})], ids=["rows", "groups, dora"]
+)
 def test_adapters_equal_peft_on_the_same_layers_and_resume(tmp_path, group, options):
     folder = as_int8(write_folder(tmp_path / "plain"), tmp_path / "folder", group)
     losses, begun = train(folder, tmp_path / "run", range(2), **options)

@@ -105,10 +105,10 @@ QUANTISED = {
 
 
 def write_quantised(folder: Path, kind: str, make=llama) -> Path:
-    """A folder as the library publishes it, of a model that ``make`` makes; of the kind "fp8" too."""
+    """A folder as the library publishes it, of a model that ``make`` makes; of the kinds "fp8" and "torchao" too."""
     plain = write_folder(folder / "plain", make)
-    if kind == "fp8":
-        return as_fp8(plain, folder / kind)
+    if kind in ("fp8", "torchao"):
+        return (as_fp8 if kind == "fp8" else as_int8)(plain, folder / kind)
     config = transformers.BitsAndBytesConfig(**QUANTISED[kind])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
@@ -135,7 +135,7 @@ def as_fp8(
     }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised | told}))
     tensors = load_file(plain / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_with_mqa.weight"))]:
         tensors[name], tensors[f"{name}_scale_inv"] = in_fp8(tensors[name], tile, scales)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -159,6 +159,46 @@ def from_fp8(packed: torch.Tensor, grid: torch.Tensor, tile: tuple[int, int]) ->
     """The matrix that ``in_fp8`` packed, in fp32, element by element."""
     rows, columns = (torch.arange(size) // each for size, each in zip(packed.shape, tile))
     return packed.float() * grid.float()[rows[:, None], columns]
+
+
+def as_int8(plain: Path, folder: Path, group: int | None = None) -> Path:
+    """A copy of a folder whose linear layers, without the head, torchao has quantised: by rows, or groups of them."""
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "config.json").read_text())
+    kind = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"group_size": group}}
+    told = {"quant_method": "torchao", "quant_type": {"default": kind}, "modules_to_not_convert": None}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    tensors = load_file(plain / "model.safetensors")
+    metadata = dict.fromkeys(tensors, json.dumps({"_type": "Tensor"})) | {"format": "pt"}
+    metadata["tensor_names"] = json.dumps([*tensors])
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name)
+        values, scale = in_int8(weight, group or weight.shape[1])
+        before = f"{name.removesuffix('weight')}_weight_"
+        zeros = torch.zeros(scale.shape, dtype=torch.int8)
+        tensors |= {f"{before}qdata": values, f"{before}scale": scale, f"{before}zero_point": zeros}
+        data = {
+            "act_quant_kwargs": None, "reduce_range": False, "block_size": [1, group or weight.shape[1]],
+            "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
+        }  # fmt: skip
+        parts = ["zero_point", "qdata", "scale"]
+        metadata[name] = json.dumps({"_type": "Int8Tensor", "_data": data, "_tensor_data_names": parts})
+    save_file(tensors, folder / "model.safetensors", metadata)
+    return folder
+
+
+def in_int8(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in int8, and the scale of each group of columns of each row."""
+    grouped = weight.float().unflatten(1, (-1, group))
+    scale = (grouped.abs().amax(2) / 127.5).clamp(min=1e-12)
+    values = (grouped / scale[:, :, None]).round().clamp(-128, 127).flatten(1)
+    return values.to(torch.int8), scale
+
+
+def from_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The matrix that ``in_int8`` packed, in fp32, element by element."""
+    groups = torch.arange(values.shape[1]) // (values.shape[1] // scale.shape[1])
+    return values.float() * scale.float()[:, groups]
 
 
 def write_pairs(path: Path, count: int = 40) -> Path:

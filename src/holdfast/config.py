@@ -270,6 +270,12 @@ class AdapterConfig:
     dropout: float = _key(0.0, "probability, on what an adapter reads", stated=True)
     dora: bool = _key(False, "a trained magnitude for each output of a layer", fixed=True)
     rslora: bool = _key(False, "scale by alpha / sqrt(rank)", fixed=True)
+    modules_to_save: tuple[str, ...] = _key(
+        (), "modules trained whole, by the ends of their names", fixed=True
+    )
+    bias: Literal["none", "all", "lora_only"] = _key(
+        "none", "biases that are trained, lora_only: of adapted layers", fixed=True
+    )
 
     def __post_init__(self) -> None:
         rank, alpha = self.rank, self.alpha

@@ -132,14 +132,22 @@ def test_merging_asks_for_adapters(tmp_path, train, holdfast, llama):
     assert result.code == 2 and "does not say which adapters it trained" in result.err
 
 
+WHOLE = {"llama": "lm_head", "gpt2": "ln_f"}
+"""A module that is trained whole."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "whole"])
 @pytest.mark.parametrize("make", ["llama", "gpt2"])
 def test_losses_are_those_of_peft_in_a_plain_loop(tmp_path, train, holdfast, text, make, kind):
     """With the adapters' values of step 0, the samples of the run, and its keys for random numbers."""
     folder = write_folder(tmp_path / "folder", tiny_folders.EVERY[make])
     run, sets = tmp_path / "run", ["lora.rank=4", "lora.dropout=0.2", "train.clip_norm=0"]
-    sets += [f"lora.{kind}=true"] if kind != "lora" else []
+    if kind == "whole":
+        sets += [f"lora.modules_to_save=[{WHOLE[make]}]", "lora.bias=all"]
+    elif kind != "lora":
+        sets.append(f"lora.{kind}=true")
+    more = {"modules_to_save": [WHOLE[make]], "bias": "all"} if kind == "whole" else {}
     assert train(run, folder, 3, *sets, "durability.retain=9").code == 0
     assert holdfast("convert", f"{run}@0", tmp_path / "begins", "--to", "peft").code == 0
     told = json.loads((tmp_path / "begins/adapter_config.json").read_text())
@@ -149,17 +157,19 @@ def test_losses_are_those_of_peft_in_a_plain_loop(tmp_path, train, holdfast, tex
         "use_dora": kind == "dora",
         "lora_alpha": 8,
         "r": 4,
-    }
+    } | more
     assert {key: told[key] for key in asked} == asked
     model = with_adapter(folder, tmp_path / "begins", is_trainable=True).train()
     fresh = peft.get_peft_model(
         base_of(folder),
-        peft.LoraConfig(r=4, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM"),
+        peft.LoraConfig(
+            r=4, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM", **more
+        ),
     )
     begun = dict(model.named_parameters())
     for name, value in fresh.named_parameters():
         assert begun[name].shape == value.shape and begun[name].requires_grad == value.requires_grad
-        if "magnitude" in name or "lora_B" in name:
+        if "magnitude" in name or "lora_B" in name or "modules_to_save" in name:
             assert torch.equal(begun[name], value), name
 
     config = load_config(run / "config.toml")
@@ -204,9 +214,15 @@ def _rates(config):
         (["lora.rank=4", "lora.targets=[q_proj,wrong]"], 'is called "wrong". Its linear layers are q_proj, k_proj'),
         (["lora.rank=4", "lora.targets=[input_layernorm]"], "PEFT makes no such adapters"),
         (["lora.alpha=8"], "lora.alpha = 8.0: needs adapters: give lora.rank"),
+        (["lora.rank=4", "lora.modules_to_save=[lm_hea]"], 'modules_to_save: no layer of the model in'),
+        (
+            ["lora.rank=4", "lora.targets=[v_proj]", "lora.modules_to_save=[q_proj]", "quantization.bits=4"],
+            "packed values are not",
+        ),
+        (["lora.rank=4", "lora.bias=some"], 'lora.bias = "some": must be "none" or "all" or "lora_only"'),
         (["lora.rank=4", "train.optimizer=apollo"], 'train.optimizer = "apollo" projects'),
         (["quantization.bits=4"], "quantised weights cannot be trained. Train adapters on them"),
-        (["lora.rank=4", "quantization.bits=4", "lora.dora=true"], "which are packed in a quantised base"),
+        (["lora.rank=4", "quantization.bits=4", "lora.dora=true"], "which bitsandbytes has packed or will pack"),
         (["lora.rank=4", "quantization.bits=8", "quantization.type=fp4"], "is for quantization.bits = 4"),
     ],
 )  # fmt: skip
@@ -290,12 +306,59 @@ def test_other_families_merge_as_peft_does(tmp_path, train, holdfast, make):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's own
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_an_adapter_of_a_tied_weight_is_not_merged(tmp_path, train, holdfast, target):
+@pytest.mark.parametrize(
+    ("target", "sets"),
+    [
+        ("lm_head", ["lora.targets=[q_proj,lm_head]"]),
+        ("embed_tokens", ["lora.targets=[q_proj,embed_tokens]"]),
+        ("lm_head", ["lora.targets=[q_proj]", "lora.modules_to_save=[lm_head]"]),
+    ],
+)
+def test_an_adapter_of_a_tied_weight_is_not_merged(tmp_path, train, holdfast, target, sets):
     """Head and embedding would both change, or the head's adapter be lost."""
     folder, run = write_folder(tmp_path / "folder", tiny_folders.llama_tied), tmp_path / "run"
-    assert train(run, folder, 1, "lora.rank=4", f"lora.targets=[q_proj,{target}]").code == 0
+    assert train(run, folder, 1, "lora.rank=4", *sets).code == 0
     result = holdfast("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge")
     assert result.code == 2 and f"{target} in {run}@1 is also that of" in result.err, result.err
     assert "--to peft" in result.err and not (tmp_path / "merged").exists()
     assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+
+
+@pytest.mark.slow
+def test_modules_and_biases_that_were_trained_are_written_as_peft_loads_them(tmp_path, train, holdfast):
+    folder, run = write_folder(tmp_path / "folder", tiny_folders.gpt_neox), tmp_path / "run"
+    sets = ["lora.rank=4", "lora.modules_to_save=[lm_head,mlp]"]
+    result = train(run, folder, 2, *sets, "lora.bias=lora_only")
+    assert result.code == 0, result.err
+    assert "on all-linear; the biases of these layers; lm_head, mlp whole; all else is frozen" in " ".join(
+        result.out.split()
+    )
+    assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+    loaded, found = with_adapter(folder, tmp_path / "adapter", is_trainable=True), stored(run)
+    values = {f"{name}/param": p.detach() for name, p in loaded.named_parameters() if p.requires_grad}
+    assert len(values) == 3 * (2 * 3 + 4) + 1 and differing(found, values) == []
+    loaded.save_pretrained(tmp_path / "saved")
+    names = [load_file(tmp_path / each / "adapter_model.safetensors").keys() for each in ("adapter", "saved")]
+    assert names[0] == names[1]
+
+    for dtype, more in ((torch.float32, ["--dtype", "fp32"]), (torch.bfloat16, [])):
+        out = tmp_path / str(dtype)
+        assert holdfast("convert", run, out, "--to", "huggingface", "--merge", *more).code == 0
+        expected = with_adapter(folder, tmp_path / "adapter", dtype).merge_and_unload().state_dict()
+        merged = base_of(out, dtype).state_dict()
+        assert differing(merged, expected) == [] and merged.keys() == expected.keys()
+        assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {dtype}
+        if dtype == torch.float32:
+            plain = base_of(folder).state_dict()
+            ends = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+            layers = [f"gpt_neox.layers.{n}.{end}" for n in range(3) for end in ends]
+            changed = {
+                "lm_head.weight",
+                *(f"{each}.{end}" for each in layers for end in ("weight", "bias")),
+            }
+            assert {name for name in plain if not torch.equal(plain[name], merged[name])} == changed
+
+    path = run / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bias": "all"}))
+    result = holdfast("convert", run, tmp_path / "other", "--to", "peft")
+    assert result.code == 2 and "differ in bias" in result.err and not (tmp_path / "other").exists()

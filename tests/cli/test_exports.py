@@ -309,7 +309,7 @@ def test_adapter_is_not_written_as_a_model(tmp_path, holdfast):
     [
         ("r", 8, "says r = 8"),
         ("target_modules", ["q_proj", "k_proj"], "differ in target_modules"),
-        ("bias", "all", "bias"),
+        ("bias", "some", "bias 'some'"),
     ],
 )
 def test_adapter_of_another_configuration_is_refused(tmp_path, holdfast, option, value, said):

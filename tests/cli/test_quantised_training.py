@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -19,6 +20,7 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 import tiny_folders  # noqa: E402  (needs transformers)
+from formats.test_experts import qwen3_moe  # noqa: E402
 from tiny_folders import TEXT, write_folder, write_quantised, write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -168,32 +170,53 @@ def stored_adapter(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8", "torchao", "experts"])
 def test_a_folder_that_is_packed_already_trains_adapters(tmp_path, train, holdfast, kind):
-    folder, run = write_quantised(tmp_path, kind), tmp_path / "run"
+    made = ("fp8", qwen3_moe) if kind == "experts" else (kind,)
+    folder, run = write_quantised(tmp_path, *made), tmp_path / "run"
     write_tokenizer(folder)
+    sets = {
+        "fp8": ["lora.dora=true"],
+        "torchao": ["lora.dora=true"],
+        "experts": ["lora.targets=[q_proj,v_proj]"],
+    }.get(kind, [])
     for steps in (1, 2):
-        result = train(run, folder, steps)
+        result = train(run, folder, steps, *sets)
         assert result.code == 0, result.err
     assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
     result = holdfast("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge")
-    if kind == "fp8":
-        assert result.code == 2 and "adapters are not merged into it" in result.err
-        assert not (tmp_path / "merged").exists()
-        return
     assert result.code == 0, result.err
     _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(told.values())
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    if kind in ("fp8", "torchao", "experts"):
+        there = (
+            folder if kind != "torchao" else tmp_path / "plain"
+        )  # fp8 is unpacked by transformers on a CPU
+        base = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.bfloat16)
+        packed = load_file(folder / "model.safetensors")
+        for name in re.findall(r"(\S+?)\._weight_qdata", " ".join(packed)):
+            value = tiny_folders.from_int8(packed[f"{name}._weight_qdata"], packed[f"{name}._weight_scale"])
+            base.get_submodule(name).weight.data = value.bfloat16()
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+        assert differing(found.state_dict(), expected.state_dict()) == []
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("kind", "sets", "said"),
     [
-        (["quantization.bits=4"], "are quantised already. Leave [quantization] out"),
-        (["lora.dora=true"], "which are packed in a quantised base"),
+        ("fp8", ["quantization.bits=4"], "are quantised already. Leave [quantization] out"),
+        ("nf4", ["lora.dora=true"], "which bitsandbytes has packed"),
+        (
+            "torchao",
+            ["lora.modules_to_save=[q_proj]", "lora.targets=[v_proj]"],
+            "packed values are not trained",
+        ),
     ],
 )
-def test_what_a_packed_folder_cannot_is_one_line(tmp_path, train, sets, said):
-    result = train(tmp_path / "run", write_quantised(tmp_path, "fp8"), 1, *sets)
+def test_what_a_packed_folder_cannot_is_one_line(tmp_path, train, kind, sets, said):
+    folder = write_quantised(tmp_path, kind)
+    write_tokenizer(folder)
+    result = train(tmp_path / "run", folder, 1, *sets)
     assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()

@@ -1,16 +1,25 @@
-"""The same of a decoder of transformers with adapters of PEFT, whose base is frozen."""
+"""The same of a decoder of transformers with adapters of PEFT on a frozen base; or ``holdfast train`` in a rank."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 
 import holdfast
 import tiny_folders
 from dist import ways
 from dist.ways import Task
+from holdfast.cli import main as command_line
+from holdfast.cli.train import train_job
+from holdfast.offload.engine import Engine
 
 HIDDEN = 4096
 """Of the base, beside which adapters are small."""
@@ -43,4 +52,33 @@ def task(folder: str | None = None, reference: bool = False) -> Task:
     return Task(adapted, micro_batches)
 
 
-main = partial(ways.main, tasks=task)
+def main(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    say: Callable[..., None],
+    words: Sequence[str] = (),
+    kill: Sequence[int] = (),
+    **order: Any,
+) -> None:
+    """What ``ways`` does with tasks of here; or the command of ``words``, in which ``kill`` has a rank and a step."""
+    if not words:
+        ways.main(rank, world_size, rendezvous, say, tasks=task, **order)
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the command prints, and the server speaks there
+    begin, step = dist.init_process_group, Engine.step
+
+    def killed_step(engine: Engine, *given: Any) -> Any:
+        if kill and engine.steps_done == kill[1]:
+            engine.wait()  # so that there is something to go on from
+            if rank == kill[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return step(engine, *given)
+
+    dist.init_process_group = partial(begin, init_method=rendezvous, rank=rank, world_size=world_size)
+    Engine.step, train_job.SAMPLE_TOKENS = killed_step, 1
+    sys.argv = ["holdfast", *words]
+    try:
+        command_line.main()
+    except SystemExit as ended:
+        say(finished=not ended.code)

@@ -14,6 +14,7 @@ from dist.test_offload_ways import CLIPPING, go_through
 from dist.world import World
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS
+from support.adapter_runs import TINY, losses
 from training import differing, read_atoms
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
@@ -62,7 +63,7 @@ def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_proce
     equal_on_ranks(world, tmp_path, tiny_folders.write_folder(tmp_path / "folder"))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8", "torchao"])
 def test_adapters_of_a_quantised_folder_have_the_bits_of_one_process(world, tmp_path, kind):
     pytest.importorskip("bitsandbytes")
     equal_on_ranks(world, tmp_path, tiny_folders.write_quantised(tmp_path / "folder", kind))
@@ -90,3 +91,32 @@ def equal_on_ranks(world, tmp_path, folder, **what):
         (said, *_) = world.run(3 - ranks, runs={"run": {**run, **what}})
         assert said.get("finished"), said.get("trace")
     assert differing(read_atoms(tmp_path / "2"), read_atoms(tmp_path / "1")) == []
+
+
+COMMANDED = {
+    "lora": ("lora.dropout=0.2",),
+    "dora": ("lora.dora=true",),
+    "nf4": ("lora.dropout=0.2", "quantization.bits=4"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDED)
+def test_the_command_has_the_bits_of_one_process_on_any_number_of_ranks(world, tmp_path, kind):
+    """Killed on two ranks and gone on with by one, and the other way round."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    folder, text = tiny_folders.write_folder(tmp_path / "folder"), tmp_path / "text.txt"
+    text.write_text(tiny_folders.TEXT * 12)
+
+    def train(ranks, name, steps=4, **more):
+        keys = TINY | {"run.dir": tmp_path / name, "data.text": text, "train.steps": steps, "lora.rank": 4}
+        sets = [*(f"{key}={value}" for key, value in keys.items()), *COMMANDED[kind]]
+        words = ["train", "--model", folder, *(word for each in sets for word in ("--set", each))]
+        return [said.get("finished", False) for said in world.run(ranks, words=words, **more)]
+
+    assert train(1, "whole") == [True]
+    for name, first, then in (("2-1", 2, 1), ("1-2", 1, 2)):
+        assert train(first, name, kill=[first - 1, 2]) == [False] * first
+        assert train(then, name) == [True] * then
+        assert differing(read_atoms(tmp_path / name), read_atoms(tmp_path / "whole")) == []
+        assert losses(tmp_path / name) == losses(tmp_path / "whole") and len(losses(tmp_path / name)) == 4

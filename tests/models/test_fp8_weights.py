@@ -9,6 +9,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput, Damaged, ModelNotSupported
+from holdfast.models.lora_adapters import set_magnitudes
 from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
@@ -17,6 +18,7 @@ peft = pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
+from formats.test_experts import deepseek_v3, qwen3_moe  # noqa: E402
 from tiny_folders import VOCABULARY, as_fp8, write_folder, write_quantised  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
@@ -43,10 +45,10 @@ def micro_batches(step):
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def train(folder, run, steps, precision="fp32", **options):
+def train(folder, run, steps, precision="fp32", adapter=None, **options):
     """The losses of ``steps`` and the values of the adapters before them."""
     model, weights = holdfast.pretrained(folder)
-    model = adapted(model)
+    model = adapted(model, **(adapter or {}))
     with holdfast.offload(
         model, of_adapters(model), run, source=weights, precision=precision, **options
     ) as engine:
@@ -55,11 +57,12 @@ def train(folder, run, steps, precision="fp32", **options):
         return [float(engine.step(micro_batches(step))) for step in steps], begun
 
 
-def resident_loop(folder, begun, steps=STEPS):
+def resident_loop(folder, begun, steps=STEPS, **options):
     """The losses and the state of PEFT's own steps on the model that transformers unpacks from the folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).float()
     model.config.use_cache = False
-    model = adapted(model)
+    model.config._experts_implementation = "eager"
+    model = adapted(model, **options)
     assert not model.load_state_dict(begun, strict=False).unexpected_keys
     optimizer, losses = of_adapters(model), []
     with holdfast.keyed_rng(model) as keys:
@@ -95,6 +98,24 @@ def test_adapters_equal_peft_on_the_unpacked_base_and_resume(tmp_path, make, opt
     expected, state = resident_loop(folder, begun)
     assert losses == pytest.approx(expected, rel=1e-6) and len(state) == 3 * 7 * 2 * 4
     assert differing(stored(tmp_path / "run"), state) == []
+
+
+@pytest.mark.slow
+def test_dora_begins_and_trains_as_on_the_unpacked_base(tmp_path):
+    folder = write_quantised(tmp_path, "fp8")
+    model, weights = holdfast.pretrained(folder)
+    model = adapted(model, use_dora=True)
+    set_magnitudes(model, weights)
+    with holdfast.offload(
+        model, of_adapters(model), tmp_path / "run", source=weights, precision="fp32", placement=ON_SSD
+    ) as engine:
+        begun = engine.state_dict(trained=True)
+        losses = [float(engine.step(micro_batches(step))) for step in range(2)]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).float()
+    fresh = {name: p for name, p in adapted(base, use_dora=True).named_parameters() if "magnitude" in name}
+    assert len(fresh) == 3 * 7 and differing(begun, fresh) == []
+    expected, state = resident_loop(folder, begun, 2, use_dora=True)
+    assert losses == pytest.approx(expected, rel=1e-6) and differing(stored(tmp_path / "run"), state) == []
 
 
 def test_bits_in_bf16_are_those_of_the_unpacked_base(tmp_path):
@@ -221,9 +242,44 @@ def test_other_fp8_is_refused_by_name(tmp_path, told, error, said):
         holdfast.pretrained(folder)
 
 
-def test_experts_in_fp8_are_refused_by_name(tmp_path):
-    plain = write_folder(tmp_path / "plain", tiny_folders.qwen2_moe)
-    with pytest.raises(
-        ModelNotSupported, match=r"fp8 weights in model\.layers\.0\.mlp\.experts \(FP8Experts\)"
-    ):
-        holdfast.pretrained(as_fp8(plain, tmp_path / "folder"))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen3_moe, deepseek_v3])
+def test_experts_stay_packed_and_adapters_beside_them_equal_peft(tmp_path, make):
+    """Published one by one, held by one tensor of a layer, and unpacked one by one again."""
+    folder = as_fp8(write_folder(tmp_path / "plain", make), tmp_path / "folder", (4, 8))
+    run, options = tmp_path / "run", {"target_modules": ["o_proj"]}
+    losses, begun = train(folder, run, range(2), placement=ON_SSD, adapter=options)
+    losses += train(folder, run, range(2, STEPS), placement=ON_SSD, adapter=options)[0]
+    expected, state = resident_loop(folder, begun, **options)
+    assert losses == pytest.approx(expected, rel=1e-6) and differing(stored(run), state) == []
+    found = stored(run)
+    fused = [name for name, value in found.items() if value.dim() == 3 and "experts" in name]
+    assert fused and all(name.endswith(("proj/param", "_scale_inv/param")) for name in fused)
+    [first] = [name for name in fused if name.endswith("layers.1.mlp.experts.down_proj/param")]
+    one = load_file(folder / "model.safetensors")["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert found[first].dtype == torch.float8_e4m3fn
+    assert torch.equal(found[first][3].view(torch.uint8), one.view(torch.uint8))
+
+
+def wider_tiles(plain, folder):
+    return as_fp8(plain, folder, (16, 8))
+
+
+def experts_in_bf16(plain, folder):
+    as_fp8(plain, folder)
+    path = folder / "model.safetensors"
+    there = load_file(plain / "model.safetensors")
+    save_file(
+        {n: there[n] if ".experts." in n and n in there else v for n, v in load_file(path).items()}, path
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(wider_tiles, "tiles of .16, 8. do not divide 8 rows"), (experts_in_bf16, "in torch.bfloat16, not")],
+)
+def test_experts_that_cannot_be_read_are_refused_by_name(tmp_path, make, said):
+    plain = write_folder(tmp_path / "plain", qwen3_moe)
+    with pytest.raises(Damaged, match=rf"experts of model\.layers\.0\.mlp\.experts that.*{said}"):
+        holdfast.pretrained(make(plain, tmp_path / "folder"))

@@ -134,7 +134,7 @@ def test_what_unpacks_a_weight_is_missed_by_name(tmp_path):
     ("told", "said"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quantised by gptq"),
-        ({"quant_method": "torchao", "load_in_4bit": True}, "quantised by torchao"),
+        ({"quant_method": "gptq", "load_in_4bit": True}, "quantised by gptq"),
         ({"quant_method": "bitsandbytes"}, "in 4 or 8 bits"),
         ({"bits": 4}, "quantised by something unknown"),
         ("x", "quantised by x"),

@@ -27,6 +27,8 @@ from .load import read_bytes
 from .restore import read_tensors
 from .source import DerivedSource, Source, SourceTensor, StoredArray, places_of
 
+_FUSED_SCALES = re.compile(r".+(?<!\.weight)_scale_inv")
+"""The names of the scales of weights in fp8 that are converted, as those of experts are."""
 KEPT_GROUPS = 2
 """The number of groups whose converted tensors stay in memory.
 
@@ -153,6 +155,13 @@ class Converted(DerivedSource):
             atom = replace(stored.atom, name=names.get(stored.atom.name, stored.atom.name))
             self.atoms.setdefault(atom.key, replace(stored, atom=atom))
 
+    def copy(self, names: Mapping[str, Iterable[str]]) -> None:
+        """Add tensors that a model holds a second time: the names of the original, by the name of its copy."""
+        for name, originals in names.items():
+            found = (self.atoms.get(f"{original}/param") for original in originals)
+            if (stored := next(filter(None, found), None)) is not None:
+                self.add(replace(stored, atom=replace(stored.atom, name=name)))
+
     def place(self, name: str) -> StoredArray | None:
         """Return the one array in which a parameter is stored as it is; None if it is converted or in several."""
         stored = self.atoms.get(f"{name}/param")
@@ -236,10 +245,23 @@ def _empty(atom: TensorEntry) -> torch.Tensor:
 
 
 def _known(model: Any, **options: Any) -> list[Any]:
-    """Return the weight conversions that transformers knows for folders of ``model``."""
+    """Return the weight conversions that transformers knows for folders of ``model``.
+
+    Where the model has scales beside fused weights, each conversion of weights is one of their scales too.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return get_model_conversion_mapping(model, **options)
+    known = get_model_conversion_mapping(model, **options)
+    if not any(_FUSED_SCALES.fullmatch(name) for name, _ in model.named_parameters()):
+        return known
+    end, made = "_scale_inv", []
+    every: list[Any] = [one for one in known if hasattr(one, "operations")]
+    for each in every:
+        sources, targets = each._original_source_patterns, each._original_target_patterns
+        if all(source.endswith(".weight") for source in sources):
+            new = [source + end for source in sources], [target + end for target in targets]
+            made.append(each.copy(*new, operations=[*each.operations]))
+    return known + made
 
 
 def _apart(transforms: list[Any]) -> tuple[list[Any], list[Any]]:

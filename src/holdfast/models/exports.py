@@ -31,6 +31,8 @@ _ADDED = re.compile(
     r"|(?P<module>.+)\.modules_to_save\.(?P<of>[^.]+)\.(?P<rest>.+)"
 )
 """The names of tensors that PEFT adds to a model."""
+BIASES = ("none", "all", "lora_only")
+"""The values of PEFT's ``bias`` for LoRA."""
 
 
 def loadable(source: Source, folder: Path, *, renamed: bool, plain: bool = False) -> Source:
@@ -150,7 +152,10 @@ def adapter_in(source: Source, folder: Path) -> Adapter:
             f"{source.path} has {'no adapter' if not adapters else 'the adapters ' + ', '.join(adapters)} of LoRA, and"
             f" one is what {folder} describes. Resume the run and write it with model.save_pretrained()."
         )
-    found = Adapter(config, {key: _name_in_file(match) for key, match in added.items()})
+    names = {key: _name_in_file(match) for key, match in added.items()} | _trained_biases(
+        source, folder, config, added
+    )
+    found = Adapter(config, names)
     _refuse_other_layers(source, folder, config, added)
     _refuse_trained_beside(source, found)
     return found
@@ -159,7 +164,7 @@ def adapter_in(source: Source, folder: Path) -> Adapter:
 def lora_config_in(folder: Path) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` in ``folder``.
 
-    Raises ``BadInput`` unless it is of LoRA without biases.
+    Raises ``BadInput`` unless it is of LoRA.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -167,12 +172,44 @@ def lora_config_in(folder: Path) -> dict[str, Any]:
         kind, bias = config["peft_type"], config.get("bias", "none")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as the configuration of an adapter: {error}") from error
-    if kind != "LORA" or bias != "none":
+    if kind != "LORA" or bias not in BIASES:
         raise BadInput(
-            f"{path} is of {kind} with bias {bias!r}, and only LoRA without biases is written here. Resume the run and"
-            " write it with model.save_pretrained()."
+            f"{path} is of {kind} with bias {bias!r}, and only LoRA with bias {', '.join(BIASES)} is written here."
+            " Resume the run and write it with model.save_pretrained()."
         )
     return config
+
+
+def _trained_biases(
+    source: Source, folder: Path, config: Mapping[str, Any], added: Mapping[str, re.Match[str]]
+) -> dict[str, str]:
+    """Return the names of the biases that were trained beside the adapters, as ``config`` says, by their keys.
+
+    PEFT's file has them under the names that they have in the adapted model. Raises ``RunMismatch`` if one was not
+    trained.
+    """
+    bias = config.get("bias", "none")
+    layers = {match["layer"] for match in added.values()}
+    found = {
+        key: each.atom.name
+        for key, each in source.atoms.items()
+        if each.atom.slot == "param" and each.atom.name.endswith(".bias")
+        and key not in added and ".original_module." not in each.atom.name
+        and (bias == "all" or (bias == "lora_only" and each.atom.name.removesuffix(".base_layer.bias") in layers))
+    }  # fmt: skip
+    trained = _trained(source)
+    if lacking := [name for name in found.values() if trained and name not in trained]:
+        raise RunMismatch(
+            f"{source.path} and {folder} differ in bias: by {bias!r} {lacking[0]} is trained, and in the run it was"
+            " not. Give the configuration of the adapter that was trained."
+        )
+    return found
+
+
+def _trained(source: Source) -> set[str]:
+    """Return the names of the parameters that the optimizers of a run update; none if it has no optimizer."""
+    frozen = set(source.progress.get("replay", {}).get("frozen", ()))
+    return {name for _, names in groups_of(source.progress) for name in names} - frozen
 
 
 def _name_in_file(match: re.Match[str]) -> str:
@@ -186,12 +223,20 @@ def _refuse_other_layers(
     source: Source, folder: Path, config: dict[str, Any], added: Mapping[str, re.Match[str]]
 ) -> None:
     """Raise ``RunMismatch`` if a layer, a saved module or a rank differs from ``config``."""
+    inside = {
+        f"{match['module']}.{match['rest'].rpartition('.')[0]}" for match in added.values() if match["module"]
+    }
     for option, group in (("target_modules", "layer"), ("modules_to_save", "module")):
         said, there = config.get(option), {match[group] for match in added.values() if match[group]}
         if isinstance(said, str):  # a pattern of names cannot be compared
             continue
-        strange = [name for name in there if not _ends_with_one(name, said or ())]
-        lacking = [name for name in said or () if not any(_ends_with_one(each, [name]) for each in there)]
+        dot = "." if option == "target_modules" else ""  # "norm" saves also "input_layernorm"
+        strange = [name for name in there if not _ends_with_one(name, said or (), dot)]
+        lacking = [
+            name
+            for name in said or ()
+            if not any(_ends_with_one(each, [name], dot) for each in there | inside)
+        ]
         if strange or lacking:
             raise RunMismatch(
                 f"{source.path} and {folder} differ in {option}: {(strange or lacking)[0]} is in"
@@ -209,20 +254,18 @@ def _refuse_other_layers(
             )
 
 
-def _ends_with_one(name: str, ends: Any) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in ends)
+def _ends_with_one(name: str, ends: Any, dot: str) -> bool:
+    return any(name == end or name.endswith(f"{dot}{end}") for end in ends)
 
 
 def _refuse_trained_beside(source: Source, adapter: Adapter) -> None:
     """Raise ``RunMismatch`` if an optimizer has a parameter that the folder of the adapter would not hold."""
-    frozen = set(source.progress.get("replay", {}).get("frozen", ()))
-    for _, names in groups_of(source.progress):
-        for name in names:
-            if f"{name}/param" not in adapter.names and name not in frozen:
-                raise RunMismatch(
-                    f"{name} of {source.path} was trained beside the adapter, and a folder of the adapter would lose"
-                    " it. Resume the run and write it with model.save_pretrained() or merge_and_unload()."
-                )
+    for name in sorted(_trained(source)):
+        if f"{name}/param" not in adapter.names:
+            raise RunMismatch(
+                f"{name} of {source.path} was trained beside the adapter, and a folder of the adapter would lose it."
+                " Resume the run and write it with model.save_pretrained() or merge_and_unload()."
+            )
 
 
 PACK = "decoder-to-llama"

@@ -20,7 +20,9 @@ from ..errors import BadInput, ConfigError
 from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.peft_adapters import lora_layers
+from ..offload.model.quantised_layers import weight_from, weight_parts
 from ..quantities import first_line, shown
+from ..state.capture import AS_STORED
 from .keeping import ADAPTER_CONFIG, CONFIG
 from .pretrained import Weights
 
@@ -45,13 +47,14 @@ def refuse_adapter_folder(folder: Path) -> None:
         )
 
 
-def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
+def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path, *, packs: bool = False) -> Any:
     """Return ``model`` with the adapters that ``how`` describes. It is changed in place, and its own weights frozen.
 
     Args:
         model: The causal language model of ``folder``, on ``meta``.
         how: The section ``[lora]``.
         folder: The folder of the model, for messages.
+        packs: Whether the weights of linear layers but the head will be packed.
 
     Raises:
         ConfigError: A target is no layer of the model, or of a kind that PEFT does not adapt.
@@ -60,7 +63,9 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
     peft = peft_for(f"lora.rank = {how.rank}")
     all_linear = how.targets == (ALL_LINEAR,)
     if not all_linear:
-        _refuse_unmatched(model, how.targets, folder)
+        _refuse_unmatched(model, "targets", how.targets, folder)
+    _refuse_unmatched(model, "modules_to_save", how.modules_to_save, folder)
+    _refuse_packed(model, how, folder, packs)
     assert how.rank != "none"
     alpha = 2 * how.rank if how.alpha == "auto" else how.alpha
     config = peft.LoraConfig(
@@ -70,13 +75,16 @@ def with_adapters(model: nn.Module, how: AdapterConfig, folder: Path) -> Any:
         target_modules=ALL_LINEAR if all_linear else list(how.targets),
         use_dora=how.dora,
         use_rslora=how.rslora,
+        modules_to_save=list(how.modules_to_save) or None,
+        bias=how.bias,
         task_type="CAUSAL_LM",
     )
     try:
         made = adapted(model, config, NAME)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
+        saved = f", lora.modules_to_save = {literal(how.modules_to_save)}" if how.modules_to_save else ""
         raise ConfigError(
-            f"lora.targets = {literal(how.targets)}: PEFT makes no such adapters on the model in {folder}:"
+            f"lora.targets = {literal(how.targets)}{saved}: PEFT makes no such adapters on the model in {folder}:"
             f" {first_line(error)}"
         ) from error
     wrapped = [name for name, layer in lora_layers(made) if type(layer).__name__ == "ParamWrapper"]
@@ -108,8 +116,10 @@ def set_magnitudes(model: nn.Module, weights: Weights) -> None:
             raise ConfigError(
                 f"lora.dora = true: {name} is no linear layer. Leave it out of lora.targets, or set lora.dora = false."
             )
-    values = weights.read(layer.get_base_layer().weight for _, layer in layers)
-    for (_, layer), weight in zip(layers, values, strict=True):
+    values = weights.read(part for _, layer in layers for part in weight_parts(layer.get_base_layer()))
+    for _, layer in layers:
+        base = layer.get_base_layer()
+        weight = weight_from(base, [next(values) for _ in weight_parts(base)])
         magnitude = layer.lora_magnitude_vector[NAME]
         norms = magnitude.get_weight_norm(weight, weight.new_zeros(()), 1)  # an adapter begins with zero
         magnitude.weight = nn.Parameter(norms)
@@ -123,20 +133,37 @@ def adapter_config(model: Any, folder: Path) -> bytes:
     return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _refuse_unmatched(model: nn.Module, targets: tuple[str, ...], folder: Path) -> None:
+def _refuse_unmatched(model: nn.Module, key: str, targets: tuple[str, ...], folder: Path) -> None:
     """Raise ``ConfigError`` naming a target that no layer of ``model`` is called by; PEFT would pass it over."""
     modules = dict(model.named_modules())
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in modules):
             continue
-        layers = [name for name, module in modules.items() if _is_linear(module)]
+        kind = "linear layers" if key == "targets" else "modules"
+        layers = [n for n, m in modules.items() if _is_linear(m) or (kind == "modules" and m._parameters)]
         ends = [*dict.fromkeys(name.rpartition(".")[2] for name in layers)]
         near = get_close_matches(target, ends, n=1)
         hint = f"; did you mean {literal(near[0])}?" if near else "."
         raise ConfigError(
-            f"lora.targets: no layer of the model in {folder} is called {literal(target)}{hint} Its linear layers are"
+            f"lora.{key}: no layer of the model in {folder} is called {literal(target)}{hint} Its {kind} are"
             f" {shown(ends, 12)}."
         )
+
+
+def _refuse_packed(model: Any, how: AdapterConfig, folder: Path, packs: bool) -> None:
+    """Raise ``ConfigError`` for a module to save whose weights are packed, or will be: they have no gradient."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not name.endswith(
+            how.modules_to_save
+        ):  # PEFT compares the texts, so "norm" is also "input_layernorm"
+            continue
+        linear = any(_is_linear(each) and each is not head for each in module.modules())
+        if (packs and linear) or any(hasattr(each, AS_STORED) for each in module.parameters()):
+            raise ConfigError(
+                f"lora.modules_to_save = {literal(how.modules_to_save)}: the weights of {name} in {folder} are"
+                " quantised, and packed values are not trained. Leave it out, or name it in lora.targets."
+            )
 
 
 def _is_linear(module: nn.Module) -> bool:

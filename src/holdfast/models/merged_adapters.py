@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from ..errors import BadInput, RunMismatch
 from ..formats.load import read_bytes
 from ..formats.restore import read_tensors
 from ..formats.source import DerivedSource, Source, SourceTensor, StoredArray, places_of
+from ..offload.model.fp8_experts import SCALES_END, unpacked_experts
+from ..offload.model.int8_layers import SCALE, VALUES, unpacked_int8
 from ..offload.model.peft_adapters import lora_layers
-from ..offload.model.quantised_layers import QUANT_STATE, SCALES
+from ..offload.model.quantised_layers import QUANT_STATE, SCALES, unpacked
 from ..state.layout.fragments import Fragments, dense
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME, TO_NAME, host_bytes
 from ..state.tensor_entries import TensorEntry
-from .keeping import ADAPTER_CONFIG
+from .keeping import ADAPTER_CONFIG, CONFIG
 from .lora_adapters import adapted, peft_for
 from .pretrained import empty_model
 from .quantised_weights import unpacks_weight
@@ -40,8 +42,10 @@ KEPT = 2
 """The number of merged tensors that stay in memory: a tensor is read in pieces, one after the other."""
 _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<tensor>lora_\w+\.[^.]+(?:\.weight)?)")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
-_REPLACED = re.compile(r".+\.original_module\..+")
-_PACKED_END = re.compile(r"(?:weight\..+|SCB|weight_format|weight_scale_inv)$")
+_REPLACED = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
+_PACKED_END = re.compile(
+    rf"(?:{VALUES}|_weight_scale|_weight_zero_point|weight\..+|SCB|weight_format|weight_scale_inv)$"
+)
 
 
 def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | None) -> Merged:
@@ -73,7 +77,9 @@ def merged(source: Source, adapter: Path, folder: Path, dtype: torch.dtype | Non
         raise BadInput(
             f"{adapter / ADAPTER_CONFIG} cannot be used on the model of {folder}: {error}"
         ) from error
-    return Merged(source, model, dtype, json.loads((adapter / ADAPTER_CONFIG).read_bytes()))
+    told = json.loads((folder / CONFIG).read_bytes()).get("quantization_config") or {}
+    identity = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
+    return Merged(source, model, dtype, identity, told.get("weight_block_size"))
 
 
 @dataclass
@@ -83,6 +89,8 @@ class _Part:
     stored: dict[str, SourceTensor]
     layer: Any = None
     """PEFT's layer, if an adapter is merged into the weight."""
+    dtype: str = ""
+    """The dtype in which a tensor that was trained whole is written, if that is not the stored one."""
 
     @property
     def is_made(self) -> bool:
@@ -93,10 +101,15 @@ class _Part:
 class Merged(DerivedSource):
     """The weights of ``source``, a run of ``model``, with the adapters merged in and packed weights unpacked."""
 
-    def __init__(self, source: Source, model: Any, dtype: torch.dtype | None, identity: Any) -> None:
-        """Describe the merged tensors without reading data. Raises ``RunMismatch``."""
+    def __init__(
+        self, source: Source, model: Any, dtype: torch.dtype | None, identity: Any, tile: Sequence[int] | None
+    ) -> None:
+        """Describe the merged tensors without reading data. Raises ``RunMismatch``.
+
+        ``identity`` is the configuration of the adapters, and ``tile`` the rows and columns that share a scale in fp8.
+        """
         super().__init__(source)
-        self._dtype, self._told = dtype, identity
+        self._dtype, self._told, self._tile = dtype, identity, tile
         self._of_part: list[_Part] = []
         self._made: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
@@ -104,20 +117,21 @@ class Merged(DerivedSource):
             each.atom.name: each for each in source.atoms.values() if each.atom.slot in ("param", "buffer")
         }
         layers = dict(lora_layers(model))
-        groups, adapters = _grouped(weights)
+        groups, adapters, originals = _grouped(weights)
         self._refuse_other_layers(layers, adapters)
         self._refuse_tied(layers, model)
+        narrow = {} if dtype is not None else _dtypes_of_base(groups, originals, identity.get("bias", "none"))
         for name, group in groups.items():
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             if layer is not None and name.endswith(".base_layer.weight"):
                 part = _Part(group | adapters[name.removesuffix(".base_layer.weight")], layer)
             else:
-                part = _Part(group)
+                part = _Part(group, dtype=narrow.get(name, ""))
             self._add_part(_plain_name(name), part, model)
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         described = self._of_part[part]
-        if not described.is_made:
+        if not described.is_made and not described.dtype:
             [stored] = described.stored.values()
             read_bytes(self._source, stored, offset, into)
             return
@@ -145,25 +159,25 @@ class Merged(DerivedSource):
         held = [
             (id(each), name) for name, module in model.named_modules() for each in module._parameters.values()
         ]
-        for name, layer in layers.items():
-            weight = id(layer.get_base_layer().weight)
-            if others := [other for each, other in held if each == weight and other != f"{name}.base_layer"]:
+        adapted = [(name, layer.get_base_layer().weight) for name, layer in layers.items()]
+        saved = [(n, m) for n, m in model.named_modules() if n.endswith(".original_module")]
+        adapted += [(n.removesuffix(".original_module"), p) for n, m in saved for p in m.parameters()]
+        for name, weight in adapted:
+            if others := [
+                other for each, other in held if each == id(weight) and not other.startswith(f"{name}.")
+            ]:
+                other = _plain_name(others[0]).removesuffix(".base_layer").removesuffix(".original_module")
                 raise BadInput(
-                    f"the weight of {_plain_name(name)} in {self.path} is also that of"
-                    f" {_plain_name(others[0]).removesuffix('.base_layer')} (tie_word_embeddings), and the adapter is"
-                    " of the one alone, so no single weight has it merged. Write the adapter alone, with --to peft."
+                    f"the weight of {_plain_name(name)} in {self.path} is also that of {other} (tie_word_embeddings),"
+                    " and what was trained is of the one alone, so no single weight has it merged. Write the adapter"
+                    " alone, with --to peft."
                 )
 
     def _add_part(self, name: str, described: _Part, model: Any) -> None:
-        if SCALES in described.stored:
-            raise BadInput(
-                f"{name} of {self.path} is in fp8, and adapters are not merged into it. Write the adapters alone, with"
-                " --to peft."
-            )
         if "weight" not in described.stored:
             raise RunMismatch(f"{self.path} has scales of {name}, and not the weight itself")
         stored = described.stored["weight"]
-        shape, dtype = stored.atom.shape, stored.atom.dtype
+        shape, dtype = stored.atom.shape, described.dtype or stored.atom.dtype
         if described.is_made:
             weight = self._weight_of(model, name)
             shape = tuple(weight.shape)
@@ -181,7 +195,8 @@ class Merged(DerivedSource):
             raise RunMismatch(
                 f"{self.path} has {name}, which {type(model.get_base_model()).__name__} has not"
             ) from error
-        return (module.get_base_layer() if hasattr(module, "get_base_layer") else module).weight
+        held = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        return getattr(held, name.rpartition(".")[2])
 
     def _tensor(self, part: int) -> torch.Tensor:
         """Return the merged or unpacked tensor of ``part``."""
@@ -191,31 +206,80 @@ class Merged(DerivedSource):
             described = self._of_part[part]
             wanted = [(each, Region.whole(each.atom.shape)) for each in described.stored.values()]
             tensors = dict(zip(described.stored, read_tensors(self._source, wanted), strict=True))
-            weight = _unpacked(tensors).to(FROM_NAME[self.parts[part].dtype])
+            weight = self._unpacked(tensors).to(FROM_NAME[self.parts[part].dtype])
             if described.layer is not None:
                 weight = _merged_weight(described.layer, weight, tensors)
             self._made[part] = weight.contiguous()
         return self._made[part]
 
+    def _unpacked(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight among the ``tensors`` of a layer, unpacked as its kernels would."""
+        weight = tensors["weight"]
+        if SCALES_END in tensors:
+            return unpacked_experts(weight, tensors[SCALES_END], self._tile)
+        if SCALES in tensors:
+            return unpacked(weight, tensors[SCALES], self._tile, torch.float32)
+        if SCALE in tensors:
+            return unpacked_int8(weight, tensors[SCALE], torch.float32)
+        if "SCB" in tensors:
+            from bitsandbytes.functional import int8_vectorwise_dequant
+
+            return int8_vectorwise_dequant(weight, tensors["SCB"])
+        if any(name.startswith(QUANT_STATE) for name in tensors):
+            from bitsandbytes.functional import QuantState, dequantize_4bit
+
+            parts = {name: each for name, each in tensors.items() if name.startswith("weight.")}
+            state = QuantState.from_dict(parts, device=torch.device("cpu"))
+            return dequantize_4bit(weight, state)
+        return weight
+
 
 def _grouped(
     weights: Mapping[str, SourceTensor],
-) -> tuple[dict[str, dict[str, SourceTensor]], dict[str, dict[str, SourceTensor]]]:
-    """Return the tensors that make each tensor of the base, by its name, and those of the adapter of each layer."""
+) -> tuple[dict[str, dict[str, SourceTensor]], dict[str, dict[str, SourceTensor]], dict[str, SourceTensor]]:
+    """Return the tensors that make each tensor of the base, by its name, and those of the adapter of each layer.
+
+    Last are the tensors of the base that trained copies replace, by their names.
+    """
     groups: dict[str, dict[str, SourceTensor]] = {}
     adapters: dict[str, dict[str, SourceTensor]] = {}
+    originals: dict[str, SourceTensor] = {}
     for name, stored in weights.items():
         if match := _ADAPTER.fullmatch(name):
             adapters.setdefault(match["layer"], {})[match["tensor"]] = stored
         elif match := _SAVED.fullmatch(name):
             groups.setdefault(f"{match['module']}.{match['rest']}", {})["weight"] = stored
-        elif unpacks_weight(name):
+        elif name.endswith(f".{VALUES}") or unpacks_weight(name):
             end = _PACKED_END.search(name)
             assert end is not None
-            groups.setdefault(f"{name[: end.start()]}weight", {})[end.group()] = stored
-        elif not _REPLACED.fullmatch(name):
+            part = "weight" if end.group() == VALUES else end.group()
+            groups.setdefault(f"{name[: end.start()]}weight", {})[part] = stored
+        elif name.endswith(SCALES_END):  # of experts in fp8
+            groups.setdefault(name.removesuffix(SCALES_END), {})[SCALES_END] = stored
+        elif match := _REPLACED.fullmatch(name):
+            originals[f"{match['module']}.{match['rest']}"] = stored
+        else:
             groups.setdefault(name, {})["weight"] = stored
-    return groups, adapters
+    return groups, adapters, originals
+
+
+def _dtypes_of_base(
+    groups: Mapping[str, Mapping[str, SourceTensor]], originals: Mapping[str, SourceTensor], bias: str
+) -> dict[str, str]:
+    """Return the dtype of the base for each tensor that was trained whole, in fp32, by its name.
+
+    That is the dtype of the tensor that a copy replaces; for a bias, if ``bias`` says that such are trained, that of
+    the weight beside it.
+    """
+    found = {name: _own_dtype(stored) for name, stored in originals.items()}
+    for name in groups if bias != "none" else ():
+        beside = groups.get(f"{name.removesuffix('bias')}weight", {}).get("weight")
+        if name.endswith(".bias") and name not in found and beside is not None:
+            found[name] = _own_dtype(beside)
+    stored = {name: groups[name]["weight"].atom.dtype for name in found if "weight" in groups.get(name, {})}
+    return {
+        name: TO_NAME[found[name]] for name, dtype in stored.items() if dtype == "F32" != TO_NAME[found[name]]
+    }
 
 
 def _plain_name(name: str) -> str:
@@ -226,22 +290,6 @@ def _own_dtype(stored: SourceTensor) -> torch.dtype:
     """Return the dtype of a stored weight; bf16 if it is packed, which published models were before."""
     dtype = FROM_NAME[stored.atom.dtype]
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16
-
-
-def _unpacked(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the weight among the ``tensors`` of a layer, unpacked as its kernels would."""
-    weight = tensors["weight"]
-    if "SCB" in tensors:
-        from bitsandbytes.functional import int8_vectorwise_dequant
-
-        return int8_vectorwise_dequant(weight, tensors["SCB"])
-    if any(name.startswith(QUANT_STATE) for name in tensors):
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        parts = {name: each for name, each in tensors.items() if name.startswith("weight.")}
-        state = QuantState.from_dict(parts, device=torch.device("cpu"))
-        return dequantize_4bit(weight, state)
-    return weight
 
 
 def _merged_weight(layer: Any, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

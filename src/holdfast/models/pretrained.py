@@ -23,9 +23,10 @@ from ..formats.source import StoredArray
 from ..libraries import library
 from ..offload.exit_hook import deferred
 from ..offload.model.blocks import configurations, empty_parameters
+from ..offload.model.peft_adapters import copied_modules
 from ..quantities import first_line, shown
 from ..sources import OpenedSource
-from ..state.capture import Captured
+from ..state.capture import Captured, join
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
 from . import quantised_weights
@@ -38,7 +39,7 @@ def pretrained(folder: str | Path, *, reference: bool = False) -> tuple[nn.Modul
     ``folder`` is as ``save_pretrained`` writes it. The model is of the class that was saved; of a model without a head
     it is the causal language model. With ``reference``, a run of one process reads frozen weights from there in every
     pass, verified, and has no copy of them: it needs the folder, unchanged, as long as it is used.
-    Weights that bitsandbytes has quantised to 4 or 8 bits, or in fp8, stay packed and frozen: give the model adapters.
+    Weights that bitsandbytes has quantised, torchao in int8, or those in fp8, stay packed and frozen: give it adapters.
     Raises ``BadInput`` if it is no such folder, or transformers or bitsandbytes is not installed.
     Raises ``ModelNotSupported`` if its weights are quantised in another way, or it needs code of its own.
 
@@ -156,6 +157,10 @@ class Weights:
         self.reference = reference
         """True if a run is to read frozen weights from the folder, in place of a copy."""
         self._named = dict(model.named_parameters(remove_duplicate=False))
+        modules = model.named_modules(remove_duplicate=False)
+        self._buffers = {
+            (id(module), end): join(path, end) for path, module in modules for end in module._buffers
+        }
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return the dtype in which the folder has the values of each parameter, by the parameter's id.
@@ -195,7 +200,7 @@ class Weights:
         """Return the state. Raises ``BadInput`` if there are no weights, ``Damaged`` if the files are not whole."""
         refuse_other_formats(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
-        return _Begins(source, self._named, self.path)
+        return _Begins(source, self._named, self._buffers, self.path)
 
 
 class _Begins(OpenedSource):
@@ -203,19 +208,29 @@ class _Begins(OpenedSource):
 
     fresh = True
 
-    def __init__(self, source: Converted, named: dict[str, nn.Parameter], place: Path) -> None:
+    def __init__(
+        self,
+        source: Converted,
+        named: dict[str, nn.Parameter],
+        buffers: dict[tuple[int, str], str],
+        place: Path,
+    ) -> None:
         super().__init__(source, Allowed(partial=True, cast=True), place)
-        self._converted, self._named = source, named
+        self._converted, self._named, self._buffers = source, named, buffers
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
         """Match the folder's tensors to the captured parameters, and return notes on unused ones.
 
         Raises ``RunMismatch`` if the folder lacks a parameter that the model had from the beginning. Parameters that
-        were added since are initialised as in any fresh run.
+        were added since are initialised as in any fresh run, but copies of the model's own modules (PEFT's
+        ``modules_to_save``) have the values of these.
         """
         names = {id(each.parameter): each.names for each in captured.parameters}
         now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
+        for name, (module, end) in captured.buffers.items():
+            now[self._buffers.get((id(module), end), name)] = (name,)
         self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
+        self._converted.copy(copied_modules(captured))
         super().match(captured, optimizer)
         of_folder = {id(parameter) for parameter in self._named.values()}
         ours = {each.name for each in captured.parameters if id(each.parameter) in of_folder}

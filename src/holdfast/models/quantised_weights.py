@@ -1,7 +1,8 @@
-"""Folders of bitsandbytes or in fp8: their models get quantised layers on ``meta``, without the weights.
+"""Folders of bitsandbytes, of torchao in int8 or in fp8: their models get quantised layers, without the weights.
 
-transformers puts these layers into a model. Shapes and dtypes are in the headers of the folder's files. Values are read
-only of the quant state of each 4-bit layer (block sizes, dtypes and shape, as JSON). Called by ``pretrained``.
+transformers puts these layers into a model; those of torchao, for which it has no class, are put there here. All are on
+``meta``. Shapes and dtypes are in the headers of the folder's files. Values are read only of the quant state of each
+4-bit layer (block sizes, dtypes and shape, as JSON) and of torchao's zero points. Called by ``pretrained``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, Damaged, ModelNotSupported
-from ..formats.naming import names_by_model
+from ..formats.naming import by_model, names_by_model
 from ..formats.readers.safetensors_files import SafetensorsFiles
 from ..formats.restore import read_tensors
 from ..libraries import library
+from ..offload.model.fp8_experts import is_fp8_experts, open_experts
+from ..offload.model.int8_layers import VALUES, ZERO_POINT, open_int8
 from ..offload.model.quantised_layers import (
     FP8_LIBRARY,
     QUANT_STATE,
@@ -28,13 +31,15 @@ from ..offload.model.quantised_layers import (
 )
 from ..state.layout.regions import Region
 from ..state.plain_tensors import FROM_NAME
+from .torchao_folders import TORCHAO, refuse_other_weights
 
 LIBRARY, FP8 = "bitsandbytes", "fp8"
 _UNPACKING = (
     r"weight\.(?:nested_)?(?:absmax|quant_map)|weight\.quant_state\..+|SCB|weight_format|weight_scale_inv"
+    r"|_weight_(?:scale|zero_point)"
 )
 _UNPACKING_TENSOR = re.compile(rf".+\.(?:{_UNPACKING})")
-_LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{_UNPACKING})")
+_LAYER_TENSOR = re.compile(rf"(?P<layer>.+?)\.(?P<tensor>weight|{VALUES}|{_UNPACKING})")
 
 
 def unpacks_weight(name: str) -> bool:
@@ -56,10 +61,14 @@ def refuse_unknown(path: Path, config: Any) -> None:
     if kind == FP8:
         _refuse_other_fp8(path, told)
         return
+    if kind == TORCHAO:
+        refuse_other_weights(path)
+        return
     if kind not in (None, LIBRARY) or not (told.get("load_in_4bit") or told.get("load_in_8bit")):
         raise ModelNotSupported(
             f"{path} holds weights that were quantised by {kind or 'something unknown'}, and adapters train on those of"
-            f" {LIBRARY} in 4 or 8 bits, or in {FP8}. Give such a folder, or the one that these were made from."
+            f" {LIBRARY} in 4 or 8 bits, of {TORCHAO} in int8, or in {FP8}. Give such a folder, or the one that these"
+            " were made from."
         )
     library(LIBRARY, f"{path} with its quantised weights", f"pip install {LIBRARY}")
 
@@ -82,24 +91,31 @@ def insert_quantised_layers(model: Any, path: Path) -> None:
     """Put the quantised layers of the folder ``path`` into ``model``, which is on ``meta``, and open them.
 
     Raises ``Damaged`` if the folder lacks a tensor of a layer, or has a quant state or scales that cannot be read, and
-    ``ModelNotSupported`` for quantised layers of another kind, such as experts.
+    ``ModelNotSupported`` for quantised layers of another kind.
     """
+    told: Any = model.config.quantization_config
+    if isinstance(told, dict) and told.get("quant_method") == TORCHAO:
+        _insert_int8_layers(model, path)
+        return
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=True)
+    quantizer = AutoHfQuantizer.from_config(told, pre_quantized=True)
     quantizer.preprocess_model(model=model, device_map=None)
     quantizer.postprocess_model(model)
     layers = {name: module for name, module in model.named_modules() if is_quantised(module)}
+    experts = {name: module for name, module in model.named_modules() if is_fp8_experts(module)}
     other = [
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if type(module).__module__ == FP8_LIBRARY and name not in layers
+        if type(module).__module__ == FP8_LIBRARY and name not in layers and name not in experts
     ]
     if other:
         raise ModelNotSupported(
-            f"{path} has fp8 weights in {other[0]}, and adapters train on linear layers alone. Give the folder that it"
-            " was made from."
+            f"{path} has fp8 weights in {other[0]}, and adapters train beside linear layers and experts alone. Give the"
+            " folder that it was made from."
         )
+    if experts:
+        _open_experts(experts, model, path)
     found = _tensors_of(layers, model, SafetensorsFiles(path))
     for name, layer in layers.items():
         tensors = found.get(name, {})
@@ -115,10 +131,63 @@ def insert_quantised_layers(model: Any, path: Path) -> None:
             ) from error
 
 
+def _open_experts(experts: dict[str, nn.Module], model: Any, path: Path) -> None:
+    """Open the modules of experts in fp8. Raises ``Damaged`` for tensors that do not make one."""
+    stored = by_model(SafetensorsFiles(path), model, model.state_dict()).atoms.values()
+    found = {
+        each.atom.name: torch.empty(each.atom.shape, dtype=FROM_NAME[each.atom.dtype], device="meta")
+        for each in stored
+        if "experts" in each.atom.name
+    }
+    for name, module in experts.items():
+        own = {
+            key.removeprefix(f"{name}."): each for key, each in found.items() if key.startswith(f"{name}.")
+        }
+        try:
+            open_experts(module, own)
+        except (ValueError, KeyError) as error:
+            raise Damaged(
+                f"{path} has experts of {name} that cannot be read in fp8: {error!r}", path=str(path)
+            ) from error
+
+
+def _insert_int8_layers(model: Any, path: Path) -> None:
+    """Open the linear layers of ``model`` whose weights torchao has quantised in ``path``.
+
+    Raises ``Damaged`` for tensors that make no layer, and ``ModelNotSupported`` for weights of other layers, or with
+    zero points.
+    """
+    source = SafetensorsFiles(path)
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    found = {name: each for name, each in _tensors_of(layers, model, source).items() if VALUES in each}
+    stored = [name for each in source.atoms.values() if (name := each.atom.name).endswith(f".{VALUES}")]
+    if len(found) != len(stored):
+        raise ModelNotSupported(
+            f"{path} has {len(stored)} weights that {TORCHAO} has quantised, and {len(found)} of them are linear layers"
+            f" of {type(model).__name__}. Quantise these alone, or give the folder that it was made from."
+        )
+    for name, tensors in found.items():
+        zeros = tensors.get(ZERO_POINT)
+        if zeros is not None and bool(zeros.any()):
+            raise ModelNotSupported(
+                f"{path} has zero points of {name} that are not zero, which {TORCHAO}'s own product leaves out."
+                " Quantise it by Int8WeightOnlyConfig."
+            )
+        try:
+            open_int8(layers[name], tensors)
+        except (ValueError, KeyError) as error:
+            raise Damaged(
+                f"{path} has tensors of {name} that make no int8 weight: {error!r}", path=str(path)
+            ) from error
+
+
 def _tensors_of(
     layers: dict[str, nn.Module], model: nn.Module, source: SafetensorsFiles
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of each of ``layers`` in ``source``, by name: quant states with values, others on ``meta``."""
+    """Return the tensors of each of ``layers`` in ``source``, by name, on ``meta``.
+
+    Quant states and zero points have values.
+    """
     matches = [_LAYER_TENSOR.fullmatch(stored.atom.name) for stored in source.atoms.values()]
     ends = {match["tensor"] for match in matches if match}
     here = dict.fromkeys(f"{layer}.{end}" for layer in layers for end in ends)
@@ -128,7 +197,7 @@ def _tensors_of(
         match = _LAYER_TENSOR.fullmatch(names.get(stored.atom.name, ""))
         if match is None or match["layer"] not in layers:
             continue
-        if match["tensor"].startswith(QUANT_STATE):
+        if match["tensor"].startswith((QUANT_STATE, ZERO_POINT)):
             (tensor,) = read_tensors(source, [(stored, Region.whole(stored.atom.shape))])
         else:
             tensor = torch.empty(stored.atom.shape, dtype=FROM_NAME[stored.atom.dtype], device="meta")

@@ -76,7 +76,8 @@ def _is_quantized(module: nn.Module) -> bool:
     return _has_ancestor(module, *kinds) and not _has_ancestor(
         module,
         "bitsandbytes.nn.modules.StableEmbedding",
-        "holdfast.offload.model.quantised_layers.",  # everything that it computes with is a parameter
+        "holdfast.offload.model.quantised_layers.",  # everything that they compute with is a parameter
+        "holdfast.offload.model.fp8_experts.",
     )
 
 

@@ -32,6 +32,7 @@ from ...models.pretrained import Weights, empty_model, refuse_other_formats
 from ...models.quantise_folder import is_made_of, quantise_folder, refuse_lack_of_bitsandbytes
 from ...models.tokenizer import Tokenizer
 from ...offload.model.blocks import empty_parameters
+from ...offload.model.quantised_layers import are_unpacked_here
 from ...store.disk import Disk, write_durably
 from ...store.path_checks import check_place, refuse_foreign_checkpoint
 from ..machine import launched
@@ -273,7 +274,8 @@ class FolderBase:
         self._weights = Weights(self._folder, self.model)  # read by a run without a commit
         self._adapted: Any = None
         if config.lora.are_wanted:
-            self._adapted = with_adapters(self.model, config.lora, self._folder)
+            packs = config.quantization.is_wanted
+            self._adapted = with_adapters(self.model, config.lora, self._folder, packs=packs)
 
     def trained(self, *, begins: bool, say: Callable[[str], None]) -> tuple[nn.Module, Weights]:
         """Return the model that is trained, and the weights that it begins with.
@@ -308,10 +310,10 @@ class FolderBase:
                 f"quantization.bits = {quantization.bits}: the weights in {self._folder} are quantised already. Leave"
                 " [quantization] out."
             )
-        if lora.dora and (self._packed or quantization.is_wanted):
+        if lora.dora and (quantization.is_wanted or not are_unpacked_here(self.model)):
             raise ConfigError(
-                "lora.dora = true: its magnitudes begin with the norms of the weights, which are packed in a quantised"
-                " base. Train LoRA on it, or DoRA on the folder that it was made from."
+                "lora.dora = true: its magnitudes begin with the norms of the weights, which bitsandbytes has packed or"
+                " will pack. Train LoRA on such a base, or DoRA on the folder that it was made from."
             )
         if quantization.is_wanted:
             refuse_lack_of_bitsandbytes(quantization)

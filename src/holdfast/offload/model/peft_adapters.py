@@ -1,10 +1,11 @@
-"""Initial values of PEFT's LoRA adapters.
+"""Initial values of what PEFT adds to a model: LoRA adapters, and copies of modules that are trained whole.
 
-PEFT creates an adapter on ``meta`` if the layer that it is added to is on ``meta``.
+PEFT creates both on ``meta`` if the layer that they belong to is on ``meta``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import ModelNotSupported
+from ...state.capture import Captured
 
 DRAWN = (True, False, "gaussian")
 """Initialisations of LoRA that need no values of the layer."""
@@ -71,3 +73,19 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
             f"adapter {name!r} is of the kind {getattr(kind, 'value', kind)}, and it is on meta: only LoRA's values are"
             " made here. Use LoRA, or a model in memory."
         )
+
+
+_COPIED = re.compile(r"(?P<module>.+)\.modules_to_save\.[^.]+\.(?P<rest>.+)")
+
+
+def copied_modules(captured: Captured) -> dict[str, tuple[str, ...]]:
+    """Return the names of the original of each parameter and buffer that PEFT's ``modules_to_save`` has copied."""
+    known = {name: each.names for each in captured.parameters for name in each.names}
+    known |= {name: (name,) for name in captured.buffers}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, names in known.items():
+        match = _COPIED.fullmatch(name)
+        original = known.get(f"{match['module']}.original_module.{match['rest']}") if match else None
+        if original is not None:
+            found[names[0]] = original
+    return found

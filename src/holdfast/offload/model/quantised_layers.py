@@ -91,7 +91,7 @@ def close_layers(model: nn.Module) -> None:
 
 def close_layer(module: nn.Module) -> None:
     """Close one layer of a model, if it is open and not on ``meta``."""
-    if not isinstance(module, _OpenLayer) or module._parameters["weight"].is_meta:
+    if not isinstance(module, OpenLayer) or module._parameters[module.packed].is_meta:
         return
     module.give_back()
 
@@ -124,9 +124,24 @@ def set_quant_state(module: nn.Module, name: str, value: torch.Tensor) -> None:
         module.read_quant_state(value)
 
 
-def _open_class(module: nn.Module) -> type[_OpenLayer] | None:
+def weight_parts(module: Any) -> list[nn.Parameter]:
+    """Return the parameters of which ``weight_from`` makes the weight of a layer, open or not."""
+    return module.parts() if isinstance(module, OpenLayer) else [module.weight]
+
+
+def weight_from(module: Any, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the weight of a layer, unpacked in fp32 if it is packed, from the ``values`` of its ``weight_parts``."""
+    return module.unpacked_from(values) if isinstance(module, OpenLayer) else values[0]
+
+
+def are_unpacked_here(model: nn.Module) -> bool:
+    """Return whether torch unpacks all open layers of ``model``: those of bitsandbytes have kernels of the library."""
+    return not any(isinstance(module, (_Open4bit, _Open8bit)) for module in model.modules())
+
+
+def _open_class(module: nn.Module) -> type[OpenLayer] | None:
     """Return the class of ``module`` once it is open; None unless it is a quantised layer that is not open."""
-    if isinstance(module, _OpenLayer):
+    if isinstance(module, OpenLayer):
         return None
     for library, name, mixin in _LAYERS:
         kind = getattr(sys.modules.get(library), name, None)
@@ -136,12 +151,12 @@ def _open_class(module: nn.Module) -> type[_OpenLayer] | None:
 
 
 @cache
-def _subclass(mixin: type, kind: type) -> type[_OpenLayer]:
+def _subclass(mixin: type, kind: type) -> type[OpenLayer]:
     """Return the class ``kind`` of the library with the methods of an open layer; each class is made once."""
     return type(kind.__name__, (mixin, kind), {})
 
 
-def _open(module: Any, opened: type[_OpenLayer], tensors: Mapping[str, torch.Tensor]) -> None:
+def _open(module: Any, opened: type[OpenLayer], tensors: Mapping[str, torch.Tensor]) -> None:
     weight = module._parameters["weight"]
     weight.__class__ = nn.Parameter
     weight.__dict__.clear()
@@ -158,12 +173,14 @@ def _open(module: Any, opened: type[_OpenLayer], tensors: Mapping[str, torch.Ten
             set_quant_state(module, name, tensor)
 
 
-class _OpenLayer:
+class OpenLayer:
     """A layer whose ``weight`` is put together from its parameters, in their memory.
 
     Setting the weight closes the layer: PEFT does that where it merges an adapter.
     """
 
+    packed = "weight"
+    """The name of the parameter that holds the packed weight."""
     _parameters: dict[str, Any]
 
     @staticmethod
@@ -206,7 +223,7 @@ class _OpenLayer:
     def weight(self) -> Any:
         """The weight as an object of the library's class."""
         weight = self.__dict__.get("_weight_in_pass")
-        return self.library_weight(self._parameters["weight"]) if weight is None else weight
+        return self.library_weight(self._parameters[self.packed]) if weight is None else weight
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -220,7 +237,7 @@ class _OpenLayer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            here = self._parameters["weight"]
+            here = self._parameters[self.packed]
             if value is not None and not here.is_meta and value.data_ptr() == here.data_ptr():
                 return  # DoRA puts the weight back that it has read
             self.close()
@@ -237,11 +254,19 @@ class _OpenLayer:
     def _save_to_state_dict(self, *args: Any) -> None:
         nn.Module._save_to_state_dict(self, *args)  # type: ignore[arg-type]
 
+    def parts(self) -> list[nn.Parameter]:
+        """Return the parameters that ``unpacked_from`` needs, of a layer that torch unpacks."""
+        raise NotImplementedError
+
+    def unpacked_from(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weight, [outputs, inputs] in fp32, from the ``values`` of ``parts``."""
+        raise NotImplementedError
+
     def _part(self, name: str) -> torch.Tensor:
         return self._parameters[name].data
 
 
-class _Open4bit(_OpenLayer):
+class _Open4bit(OpenLayer):
     """A layer of 4-bit values in blocks, each block with a scale. The scales may be quantised as well."""
 
     _quant_state: dict[str, Any]
@@ -337,7 +362,7 @@ class _Open4bit(_OpenLayer):
         )
 
 
-class _Open8bit(_OpenLayer):
+class _Open8bit(OpenLayer):
     """A layer of 8-bit values, each row with a scale."""
 
     @staticmethod
@@ -382,7 +407,7 @@ class _Open8bit(_OpenLayer):
             del self.__dict__["_state_in_pass"]
 
 
-class _OpenFp8(_OpenLayer):
+class _OpenFp8(OpenLayer):
     """A layer of fp8 values with a scale for each tile of the weight, or one scale for all of it."""
 
     @staticmethod
@@ -426,11 +451,18 @@ class _OpenFp8(_OpenLayer):
 
     def library_weight(self, weight: Any) -> torch.Tensor:
         """Return the unpacked weight in fp32, for PEFT, which creates adapters of its dtype."""
-        return unpacked(weight.data, self._part(SCALES), self.block_size, torch.float32)  # type: ignore[attr-defined]
+        return self.unpacked_from([weight.data, self._part(SCALES)])
+
+    def parts(self) -> list[nn.Parameter]:
+        return [self._parameters["weight"], self._parameters[SCALES]]
+
+    def unpacked_from(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        weight, scales = values
+        return unpacked(weight, scales, self.block_size, torch.float32)  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parameters = self._parameters
-        return _UnpackedLinear.apply(
+        return UnpackedLinear.apply(
             x,
             parameters["weight"],
             parameters[SCALES],
@@ -439,7 +471,7 @@ class _OpenFp8(_OpenLayer):
         )
 
 
-class _UnpackedLinear(torch.autograd.Function):
+class UnpackedLinear(torch.autograd.Function):
     """A product with an fp8 weight that is unpacked in both passes. What it keeps between them is packed."""
 
     @staticmethod
@@ -489,7 +521,7 @@ def unpacked(
     return made
 
 
-_LAYERS: tuple[tuple[str, str, type[_OpenLayer]], ...] = (
+_LAYERS: tuple[tuple[str, str, type[OpenLayer]], ...] = (
     (LIBRARY, "Linear4bit", _Open4bit),
     (LIBRARY, "Linear8bitLt", _Open8bit),
     (FP8_LIBRARY, "FP8Linear", _OpenFp8),

@@ -12,7 +12,6 @@ import pytest
 from checkpoint.loops import make
 from combined import one_in
 from crash.test_survive_images import ROOT, STEPS, check, small, states  # noqa: F401
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from support.simdisk import SimDisk
@@ -21,12 +20,6 @@ from survive_run import FEATURE, OPTIMIZER
 
 LONG = 60
 FAILPOINTS = [*failpoints.NAMES[:-1], "after_unit_staged"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from checkpoint.loops import make
 from combined import some_of
 from crash.test_survive_images import ROOT, STEPS, check, states_of
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpoint.snapshot import run_drives, snapshot_chunks
 from holdfast.checkpointer import Checkpointer
@@ -86,12 +85,6 @@ def test_without_any_one_sync_some_image_breaks_the_promise(small, tmp_path, mon
         except (HoldfastError, AssertionError, FileNotFoundError):
             return
     pytest.fail(f"no image shows that the sync {why!r} is needed")
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

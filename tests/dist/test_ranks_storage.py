@@ -29,16 +29,14 @@ def files(root):
 
 @contextmanager
 def watched(root, seconds=0.004):
-    """What the run took of the disk, at every moment at which two looks, ``seconds`` apart, saw the same."""
+    """What the run took of the disk, by looks ``seconds`` apart, each of them twice, when both saw the same."""
     seen, end = array("q"), threading.Event()
 
     def look():
-        before = None
         while not end.wait(seconds):
             now = files(root)
-            if now is not None and now == before:
+            if now is not None and now == files(root):
                 seen.append(sum(now.values()))
-            before = now
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
+.PHONY: install train test test-all test-slow test-rest test-wheel lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
 # constraints.txt has what Holdfast needs; the other file what is tested beside it.
-PIP_INSTALL := install --quiet --disable-pip-version-check -c constraints.txt
+# What is imported is compiled then; compiling all of it takes longer than installing it.
+PIP_INSTALL := install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 PINNED := -c constraints-dev.txt
 
 # What running needs, and no more. torch goes first and by its pin, so that nothing pulls in another build of it.
@@ -44,7 +45,13 @@ DISTRIBUTION := --dist worksteal
 test: install lint types
 	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not slow and not crash and not peers and not matrix" --ignore=tests/dist
 
-# Everything else that CI runs.
+# All tests that CI runs but those beside other libraries, from one pool: they are collected once, and no core waits for the
+# last test of a kind. Neighbouring tests go to one worker here too.
+test-all: install lint types test-wheel
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) -m "not peers"
+	$(BIN)/pytest -n 2 $(DISTRIBUTION) -m "not gpu" tests/played tests/gpu
+
+# Everything that `make test` leaves, tier by tier.
 test-slow: test-rest test-dist test-crash test-matrix test-peers
 
 test-rest: install test-wheel
@@ -61,7 +68,7 @@ test-wheel: install
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install
-	$(BIN)/pytest -n 3 $(DISTRIBUTION) --timeout=300 tests/dist
+	$(BIN)/pytest -n 3 $(DISTRIBUTION) tests/dist
 
 # They wait for the disk as much as they compute. The quick ones among them are part of `make test` and `test-rest`.
 test-crash: install

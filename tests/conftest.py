@@ -63,12 +63,20 @@ def bucket(s3, monkeypatch):
     return emptied(s3, monkeypatch)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave unread a file without a slow test where only those are asked for: importing takes as long as many tests."""
+    of_slow = config.option.markexpr.startswith("slow") and collection_path.name.startswith("test_")
+    return True if of_slow and "mark.slow" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave to ``make campaign`` what is marked so.
+    """Begin with the tests that have a time of their own, which are the longest, and leave others to ``make campaign``.
 
     Of a test marked ``campaign(keep=n)`` all but ``n`` cases are left; of one marked ``campaign(cover=True)`` as many
     stay as have each value of each parameter once.
     """
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if CAMPAIGN:
         return
     left, cases = set(), {}

@@ -1,10 +1,8 @@
-"""Processes that train and are killed, at 30 ms each: forked from a server that has torch loaded.
+"""Processes that train and are killed, at 30 ms each: forked from the server of ``support.warm_python``.
 
-    with ForkServer() as server:
-        outcome = server.run(root="run", text="text.txt", steps=8, kill_after=0.2)
+    outcome = ForkServer().run(root="run", text="text.txt", steps=8, kill_after=0.2)
 
-The server has one thread and has run nothing, so a fork of it is as good as a fresh process. A child says
-over a pipe what ``durable_step`` it saw, whatever happens to it afterwards. One that says nothing for
+A child says over a pipe what ``durable_step`` it saw, whatever happens to it afterwards. One that says nothing for
 ``PATIENCE_SECONDS`` ends itself and leaves the stacks of all its threads, so that a deadlock is told from a
 slow machine.
 """
@@ -12,24 +10,20 @@ slow machine.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
-TESTS = Path(__file__).parent
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+from support.warm_python import call, environment_of
+
 PATIENCE_SECONDS = 60.0
 """Between two words of a child, which are some 50 ms apart on an idle machine. Less than a test may take."""
 
@@ -70,25 +64,17 @@ class Outcome:
         return self.code == -signal.SIGKILL
 
 
+RUNS = ("crash_run", "survive_run", "loader_run", "replica_run", "convert_run")
+"""The scripts of children."""
+
+
 class ForkServer:
     """The test's end. Runs one child at a time."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-        )
 
     def run(self, **order: Any) -> Outcome:
         """Fork a child that does ``crash_run.train``; see ``_Child``. Returns when it is gone. A child that
         hangs is a failure of the test, with its stacks."""
-        assert self._process.stdin and self._process.stdout
-        print(json.dumps(order, default=str), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline())
+        answer = call("fork_server", "supervise", *RUNS, env=environment_of(), **order)
         lines = answer.pop("lines")
         outcome = Outcome(**answer)
         for line in lines:
@@ -103,40 +89,9 @@ class ForkServer:
         )
         return outcome
 
-    def close(self) -> None:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_SECONDS)
-        self._process.stdout.close()
 
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def serve() -> None:
-    """The server's end: one line of JSON in, one child, one line of JSON out."""
-    import torch
-    import torch._dynamo  # what an optimizer imports at its first step
-
-    import convert_run  # noqa: F401
-    import crash_run  # noqa: F401
-    import loader_run  # noqa: F401
-    import replica_run  # noqa: F401
-    import survive_run  # noqa: F401
-
-    torch.set_num_threads(1)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread with it"
-    gc.freeze()  # collections, and searches for referrers, in a child need not go through what it was forked with
-    for line in sys.stdin:
-        print(json.dumps(_supervise(json.loads(line))), flush=True)
-
-
-def _supervise(order: dict[str, Any]) -> dict[str, Any]:
-    """Fork, listen, kill when it is time, wait."""
-    kill_after = order.pop("kill_after", None)
+def supervise(kill_after: float | None = None, **order: Any) -> dict[str, Any]:
+    """In a process of its own: fork, listen, kill when it is time, wait."""
     reading, writing = os.pipe()
     started = time.monotonic()
     with tempfile.TemporaryFile() as stacks:
@@ -290,7 +245,3 @@ def fill_disk(path: str) -> None:
             while os.write(fd, b"x" * size):
                 pass
     os.close(fd)
-
-
-if __name__ == "__main__":
-    serve()

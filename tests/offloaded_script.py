@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from holdfast.integrations.transformers import offloaded
 from survive_run import digest
+from trainer_run import Says
 
 VOCABULARY, SAMPLES = 50, 22
 
@@ -101,16 +101,6 @@ def everything(trainer: Any) -> dict[str, Any]:
         "flos": trainer.state.total_flos,
         "logged": logged(trainer),
     }
-
-
-class Says(TrainerCallback):
-    def __init__(self, waits_after: int | None = None) -> None:
-        self.waits_after = waits_after
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        print(json.dumps({"step": state.global_step}), flush=True)
-        if state.global_step == self.waits_after:
-            time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -28,24 +28,15 @@ from holdfast.store.log.chain import verify_records
 from holdfast.store.log.segments import read_segment, segments, stripe_paths
 from holdfast.store.pushing import Pusher
 from holdfast.store.run_store import LocalStore
+from support.drive_rates import Rates
 
 PAGE = 4096
 
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
-    """What each directory is measured to take, by its name; others take as much as the run's own. Counts how often."""
-
-    class Rates(dict):
-        asked = 0
-
     rates = Rates()
-
-    def rate_of(directory, limits):
-        rates.asked += 1
-        return rates.get(directory.name, 1e9)
-
-    monkeypatch.setattr(drive_rates, "rate_of", rate_of)
+    monkeypatch.setattr(drive_rates, "rate_of", rates.rate_of)
     monkeypatch.setattr(drive_rates, "device_of", hash)
     monkeypatch.setattr(striping, "STRIPE_BYTES", PAGE)
     monkeypatch.setattr(snapshot_chunks, "UNIT_BYTES", 4000)

@@ -13,8 +13,7 @@ from loader_run import BATCH, SAMPLES, STEPS, train
 
 @pytest.fixture(scope="module")
 def server():
-    with ForkServer() as server:
-        yield server
+    return ForkServer()
 
 
 @pytest.fixture(scope="module")

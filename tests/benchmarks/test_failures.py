@@ -63,16 +63,19 @@ def test_the_job_is_killed_and_comes_to_its_end(found):
     assert sum(about["failures"] for about in arms) > 0
 
 
+@pytest.mark.slow
 def test_only_what_is_lossy_ends_elsewhere(found):
     for about in found["minutes"]["1"]["arms"].values():
         assert about["same_end"] or about["name"] == "naive"
 
 
+@pytest.mark.slow
 def test_a_save_at_every_step_loses_at_most_one_step_at_a_kill(found):
     about = found["minutes"]["1"]["arms"]["save, every 1"]
     assert about["lost_steps"] <= about["failures"]
 
 
+@pytest.mark.slow
 def test_bases_are_as_far_apart_as_the_model_says(found):
     [about] = [about for about in found["minutes"]["1"]["arms"].values() if about["name"] == "exact"]
     measured = MeasuredCosts(**found["measured"]["exact"])
@@ -108,6 +111,7 @@ def test_kills_are_as_far_apart_as_the_mean_and_the_same_for_all():
     assert next(kills(5.0, 0)) != next(kills(5.0, 1))
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture_have_every_line(found):
     text = page(found["minutes"], found["step_seconds"], found["compression"], found["repeats"])
     assert found["commit"].rstrip("+") in text

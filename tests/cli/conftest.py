@@ -1,18 +1,14 @@
 """The command line in this process (quick) or in one of its own (signals, kills)."""
 
-import os
 import signal
-import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from holdfast.cli.main import main
-
-SOURCE = Path(__file__).parents[2] / "src"
+from support.warm_python import environment_of, start_python
 
 
 @dataclass
@@ -20,6 +16,12 @@ class Result:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    """What a run writes at its end has few tokens. (Processes: ``support.short_sample``.)"""
+    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
 
 
 @pytest.fixture
@@ -50,13 +52,7 @@ def holdfast_process():
     started = []
 
     def start(*arguments):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = start_python("-m", "holdfast", *arguments, env=environment_of())
         started.append(process)
         return process
 

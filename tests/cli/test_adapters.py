@@ -30,11 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing", "ig
 LORA = ("lora.rank=4", "lora.targets=[q_proj,v_proj,up_proj]", "lora.dropout=0.2")
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("llama"))

@@ -17,11 +17,6 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
-
-
 @pytest.fixture
 def train(tmp_path, holdfast):
     """Runs ``holdfast train`` in a directory, with other keys over the tiny ones."""

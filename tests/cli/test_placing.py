@@ -17,14 +17,21 @@ from holdfast.schedule.planner.training_setting import Method
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
 
 
+@pytest.fixture(scope="module")
+def planned():
+    return {}
+
+
 @pytest.fixture
-def plan(holdfast):
-    """The JSON document of ``plan`` with the options given."""
+def plan(holdfast, planned):
+    """The JSON document of ``plan`` with the options given, of which each is made once."""
 
     def call(*options):
-        result = holdfast("plan", *options, "--json")
-        assert (result.code, result.err) == (0, "")
-        return json.loads(result.out)
+        if options not in planned:
+            result = holdfast("plan", *options, "--json")
+            assert (result.code, result.err) == (0, "")
+            planned[options] = result.out
+        return json.loads(planned[options])
 
     return call
 

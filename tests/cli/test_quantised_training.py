@@ -35,11 +35,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.train_job.SAMPLE_TOKENS", 1)
-
-
 @pytest.fixture
 def train(holdfast, tmp_path):
     text = tmp_path / "text.txt"

@@ -9,14 +9,21 @@ SMALL = ["--model", "gpt-46m", "--machine", "cpu-2-core", "--micro-batches", "4"
 GPT = ["--model", "gpt-65b", "--machine", "a100-80g", "--micro-batches", "4"]
 
 
+@pytest.fixture(scope="module")
+def simulated():
+    return {}
+
+
 @pytest.fixture
-def simulate(holdfast):
-    """The JSON document of ``simulate`` with the options given."""
+def simulate(holdfast, simulated):
+    """The JSON document of ``simulate`` with the options given, of which each is made once."""
 
     def call(*options):
-        result = holdfast("simulate", *options, "--json")
-        assert result.code == 0, result.err
-        return json.loads(result.out)
+        if options not in simulated:
+            result = holdfast("simulate", *options, "--json")
+            assert result.code == 0, result.err
+            simulated[options] = result.out
+        return json.loads(simulated[options])
 
     return call
 

@@ -336,7 +336,7 @@ def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, h
 @pytest.mark.slow
 def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, holdfast_process):
     run = tmp_path / "run"
-    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    process = holdfast_process(*arguments(run, io__write_limit="50KB"))
     wait_for_steps(run, process, 1)
     result = holdfast(*arguments(run))
     assert result.code == 2

@@ -27,8 +27,7 @@ def queue():
 
 @pytest.fixture(scope="session")
 def server():
-    with ForkServer() as server:
-        yield server
+    return ForkServer()
 
 
 @pytest.fixture(scope="session")

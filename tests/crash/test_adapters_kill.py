@@ -16,26 +16,15 @@ SCRIPTS = {
 STEPS = [lambda last: {2, last // 3, last - 1}, lambda last: {last // 3 + 1}, lambda last: {last}]
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    """By script, each made when it is needed."""
-    made: dict[str, World] = {}
-    yield made
-    for world in made.values():
-        world.close()
-
-
 @pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script, habit", some_of(4, [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of])
 )
-def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
+def test_killed_again_and_again_they_end_the_same(tmp_path, script, habit):
     """Every third of them at other steps than tests/integrations kills, the others at one of those."""
     library, habits = SCRIPTS[script]
     pytest.importorskip(library)
-    if script not in worlds:
-        worlds[script] = World(script)
     steps = STEPS[list(habits).index(habit) % 3]
-    killed_it_ends_the_same(worlds[script], tmp_path, 2, habits[habit], steps)
+    killed_it_ends_the_same(World(script), tmp_path, 2, habits[habit], steps)

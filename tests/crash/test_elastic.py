@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from crash.test_torchrun import kill
+from support.warm_python import run_python
 
 HERE = Path(__file__).parent.parent.parent
 SCRIPT = str(HERE / "examples" / "elastic.py")
@@ -53,13 +54,8 @@ def train_until_killed(folder, ranks, until):
 
 
 def run(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments, "--folder", str(folder)],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    modules = ["holdfast.checkpointer", "holdfast.offload.api"]
+    done = run_python(SCRIPT, *arguments, "--folder", folder, env=ENV, modules=modules)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

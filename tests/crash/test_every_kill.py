@@ -12,7 +12,6 @@ import pytest
 from checkpoint.loops import make
 from combined import one_in
 from crash.test_survive_images import ROOT, STEPS, check, small, states  # noqa: F401
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from support.simdisk import SimDisk
@@ -21,12 +20,6 @@ from survive_run import FEATURE, OPTIMIZER
 
 LONG = 60
 FAILPOINTS = [*failpoints.NAMES[:-1], "after_unit_staged"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +63,7 @@ def test_every_image_of_a_run_without_records_recovers(states, queue, monkeypatc
     disk, acknowledged = SimDisk(), set()
     process(disk, 5, every)
     process(disk, STEPS, every)
-    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 3):
+    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 2):
         check(image, states, queue)
         acknowledged.add(image.acked)
     assert len(acknowledged) >= 4

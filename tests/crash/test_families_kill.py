@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from fork_server import ONE_THREAD, TESTS
+from support.warm_python import TESTS, environment_of, run_python
 from training import differing, stored
 
 pytest.importorskip("transformers")
@@ -20,13 +17,9 @@ STEPS = 4
 
 
 def process(name, run, failpoint=""):
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    return subprocess.run(
-        [sys.executable, TESTS / "families_run.py", name, run, str(STEPS)],
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": path, "HOLDFAST_FAILPOINT": failpoint},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    environment = environment_of(HOLDFAST_FAILPOINT=failpoint)
+    return run_python(
+        TESTS / "families_run.py", name, run, STEPS, env=environment, modules=["families"], timeout=100
     )
 
 

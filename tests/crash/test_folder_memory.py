@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from fork_server import ONE_THREAD, TESTS
+from support.warm_python import ONE_THREAD, TESTS
 
 transformers = pytest.importorskip("transformers")
 

@@ -108,7 +108,7 @@ def test_every_image_of_a_run_recovers(text, undisturbed, queue, kill_at):
         check(image, undisturbed, queue)
         total, with_commits = total + 1, with_commits + (image.acked is not None)
     print(f"{total} images, {with_commits} of them after the first acknowledgement")
-    assert with_commits > 1000
+    assert with_commits > 400
 
 
 @pytest.mark.campaign(keep=1)

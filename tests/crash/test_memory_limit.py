@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from fork_server import ONE_THREAD, TESTS
 from holdfast.store.run_store import LocalStore
+from support.warm_python import ONE_THREAD, TESTS
 
 MIB = 1024**2
 LIMIT = 448 * MIB

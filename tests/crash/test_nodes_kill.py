@@ -21,30 +21,25 @@ def world():
         yield world
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    return world.run(3, kind="fsdp", root=tmp_path_factory.mktemp("shared"), steps=STEPS)
-
-
 @pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("failpoint", failpoints.NODES)
-def test_a_rank_is_killed_at_a_failpoint_of_nodes_and_a_node_is_lost(world, undisturbed, tmp_path, failpoint):
+def test_a_rank_is_killed_at_a_failpoint_of_nodes_and_a_node_is_lost(world, tmp_path, failpoint):
     chance = random.Random(failpoint)
-    kill_and_lose(world, undisturbed, tmp_path, failpoint, 1 + chance.randrange(2), chance.randrange(3))
+    kill_and_lose(world, tmp_path, failpoint, 1 + chance.randrange(2), chance.randrange(3))
 
 
 @pytest.mark.campaign(keep=2)
 @pytest.mark.crash
 @pytest.mark.parametrize("failpoint", some_of(2, [name for name in EVERY if name not in failpoints.NODES]))
-def test_a_rank_is_killed_at_another_failpoint_and_a_node_is_lost(world, undisturbed, tmp_path, failpoint):
+def test_a_rank_is_killed_at_another_failpoint_and_a_node_is_lost(world, tmp_path, failpoint):
     chance = random.Random(failpoint)
     first_alone = failpoint.startswith(("after_manifest", "after_directory"))  # who publishes
     rank = 0 if first_alone else chance.randrange(3)
-    kill_and_lose(world, undisturbed, tmp_path, failpoint, rank, chance.randrange(3))
+    kill_and_lose(world, tmp_path, failpoint, rank, chance.randrange(3))
 
 
-def kill_and_lose(world, undisturbed, tmp_path, failpoint, rank, lost):
+def kill_and_lose(world, tmp_path, failpoint, rank, lost):
     """What was durable anywhere is there again, with the bits of the undisturbed run."""
     order = {"kind": "fsdp", "root": tmp_path / "run", "nodes": [0, 1, 2], "steps": STEPS}
     said = world.run(
@@ -54,7 +49,7 @@ def kill_and_lose(world, undisturbed, tmp_path, failpoint, rank, lost):
     told = max(each.get("durable", -1) for each in said)
     shutil.rmtree(tmp_path / f"run-{lost}", ignore_errors=True)
     rest = world.run(3, **order)
-    for before, after in zip(undisturbed, rest, strict=True):
+    for before, after in zip(world.run_undisturbed(3, kind="fsdp", steps=STEPS), rest, strict=True):
         assert after.get("finished"), after.get("trace") or after
         assert rest[0]["resumed"] == after["resumed"] >= told
         assert after["losses"] == before["losses"][after["resumed"] :]

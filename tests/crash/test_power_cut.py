@@ -17,9 +17,9 @@ import pytest
 
 from combined import some_of
 from crash_run import ON_SSD, STEPS
-from fork_server import ONE_THREAD
 from holdfast import failpoints
 from powercut import power_cut_disk
+from support.warm_python import ONE_THREAD
 
 pytestmark = pytest.mark.root
 

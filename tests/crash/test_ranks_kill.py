@@ -20,18 +20,10 @@ def world():
         yield world
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    return {
-        kind: world.run(2, kind=kind, root=tmp_path_factory.mktemp(kind), steps=STEPS)
-        for kind in ("ddp", "fsdp")
-    }
-
-
-def go_on_to_the_end(world, undisturbed, root, kind, said):
+def go_on_to_the_end(world, root, kind, said):
     rest = world.run(2, kind=kind, root=root, steps=STEPS)
     told = max((each.get("durable", -1) for each in said), default=-1)
-    for before, after in zip(undisturbed[kind], rest, strict=True):
+    for before, after in zip(world.run_undisturbed(2, kind=kind, steps=STEPS), rest, strict=True):
         assert after.get("finished"), after.get("trace") or after
         assert rest[0]["resumed"] == after["resumed"] >= told
         assert after["losses"] == before["losses"][after["resumed"] :]
@@ -50,7 +42,7 @@ def go_on_to_the_end(world, undisturbed, root, kind, said):
     )
     + [(rank, name) for rank in (0, 1) for name in failpoints.RANKS],
 )
-def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint, rank):
+def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, failpoint, rank):
     kind = random.Random(f"{failpoint} {rank}").choice(["ddp", "fsdp"])
     of_recording = (
         failpoint.partition(":")[0] in failpoints.RECORDING
@@ -67,15 +59,15 @@ def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint
         failpoint=[rank, failpoint],
     )
     assert said[rank]["code"] == -9
-    go_on_to_the_end(world, undisturbed, tmp_path, kind, said)
+    go_on_to_the_end(world, tmp_path, kind, said)
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(6, range(12)))
-def test_a_rank_is_killed_at_any_step(world, undisturbed, tmp_path, seed):
+def test_a_rank_is_killed_at_any_step(world, tmp_path, seed):
     chance = random.Random(seed)
     kind, said = chance.choice(["ddp", "fsdp"]), []
     for _ in range(3):
         kill = [chance.randrange(2), chance.randrange(1, STEPS)]
         said += world.run(2, kind=kind, root=tmp_path, steps=STEPS, base_every=3, pause=0.01, kill=kill)
-    go_on_to_the_end(world, undisturbed, tmp_path, kind, said)
+    go_on_to_the_end(world, tmp_path, kind, said)

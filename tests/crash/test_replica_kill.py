@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from combined import some_of
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpoint.replica import retained_state, shared_memory
 from holdfast.checkpoint.replica.channel import Channel
@@ -23,12 +22,6 @@ from survive_run import kill_in_turn
 STEPS = 40
 TRAINERS = ["after_gradient_copied", "before_step_handed", "after_step_handed", "after_state_handed"]
 REPLICAS = [name for name in failpoints.REPLICA if name not in TRAINERS]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

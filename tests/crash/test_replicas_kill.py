@@ -40,14 +40,6 @@ def world():
         yield world
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
-    return {
-        kind: world.run(2, kind=kind, root=tmp_path_factory.mktemp(kind), steps=STEPS)
-        for kind in ("ddp", "fsdp")
-    }
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory(tmp_path):
     yield
@@ -62,9 +54,9 @@ def run(world, root, kind, **order):
     )
 
 
-def go_on_to_the_end(world, undisturbed, root, kind, at_least, **order):
+def go_on_to_the_end(world, root, kind, at_least, **order):
     rest = run(world, root, kind, **order)
-    for before, after in zip(undisturbed[kind], rest, strict=True):
+    for before, after in zip(world.run_undisturbed(2, kind=kind, steps=STEPS), rest, strict=True):
         assert after.get("finished"), after.get("trace") or after
         assert rest[0]["resumed"] == after["resumed"] >= at_least
         assert after["losses"] == before["losses"][after["resumed"] :]
@@ -78,7 +70,7 @@ def told(said, what):
 @pytest.mark.campaign(keep=1)
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", some_of(4, range(10)))
-def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, seed):
+def test_trainers_are_killed_at_random_moments(world, tmp_path, seed):
     """One of them or both, five times in turn: what survives is there, from memory."""
     chance, survives, killed = random.Random(seed), -1, 0
     kind, order = chance.choice(["ddp", "fsdp"]), {"base_every": 3 + 4 * seed, "pause": 0.01}
@@ -93,13 +85,13 @@ def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, see
             shutil.rmtree(tmp_path)  # it came to its end before
             survives = -1
         killed += any(each["code"] == -9 for each in said)
-    go_on_to_the_end(world, undisturbed, tmp_path, kind, survives, **order)
+    go_on_to_the_end(world, tmp_path, kind, survives, **order)
 
 
 @pytest.mark.campaign(keep=4)
 @pytest.mark.crash
 @pytest.mark.parametrize("rank, failpoint", some_of(2, ARRIVED_AT))
-def test_whoever_arrives_at_a_failpoint_is_killed(world, undisturbed, tmp_path, failpoint, rank):
+def test_whoever_arrives_at_a_failpoint_is_killed(world, tmp_path, failpoint, rank):
     """Trainer or replica of one rank, whichever comes there first."""
     chance = random.Random(f"{failpoint} {rank}")
     kind, arrival = chance.choice(["ddp", "fsdp"]), chance.choice([1, 2, 4])
@@ -108,21 +100,19 @@ def test_whoever_arrives_at_a_failpoint_is_killed(world, undisturbed, tmp_path, 
         world, tmp_path, kind, failpoint=[rank, f"{failpoint}:{1 if failpoint in ONCE else arrival}"], **order
     )
     assert said[rank]["code"] == -9 or "ReplicaDied" in said[rank]["error"], said
-    go_on_to_the_end(world, undisturbed, tmp_path, kind, told(said, "durable"), **order)
+    go_on_to_the_end(world, tmp_path, kind, told(said, "durable"), **order)
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("failpoint, whole", [("before_replica_kept", False), ("after_replica_kept", True)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_replica_is_killed_while_it_keeps_a_dead_trainers_state(
-    world, undisturbed, tmp_path, rank, failpoint, whole
-):
+def test_a_replica_is_killed_while_it_keeps_a_dead_trainers_state(world, tmp_path, rank, failpoint, whole):
     said = run(
         world, tmp_path, "fsdp", base_every=1000, failpoint=[rank, failpoint], killed_after={"0": 25, "1": 25}
     )
     assert [each["code"] for each in said] == [-9, -9]
     time.sleep(1.0)
-    go_on_to_the_end(world, undisturbed, tmp_path, "fsdp", 24 if whole else 0, base_every=1000)
+    go_on_to_the_end(world, tmp_path, "fsdp", 24 if whole else 0, base_every=1000)
     found = [event["event"] for event in read_events(tmp_path / "events.jsonl")].count("resumed")
     assert found == whole
 
@@ -130,7 +120,7 @@ def test_a_replica_is_killed_while_it_keeps_a_dead_trainers_state(
 @pytest.mark.crash
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["damaged", "removed"])
-def test_what_one_replica_kept_is_damaged_or_gone(world, undisturbed, tmp_path, rank, what):
+def test_what_one_replica_kept_is_damaged_or_gone(world, tmp_path, rank, what):
     said = run(world, tmp_path, "ddp", base_every=10, killed_after={"0": 25, "1": 25}, pause=0.03)
     assert [each["code"] for each in said] == [-9, -9]
     while [event["event"] for event in read_events(tmp_path / "events.jsonl")].count("kept") < 2:
@@ -143,5 +133,5 @@ def test_what_one_replica_kept_is_damaged_or_gone(world, undisturbed, tmp_path, 
             data = bytearray(file.read_bytes())
             data[-100 if any(data[-100:]) else 4100] ^= 1
             file.write_bytes(data)
-    go_on_to_the_end(world, undisturbed, tmp_path, "ddp", told(said, "durable"), base_every=1000)
+    go_on_to_the_end(world, tmp_path, "ddp", told(said, "durable"), base_every=1000)
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "resumed"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.diff import diff
+from support.warm_python import run_python
 
 from .test_drill import DRILLED, ENVIRONMENT, TORCHRUN
 
@@ -20,10 +21,9 @@ STEPS = 40
 
 def train(run, *command, **environment):
     """An uninterrupted training."""
-    subprocess.run(
-        [sys.executable, *map(str, command)], env={**ENVIRONMENT, "RUN": str(run), **environment}, check=True,
-        timeout=200, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    environment = {**ENVIRONMENT, "RUN": str(run), **environment}
+    done = run_python(*command, env=environment, modules=["holdfast.checkpointer"], timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 class Standby:

@@ -39,7 +39,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
     loop = make(OPTIMIZER, FEATURE)
     seen = []
     with (
-        watched(tmp_path) as taken,
+        watched(tmp_path, 0.02) as taken,
         Checkpointer(
             tmp_path,
             model=loop.model,

@@ -8,17 +8,10 @@ import shutil
 import pytest
 
 from crash.test_disk_full import small_disk
-from fork_server import ForkServer
 
 pytestmark = [pytest.mark.root, pytest.mark.crash]
 
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=[{}, {"codec": "topk"}], ids=["exact", "topk"])

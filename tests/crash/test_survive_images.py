@@ -138,7 +138,7 @@ def test_every_image_of_a_run_has_the_best_base(states, queue):
     values, disk = {2: 5.0, 4: 3.0, 6: 4.0, 8: 1.0}, SimDisk()
     process(disk, 5, values=values)
     process(disk, STEPS, values=values)
-    for image in islice(disk.images(random.Random(0), samples=2), 0, None, 4):
+    for image in islice(disk.images(random.Random(0), samples=2), 0, None, 2):
         check(image, states, queue)
         measured = [values[step] for step in values if step <= (image.acked or 0)]
         store = LocalStore(ROOT, disk=image.disk, queue=queue)
@@ -155,7 +155,7 @@ def test_every_image_of_many_resumes_recovers(states, queue):
     for steps in range(1, STEPS + 1):
         process(disk, steps, saves=True)
     assert len(disk.listdir("timelines")) < STEPS
-    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 4):
+    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 2):
         check(image, states, queue)
 
 

@@ -10,7 +10,6 @@ import shutil
 import pytest
 
 from combined import one_in, some_of
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.store.log.chain import chain_of, read_journal, verify_records
 from holdfast.store.run_store import LocalStore
@@ -20,12 +19,6 @@ STEPS, LONG = 40, 160
 EVERY = [*failpoints.NAMES, *failpoints.RECORDING, *failpoints.JOURNAL]
 RARE = [*failpoints.NAMES, "before_segment_unlink"]
 """At these, which are of bases, a run of more steps arrives three times however slow the disk is."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from combined import some_of
 from crash.test_replica_kill import wait_for_end
 from crash.test_survive_kill import COMPACTED, PRUNED, finished, recoverable
-from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.checkpoint.replica import shared_memory
 from holdfast.store.run_store import LocalStore
@@ -22,12 +21,6 @@ pytestmark = [pytest.mark.root, pytest.mark.crash]
 
 STEPS = 40
 """Enough for a third base, with which the first one's records go."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,17 @@ import psutil
 import pytest
 
 from combined import one_in, some_of
+from dist.world import World
 from holdfast.events import read_events
 
 TESTS = Path(__file__).parent.parent
 STEPS = 25
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
 
 
 def torchrun(kind, root, out, *arguments, killed=-1, pause=0.02, memory=()):
@@ -63,8 +70,8 @@ def heard(out):
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
-def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
-    cut = killed_and_started_again(tmp_path, kind, ranks)
+def test_a_killed_rank_is_started_again_and_all_go_on(world, tmp_path, kind, ranks):
+    cut = killed_and_started_again(world, tmp_path, kind, ranks)
     resumed = {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1}
     told = max(said["durable"] for (restarts, _), said in cut.items() if restarts == 0)
     assert len(resumed) == 1 and told <= resumed.pop() <= 12
@@ -74,30 +81,27 @@ def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_killed_rank_with_a_replica_is_started_again_and_all_go_on_from_memory(tmp_path, kind):
+def test_a_killed_rank_with_a_replica_is_started_again_and_all_go_on_from_memory(world, tmp_path, kind):
     (tmp_path / "memory").mkdir()
-    cut = killed_and_started_again(tmp_path, kind, 2, memory=[str(tmp_path / "memory")])
+    cut = killed_and_started_again(world, tmp_path, kind, 2, memory=[str(tmp_path / "memory")])
     assert {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1} == {11}
-    events = [*read_events(tmp_path / "run-cut" / "events.jsonl")]
+    events = [*read_events(tmp_path / "run" / "events.jsonl")]
     assert [event["step"] for event in events if event["event"] == "resumed"] == [11]
     assert os.listdir(tmp_path / "memory") == []
 
 
-def killed_and_started_again(tmp_path, kind, ranks, memory=()):
+def killed_and_started_again(world, tmp_path, kind, ranks, memory=()):
     """What the ranks said; from where they resumed they had the bits of those of a run that was not cut."""
-    outs = {}
-    for name, killed in (("whole", -1), ("cut", ranks - 1)):
-        outs[name] = tmp_path / name
-        process = torchrun(
-            kind, tmp_path / f"run-{name}", outs[name], f"--nproc-per-node={ranks}", "--max-restarts=2",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
-            killed=killed, memory=memory,
-        )  # fmt: skip
-        assert process.wait(180) == 0, (outs[name] / "stderr").read_text()[-4000:]
-    whole, cut = heard(outs["whole"]), heard(outs["cut"])
+    process = torchrun(
+        kind, tmp_path / "run", tmp_path / "out", f"--nproc-per-node={ranks}", "--max-restarts=2",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
+        killed=ranks - 1, memory=memory,
+    )  # fmt: skip
+    assert process.wait(180) == 0, (tmp_path / "out" / "stderr").read_text()[-4000:]
+    whole, cut = world.run_undisturbed(ranks, kind=kind, steps=STEPS), heard(tmp_path / "out")
     assert max(restarts for restarts, _ in cut) == 1
     for rank in range(ranks):
-        before, after = whole[0, rank], cut[1, rank]
+        before, after = whole[rank], cut[1, rank]
         assert after["finished"] and after["durable"] == STEPS
         assert after["losses"] == before["losses"][after["resumed"] :]
         assert after["digests"].items() <= before["digests"].items()

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
-TESTS = Path(__file__).parent.parent
+from support.warm_python import TESTS, environment_of, start_python
+
+MODULES = (
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "holdfast.integrations.transformers",
+)
 
 
 def run(script, *places, kill_at=None):
     """The steps that the script said, and what it said at its end; killed as soon as it says ``kill_at``, two steps
     after which it waits for that."""
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    waits_after = [] if kill_at is None else [str(kill_at + 2)]
-    process = subprocess.Popen(
-        [sys.executable, TESTS / script, *places, *waits_after],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    waits_after = [] if kill_at is None else [kill_at + 2]
+    process = start_python(TESTS / script, *places, *waits_after, env=environment_of(), modules=MODULES)
     steps, end = [], {}
-    with process:
-        assert process.stdout
+    with process.stdout, process.stderr:
         for line in process.stdout:
             said = json.loads(line) if line.startswith('{"') else {}
             steps += [said["step"]] if "step" in said else []
             end = said if "digest" in said else end
             if kill_at is not None and kill_at in steps:
                 process.kill()
-    assert process.returncode == (0 if kill_at is None else -9)
+    assert process.wait() == (0 if kill_at is None else -9)
     return steps, end
 
 

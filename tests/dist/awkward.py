@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,7 @@ from dist.awkward_decoder import (
     loss_of,
     optimizer_of,
 )
+from dist.training import whole_tensors
 from formats.rank_writers import ACCELERATE, save_by_dcp, save_live
 from holdfast import From, offload
 from holdfast.checkpoint.replica import replica_client, replica_process
@@ -175,13 +176,9 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[int, int, Form], Training]]] = {
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """All that this rank knows of the whole state: each tensor whole, by name and slot. Called on all ranks."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
-        for slot, value in held.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name.removeprefix('module.')}/{slot}"] = whole
-    return found | {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
+    return whole_tensors(model, optimizer) | {
+        name.removeprefix("module."): buffer for name, buffer in model.named_buffers()
+    }
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -189,13 +186,18 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     return {key: digest({key: tensor}) for key, tensor in state_of(model, optimizer).items()}
 
 
-def out_of_core(say: Callable[..., None], *, steps: int, form: Form, root: str, source: str | None) -> None:
+def out_of_core(
+    say: Callable[..., None], *, steps: int, form: Form, root: str, source: str | None,
+    told: Sequence[int] | None = None,
+) -> None:  # fmt: skip
     """As ``train``, by the engine, from the state of ``source``, or of the run in ``root`` if there is one."""
     model = Awkward(form)
     optimizer = optimizer_of(model)
     losses, found = [], {}
 
     def note() -> None:
+        if told is not None and engine.steps_done not in told:
+            return
         reader = LocalStore.read(root)
         manifest = reader.at(engine.steps_done)
         tensors = {}
@@ -229,29 +231,34 @@ def train(
     source: str | None = None,
     rename: dict[str, str] | None = None,
     fails_after: int | None = None,
+    told: Sequence[int] | None = None,
     rank_files: str | None = None,
     **options: Any,
 ) -> None:
-    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
-    step ``fails_after`` the script fails. ``rename`` is for the names in ``source``.
+    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses, and digests of steps to be
+    ``told``, else of all. After the step ``fails_after`` the script fails. ``rename`` is for the names in ``source``.
     At the end each rank saves what it holds in the folder ``rank_files``."""
     if topology == "engine":
         assert root is not None
-        return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
+        return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source, told=told)
     if options.get("replica"):
         replica_process.start_process, replica_client.LINGER_SECONDS = Forked, 20.0
     training = TOPOLOGIES[topology][1](rank, world_size, Form(*form))
     model, optimizer = training.model, optimizer_of(training.model)
     losses, found = [], {}
 
+    def note(done: int) -> None:
+        if told is None or done in told:
+            found[done] = digests(model, optimizer)
+
     def go_on(done: int, last: Callable[[], None]) -> None:
-        found[done] = digests(model, optimizer)
+        note(done)
         for number in range(done, steps):
             losses.append(training.step(number))
             optimizer.step()
             optimizer.zero_grad()
             last()
-            found[number + 1] = digests(model, optimizer)
+            note(number + 1)
             if number + 1 == fails_after:
                 dist.barrier()  # all have come so far
                 raise ValueError("a mistake of the script")

@@ -89,7 +89,9 @@ def dies(rank: int, say: Callable[..., None], root: str, memory: str) -> None:
     """The replica of rank 0, between two steps."""
     model = DistributedDataParallel(Branches(), **SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    checkpointer = Checkpointer(root, model=model, optimizer=optimizer, replica=memory)
+    checkpointer = Checkpointer(
+        root, model=model, optimizer=optimizer, replica=memory, deadline_seconds=5
+    )  # which the other rank waits for this one
     checkpointer.resume()
     step_of(model, optimizer, "plain", 0, None)
     checkpointer.step()

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import TrainerCallback
 
+from dist.training import whole_state
 from holdfast.integrations.accelerate import AcceleratedCheckpointer
 from holdfast.integrations.lightning import HoldfastCallback as LightningCallback
 from holdfast.integrations.shared.changed_attributes import innermost
@@ -89,16 +90,6 @@ def sharding_on_cpus() -> None:
     AcceleratorState.__init__ = begin_sharded
 
 
-def whole(model: nn.Module, optimizer: Any) -> str:
-    """A digest of parameters and optimizer state, whole, the same under any parallelism."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        for slot, value in {"param": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name.removeprefix('module.')}/{slot}"] = value
-    return digest(dict(sorted(found.items())))
-
-
 class Diary:
     """What a rank saw and held at each step, and when it is killed."""
 
@@ -118,10 +109,10 @@ class Diary:
     def found(self, model: nn.Module, optimizer: Any) -> None:
         """Of the first step that is done here: what it begins with."""
         if not self.digests:
-            self.say(digest=whole(model, optimizer))
+            self.say(digest=whole_state(model, optimizer))
 
     def held(self, step: int, model: nn.Module, optimizer: Any) -> None:
-        self.digests[step] = whole(model, optimizer)
+        self.digests[step] = whole_state(model, optimizer)
         self.say(losses=self.losses, seen=self.seen, digests=self.digests)
         if self._kill is not None and (self._rank, step) == tuple(self._kill):
             os.kill(os.getpid(), signal.SIGKILL)

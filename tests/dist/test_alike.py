@@ -35,7 +35,17 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     """At once before a base that all wait for, and beside training."""
     mlp = {"mlp": 8} if kind == "tp" else {}
     said = ended(
-        world.run(ranks, kind=kind, root=tmp_path, steps=100, base_every=5, save_at=100, pause=0.03, **mlp)
+        world.run(
+            ranks,
+            kind=kind,
+            root=tmp_path,
+            steps=100,
+            base_every=5,
+            save_at=100,
+            pause=0.03,
+            digests_from=100,
+            **mlp,
+        )
     )
     events = compared(tmp_path)
     steps = {
@@ -71,12 +81,12 @@ def test_a_rank_that_holds_something_else_is_named_and_the_base_is_marked(world,
 def test_what_differs_is_found_beside_training_too_and_is_no_more_when_it_was_mended(world, tmp_path):
     """Of four ranks that hold two parts twice, one has something else; the ranks that resume have all the same."""
     options = {"kind": "hsdp", "root": tmp_path, "base_every": 5, "pause": 0.03, "keep_last": 99}
-    said = finished(world.run(4, steps=100, altered=[3, 4], **options))
+    said = finished(world.run(4, steps=100, altered=[3, 4], digests_from=101, **options))
     found = [event for event in compared(tmp_path) if event.get("different")]
     assert found and all("rank 3" in event["different"] for event in found)
     assert all("rank 2" not in event["different"] and "rank 0" not in event["different"] for event in found)
     for each in said:
         assert 1 <= sum("should hold the same" in text for text in each["warnings"]) <= len(found)
     assert marks(tmp_path)["different"] == found[-1]["different"]
-    ended(world.run(4, steps=102, save_at=101, **options))
+    ended(world.run(4, steps=102, save_at=101, digests_from=102, **options))
     assert compared(tmp_path)[-1]["different"] is None and marks(tmp_path) is None

@@ -24,7 +24,7 @@ def ended(ranks):
 )
 def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, kind, ranks, codec):
     """Residuals come back, those of each rank to it."""
-    whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=9, codec=codec))
+    whole = ended(world.run_undisturbed(ranks, kind=kind, steps=9, codec=codec))
     dense = ended(world.run(ranks, kind=kind, root=tmp_path / "dense", steps=9))
     assert whole[0]["losses"] != dense[0]["losses"]
     ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=5, codec=codec, base_every=3))
@@ -53,7 +53,7 @@ def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, 
 def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path, kind):
     """A base that is made beside training mostly is not: each rank copies its residuals when it can."""
     steps, common = 30, {"kind": kind, "codec": TOPK}
-    whole = ended(world.run(2, root=tmp_path / "whole", steps=steps, **common))
+    whole = ended(world.run_undisturbed(2, steps=steps, **common))
     world.run(
         2, root=tmp_path / "run", steps=steps, save_at=4, keep_last=99, base_every=3, pause=0.06,
         kill=[0, steps - 1], **common,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,9 +9,9 @@ import hook_run
 from holdfast.checkpoint.compression.codecs import ArrayReader, expand
 from holdfast.checkpoint.compression.lossy import Sparse
 from holdfast.state.plain_tensors import TO_NAME
+from support.warm_python import TESTS, environment_of, run_python
 from training import same_bits
 
-TESTS = Path(__file__).parent.parent
 BLOCK = hook_run.CODEC.block
 
 
@@ -24,11 +19,8 @@ BLOCK = hook_run.CODEC.block
 def ranks(request, tmp_path_factory):
     """By rank, what it saw in each step."""
     folder = tmp_path_factory.mktemp("ranks")
-    paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "hook_run.py"), str(folder), *request.param.split()],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    words = [TESTS / "hook_run.py", folder, *request.param.split()]
+    done = run_python(*words, env=environment_of(), modules=["hook_run"], timeout=100)
     assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"{rank}.pt") for rank in range(int(request.param[0]))]
 

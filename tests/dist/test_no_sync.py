@@ -16,7 +16,7 @@ CODECS = [None, ("topk", 0.3), ("int8", 16)]
 def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_path, codec):
     """A step is what ends with an exchange, and mid-accumulation is none."""
     common = {**COMMON, "codec": codec}
-    whole = ended(world.run(2, root=tmp_path / "whole", steps=9, **common))
+    whole = ended(world.run_undisturbed(2, steps=9, **common))
     at_once = ended(world.run(2, root=tmp_path / "once", steps=9, **common | {"accumulate": 1}))
     assert len(whole[0]["losses"]) == 9 and whole[0]["losses"] != at_once[0]["losses"]
     assert whole[0]["digests"] == whole[1]["digests"] and len(whole[0]["digests"]) == 10

@@ -16,11 +16,10 @@ FOUR = [0, 1, 2, 3]
 PAIRS = [0, 0, 1, 1]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(world, tmp_path_factory):
+@pytest.fixture
+def undisturbed(world):
     """A run of four ranks in one directory that all share."""
-    root = tmp_path_factory.mktemp("shared")
-    return ended(world.run(4, kind="fsdp", root=root / "run", steps=12))
+    return ended(world.run_undisturbed(4, kind="fsdp", steps=12))
 
 
 def cut(world, tmp_path, at=9, nodes=FOUR, **order):

@@ -18,7 +18,7 @@ NODES = [0, 1]
 @pytest.mark.parametrize("lost", NODES)
 def test_ranks_choose_together_after_a_node_was_lost(world, tmp_path, lost):
     """The new node has no base of its own, and the others know what an earlier process has measured."""
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=50))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=50))
     options = {"kind": "ddp", "root": tmp_path / "run", "nodes": NODES, "every": "auto", "switching": True}
     cut = world.run(2, kill=["all", 37], steps=50, **options)
     assert [each["code"] for each in cut] == [-9, -9]

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from dist.world import ONE_THREAD, TESTS
 from holdfast.store.run_store import LocalStore
+from support.warm_python import environment_of, start_python
 
 
 def left(tmp_path, way):
     """What two ranks returned and said."""
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    env = {**os.environ, **ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    places = tmp_path / "rendezvous", tmp_path / "run"
+    env = environment_of(GLOO_SOCKET_IFNAME="lo")
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dist.unclosed", str(rank), tmp_path / "rendezvous", tmp_path / "run", way],
-            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
+        start_python("-m", "dist.unclosed", rank, *places, way, env=env, modules=["holdfast.offload.api"])
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = [rank.communicate(timeout=90)[1] for rank in ranks]
     return [rank.returncode for rank in ranks], said
 

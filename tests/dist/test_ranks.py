@@ -21,7 +21,7 @@ from holdfast.store.run_store import LocalStore
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind):
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=9))
     ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=5, base_every=3))
     rest = ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=9, base_every=3))
     for one, other in zip(whole, rest, strict=True):
@@ -89,7 +89,7 @@ def test_every_step_can_be_resumed(world, tmp_path, kind):
 @pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("kind, killed", list(product(["ddp", "fsdp"], [0, 1])))
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=12))
     cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=12, base_every=3, kill=[killed, 8])
     assert cut[killed]["code"] == -9
     assert not cut[1 - killed].get("finished")
@@ -139,7 +139,7 @@ def test_save_makes_a_base_of_one_step_on_all_ranks(world, tmp_path):
 
 
 def test_bases_are_made_beside_training_by_all_ranks_each_at_its_pace(world, tmp_path):
-    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=40))
+    whole = ended(world.run_undisturbed(2, kind="fsdp", steps=40))
     ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=36, base_every=3, pause=0.05))
     with RunReader(tmp_path / "run") as reader:
         manifest = reader.head()
@@ -218,7 +218,7 @@ def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ran
 
 def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(world, tmp_path):
     """What is done after every update needs all parameters of one step, on all ranks."""
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=12, average=True))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=12, average=True))
     ended(
         world.run(
             2, kind="ddp", root=tmp_path / "run", steps=9, average=True, base_every=3, keep_last=1, pause=0.1
@@ -235,7 +235,7 @@ def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(wor
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
 def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, kind, ranks):
     """A model with fewer parameters than there are ranks, and no buffers."""
-    whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=14, tiny=True))
+    whole = ended(world.run_undisturbed(ranks, kind=kind, steps=14, tiny=True))
     ended(world.run(ranks, kind=kind, root=tmp_path / "run", steps=12, tiny=True, base_every=3, pause=0.1))
     with RunReader(tmp_path / "run") as reader:
         assert reader.head().step > 3

@@ -12,7 +12,7 @@ from support.switching import EVERY
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_bases_alone_are_of_the_same_step_on_all_ranks_and_come_back_after_a_kill(world, tmp_path, kind):
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=13))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=13))
     options = {"kind": kind, "root": tmp_path / "run", "every": 4, "steps": 13, "pause": 0.1}
     cut = world.run(2, kill=["all", 11], **options)
     assert [each["code"] for each in cut] == [-9, -9]
@@ -28,7 +28,7 @@ def test_bases_alone_are_of_the_same_step_on_all_ranks_and_come_back_after_a_kil
 
 @pytest.mark.parametrize("kill", [30, 37])
 def test_ranks_change_between_records_and_bases_alone_together(world, tmp_path, kill):
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=50))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=50))
     options = {"kind": "ddp", "root": tmp_path / "run", "every": "auto", "switching": True, "steps": 50}
     cut = world.run(2, kill=["all", kill], **options)
     assert [each["code"] for each in cut] == [-9, -9]

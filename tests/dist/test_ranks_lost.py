@@ -54,7 +54,7 @@ def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, wr
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_a_rank_that_cannot_write_any_more_is_told_to_the_others_with_the_reason(world, tmp_path, kind, who):
     """Its file system has become read-only. Nothing that was durable is lost."""
-    whole = world.run(2, kind=kind, root=tmp_path / "whole", steps=12)
+    whole = world.run_undisturbed(2, kind=kind, steps=12)
     cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=5000, read_only=[who, 9], deadline_seconds=40)
     assert "DiskFailed" in cut[who]["error"] and "Read-only file system" in cut[who]["error"]
     if kind == "plain":  # else the collective of the training has ended it

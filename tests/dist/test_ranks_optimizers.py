@@ -18,7 +18,7 @@ CASES = [("adafactor", "ddp", 2), ("factored", "ddp", 2), *(("muon", *kind) for 
 @pytest.mark.parametrize("optimizer, kind, ranks", CASES)
 def test_a_run_goes_on_as_if_it_had_not_been_closed_or_killed(world, tmp_path, optimizer, kind, ranks):
     common = {"kind": kind, "optimizer": optimizer, "clip": False, "pause": 0.02}
-    whole = ended(world.run(ranks, root=tmp_path / "whole", steps=12, **common))
+    whole = ended(world.run_undisturbed(ranks, steps=12, **common))
     cut = {**common, "root": tmp_path / "cut", "base_every": 4}
     ended(world.run(ranks, steps=5, **cut))
     died = world.run(ranks, steps=12, kill=[ranks - 1, 9], wait_at=7, **cut)

@@ -6,32 +6,13 @@ import shutil
 
 import pytest
 
-from buckets import emptied, served
-from dist.world import World, ended
+from dist.world import ended
 from holdfast.errors import DiskFailed
 from holdfast.events import read_events
 from holdfast.store.format.manifest import CommitRef
 from holdfast.store.log.chain import verify_records
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
-
-
-@pytest.fixture(scope="module")
-def s3():
-    yield from served()
-
-
-@pytest.fixture(scope="module")
-def world(s3):
-    with pytest.MonkeyPatch.context() as environment:
-        emptied(s3, environment)
-        with World() as world:
-            yield world
-
-
-@pytest.fixture
-def bucket(s3, monkeypatch):
-    return emptied(s3, monkeypatch)
 
 
 def reached(place):

@@ -20,7 +20,7 @@ def world():
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_go_back_and_end_as_if_they_had_not(world, tmp_path, kind):
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=9))
     found = ended(world.run(2, kind=kind, root=tmp_path / "back", steps=9, back={"7": 5, "8": 2}))
     for one, other in zip(whole, found, strict=True):
         assert other["same"] and other["digests"] == one["digests"]
@@ -32,7 +32,7 @@ def test_ranks_go_back_and_end_as_if_they_had_not(world, tmp_path, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
     """After a forward pass without a backward one, whose gathered parameters must not stay."""
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=7))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=7))
     found = ended(world.run(2, kind=kind, root=tmp_path / "guarded", steps=7, bad_at=[1, 6]))
     for one, other in zip(whole, found, strict=True):
         assert other["went_to"] == 4
@@ -41,7 +41,7 @@ def test_a_bad_loss_on_one_rank_sends_all_back(world, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_without_records_go_back_to_one_base(world, tmp_path, kind):
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=9))
     found = ended(world.run(2, kind=kind, root=tmp_path / "guarded", steps=9, bad_at=[1, 9], every=3))
     assert found[0]["went_to"] == found[1]["went_to"] in (0, 3, 6)
     assert [each["digests"]["9"] for each in found] == [each["digests"]["9"] for each in whole]
@@ -49,7 +49,7 @@ def test_ranks_without_records_go_back_to_one_base(world, tmp_path, kind):
 
 def test_nodes_go_back_and_then_lose_a_disk(world, tmp_path):
     order = {"kind": "fsdp", "nodes": [0, 1]}
-    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=10))
+    whole = ended(world.run_undisturbed(2, kind="fsdp", steps=10))
     found = ended(world.run(2, root=tmp_path / "back", steps=9, back={"7": 5, "8": 2}, **order))
     for one, other in zip(whole, found, strict=True):
         assert other["same"] and other["digests"].items() <= one["digests"].items()
@@ -63,7 +63,7 @@ def test_nodes_go_back_and_then_lose_a_disk(world, tmp_path):
 @pytest.mark.parametrize("copy_every, reached", [(None, 4), (3, 3)])
 def test_a_bad_loss_on_one_node_sends_all_back(world, tmp_path, copy_every, reached):
     """Over the disks, or from the copies in memory."""
-    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=7))
+    whole = ended(world.run_undisturbed(2, kind="fsdp", steps=7))
     order = {"kind": "fsdp", "nodes": [0, 1], "bad_at": [1, 6], "copy_every": copy_every}
     found = ended(world.run(2, root=tmp_path / "guarded", steps=7, **order))
     for one, other in zip(whole, found, strict=True):

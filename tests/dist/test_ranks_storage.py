@@ -28,17 +28,15 @@ def files(root):
 
 
 @contextmanager
-def watched(root):
-    """What the run took of the disk, at every moment at which two looks saw the same."""
+def watched(root, seconds=0.004):
+    """What the run took of the disk, by looks ``seconds`` apart, each of them twice, when both saw the same."""
     seen, end = array("q"), threading.Event()
 
     def look():
-        before = None
-        while not end.wait(0.001):
+        while not end.wait(seconds):
             now = files(root)
-            if now is not None and now == before:
+            if now is not None and now == files(root):
                 seen.append(sum(now.values()))
-            before = now
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -61,14 +59,15 @@ def events(root, name):
 def test_two_ranks_never_take_more_of_the_disk_than_they_may_and_resume(world, tmp_path, kind):
     """A cap that is far too small for the cadence: ranks call each other to bases for want of room."""
     root, cap = tmp_path / "run", 3_000_000
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=310))
+    options = {**COMMON, "kind": kind, "root": root, "storage": cap, "digests_from": 300}
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=310, digests_from=300))
     with watched(root) as taken:
-        said = ended(world.run(2, kind=kind, root=root, steps=300, storage=cap, **COMMON))
+        said = ended(world.run(2, steps=300, **options))
     assert [each["durable"] for each in said] == [300, 300]
     assert cap / 2 < max(taken) <= cap and len(taken) > 100
     assert len(events(root, "base")) > 6 and not events(root, "gap")
     with watched(root) as taken:
-        rest = ended(world.run(2, kind=kind, root=root, steps=310, storage=cap, **COMMON))
+        rest = ended(world.run(2, steps=310, **options))
     assert rest[0]["resumed"] == 300 and max(taken) <= cap
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
 
@@ -78,7 +77,7 @@ def test_with_hardly_any_room_there_are_bases_instead_of_records(world, tmp_path
     """Not even the records of a few steps fit beside two bases. Where one did not make room, the next step is one."""
     root = tmp_path / "run"
     with watched(root) as taken:
-        said = ended(world.run(2, kind="ddp", root=root, steps=60, storage=cap, **COMMON))
+        said = ended(world.run(2, kind="ddp", root=root, steps=60, storage=cap, digests_from=60, **COMMON))
     assert [each["durable"] for each in said] == [60, 60]
     assert max(taken) <= cap and all(each["lost"] < 36 for each in said)
     again = ended(world.run(2, kind="ddp", root=root, steps=60))
@@ -89,7 +88,7 @@ def test_what_is_kept_for_good_gives_way_to_the_cap_of_several_ranks_oldest_firs
     root, cap = tmp_path / "run", 4_000_000
     options = {**COMMON, "kind": "fsdp", "root": root, "storage": cap, "base_every": 5, "keep_every": 5}
     with watched(root) as taken:
-        ended(world.run(2, steps=200, **options))
+        ended(world.run(2, steps=200, digests_from=200, **options))
     assert cap / 2 < max(taken) <= cap
     with RunReader(root) as reader:
         steps = [ref.step for ref in reader.line()]
@@ -102,9 +101,10 @@ def test_another_number_of_ranks_keeps_the_cap_that_the_run_had(world, tmp_path,
     """What the ranks before left is counted too, and goes when nobody needs it."""
     one, other = worlds
     root, cap = tmp_path / "run", 4_500_000
+    options = {**COMMON, "kind": "fsdp", "storage": cap}
     for ranks, steps in ((one, 60), (other, 160)):
         with watched(root) as taken:
-            said = ended(world.run(ranks, kind="fsdp", root=root, steps=steps, storage=cap, **COMMON))
+            said = ended(world.run(ranks, root=root, steps=steps, digests_from=160, **options))
         assert max(taken) <= cap
     assert said[0]["durable"] == 160
 

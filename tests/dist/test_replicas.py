@@ -48,7 +48,7 @@ def wait_for(met, seconds=20):
 
 def goes_on(world, tmp_path, kind, died, steps=14, **order):
     """All ranks come to the end from one step, with the bits of a run that was never cut."""
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=steps, **order))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=steps, **order))
     rest = ended(run(world, tmp_path, kind, steps, **order))
     for one, other in zip(whole, rest, strict=True):
         assert other["resumed"] == rest[0]["resumed"]
@@ -193,7 +193,7 @@ def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, ra
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     """With and without replicas; what has been reduced is copied while backward runs, and not again."""
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "torch", steps=6))
+    whole = ended(world.run_undisturbed(2, kind=kind, steps=6))
     here = {"clip": False, "clip_norm": 0.5}
     beside = ended(run(world, tmp_path, kind, 6, **here))
     alone = ended(world.run(2, kind=kind, root=tmp_path / "alone", steps=6, **here))
@@ -284,7 +284,7 @@ def test_all_ranks_stop_at_one_step_on_a_sigterm_and_the_disk_has_it(world, tmp_
 
 def test_a_parameter_that_is_trained_later_is_handed_over_anew(world, tmp_path, memory):
     died = run(world, tmp_path, "ddp", 14, unfreeze_at=4, kill=[1, 9])
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=14, unfreeze_at=4))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=14, unfreeze_at=4))
     rest = ended(run(world, tmp_path, "ddp", 14, unfreeze_at=9))
     assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == [8]
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
@@ -338,7 +338,7 @@ def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(
 def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
     """Stages of a pipeline, experts, and what tensor parallelism cuts."""
     order = {"topology": topology, "steps": 6, "base_every": 1000}
-    whole = world.run(ranks, root=tmp_path / "whole", **order)
+    whole = world.run_undisturbed(ranks, **order)
     order |= {"root": tmp_path / "run", "replica": memory}
     died = world.run(ranks, fails_after=4, **order)
     assert [said["error"] for said in died] == ["ValueError: a mistake of the script"] * ranks
@@ -456,7 +456,7 @@ def test_a_changed_form_that_not_all_replicas_know_to_be_with_all_takes_no_step(
         **order,
     )
     assert died[1 - deaf]["code"] == -9 and died[deaf]["at"] == 4 and "error" in died[deaf]
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=8, unfreeze_at=4))
+    whole = ended(world.run_undisturbed(2, kind="ddp", steps=8, unfreeze_at=4))
     rest = ended(run(world, tmp_path, "ddp", 8, unfreeze_at=5))
     assert rest[0]["resumed"] == 4 and from_memory(tmp_path) == [4]
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()

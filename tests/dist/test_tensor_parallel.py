@@ -29,7 +29,7 @@ WIDTH = 10
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, place, more):
     kind, ranks = place
     common = {"kind": kind, "mlp": WIDTH, **more}
-    whole = ended(world.run(ranks, root=tmp_path / "whole", steps=9, **common))
+    whole = ended(world.run_undisturbed(ranks, steps=9, **common))
     ended(world.run(ranks, root=tmp_path / "cut", steps=5, base_every=3, **common))
     rest = ended(world.run(ranks, root=tmp_path / "cut", steps=9, base_every=3, **common))
     for one, other in zip(whole, rest, strict=True):
@@ -41,7 +41,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, place, mor
 @pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, ranks):
     common = {"kind": kind, "mlp": WIDTH, "steps": 12, "base_every": 3}
-    whole = ended(world.run(ranks, root=tmp_path / "whole", **common))
+    whole = ended(world.run_undisturbed(ranks, **common))
     cut = world.run(ranks, root=tmp_path / "cut", kill=[1, 9], pause=0.03, **common)
     rest = ended(world.run(ranks, root=tmp_path / "cut", **common))
     assert max(said["durable"] for said in cut) <= rest[0]["resumed"] <= 9

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from cli.test_train import TINY, events_of, wait_for_steps
-from crash.test_torchrun import kill
+from crash.test_torchrun import free_port, kill
 from holdfast.store.run_store import LocalStore
+from support.warm_python import environment_of, start_python
 
 pytestmark = pytest.mark.timeout(400)
 
-SOURCE = Path(__file__).parents[2] / "src"
 SIZES = TINY | {"train.micro_batches": 4, "train.steps": 6}
 
 
@@ -31,15 +29,21 @@ def text(tmp_path_factory):
     return path
 
 
-def start(ranks, run, text, sizes=SIZES, **sets):
-    """The command, in a process group of its own; by itself, or under torchrun."""
+def words_of(run, text, sizes=SIZES, **sets):
     keys = sizes | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
-    words = ["-m", "holdfast", "train"]
-    words += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    return [
+        "-m",
+        "holdfast",
+        "train",
+        *(word for key, value in keys.items() for word in ("--set", f"{key}={value}")),
+    ]
+
+
+def start_torchrun(ranks, run, text, **sets):
+    """The command under torchrun, in a process group of its own."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [sys.executable, *(launcher if ranks > 1 else []), *words],
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        [sys.executable, *launcher, *words_of(run, text, **sets)], env=environment_of(GLOO_SOCKET_IFNAME="lo"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -53,8 +57,33 @@ def ended(process):
     return process.returncode, out, err
 
 
-def train(*args, **sets):
-    code, out, err = ended(start(*args, **sets))
+def run_torchrun(*args, **sets):
+    return ended(start_torchrun(*args, **sets))
+
+
+def run_ranks(ranks, run, text, **sets):
+    """The command as so many processes that find in their environment what torchrun says there: the greatest exit
+    code, and all that they wrote."""
+    environment = environment_of(GLOO_SOCKET_IFNAME="lo")
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "1"}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    told = (
+        [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        if ranks > 1
+        else [{}]
+    )
+    processes = [start_python(*words_of(run, text, **sets), env=environment | each) for each in told]
+    try:
+        said = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    outs, errs = zip(*said, strict=True)
+    return max(process.returncode for process in processes), "".join(outs), "".join(errs)
+
+
+def train(*args, how=run_ranks, **sets):
+    code, out, err = how(*args, **sets)
     assert code == 0, err
     return out
 
@@ -78,7 +107,7 @@ def alone(tmp_path_factory, text):
 def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path, text, alone, ranks):
     """The same samples, the same draws of dropout; sums of gradients are formed in another order."""
     run, (whole, printed) = tmp_path / "run", alone
-    out = train(ranks, run, text)
+    out = train(ranks, run, text, how=run_torchrun if ranks == 2 else run_ranks)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5) and len(losses(run)) == 6
     assert validations(run) == pytest.approx(validations(whole), rel=1e-5)
     assert {event["tokens"] for event in events_of(run, "step")} == {4 * 2 * 16}
@@ -108,14 +137,14 @@ def test_ranks_over_drives_have_the_losses_of_ranks_without(tmp_path, text):
     train(2, other, text)
     assert (losses(run), validations(run)) == (losses(other), validations(other)) and len(losses(run)) == 6
     assert any("drive_1/rank-00001" in ref.path for ref in LocalStore.read(run).head().files.values())
-    code, _, err = ended(start(2, run, text, train__steps=8))
+    code, _, err = run_ranks(2, run, text, train__steps=8)
     assert code and f"Say --set 'offload.drives={drive}' to go on" in err
 
 
 def test_ranks_stop_together_and_go_on(tmp_path, text):
     """One of them alone is asked to."""
     run = tmp_path / "run"
-    process = start(2, run, text, train__steps=3000)
+    process = start_torchrun(2, run, text, train__steps=3000)
     try:
         wait_for_steps(run, process, 3)
         _, second = ranks_of(process)
@@ -133,13 +162,13 @@ def test_ranks_stop_together_and_go_on(tmp_path, text):
 
 
 def test_micro_batches_that_cannot_be_shared_out_are_refused(tmp_path, text):
-    code, _, err = ended(start(3, tmp_path / "run", text))
+    code, _, err = run_ranks(3, tmp_path / "run", text)
     assert code and "train.micro_batches = 4 cannot be shared out evenly among 3 ranks" in err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_budget_that_holds_nothing_is_refused(tmp_path, text):
-    code, _, err = ended(start(2, tmp_path / "run", text, offload__host_budget="1KiB"))
+    code, _, err = run_ranks(2, tmp_path / "run", text, offload__host_budget="1KiB")
     assert code and ("error: " in err or "error on rank 1: " in err) and "its budget is 1.0 KiB" in err
     assert not (tmp_path / "run" / "commits").exists()
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -209,14 +209,32 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
     return model
 
 
+def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Parameters and optimizer state by name and slot, each tensor whole. Called on all ranks.
+
+    What all ranks hold a part of is exchanged at once: ``full_tensor`` takes an exchange for each.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        for slot, value in {"param": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
+            found[f"{name.removeprefix('module.')}/{slot}"] = value
+    cut = {key: value for key, value in found.items() if isinstance(value, DTensor)}
+    rows = {key: value.to_local() for key, value in cut.items() if is_cut_in_rows(value)}
+    if rows:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, rows)
+        found |= {key: torch.cat([part[key] for part in parts]) for key in rows}
+    return found | {key: value.full_tensor() for key, value in cut.items() if key not in rows}
+
+
+def is_cut_in_rows(value: DTensor) -> bool:
+    """Whether each of all ranks has some rows, in their order."""
+    return value.placements == (Shard(0),) and value.device_mesh.size() == dist.get_world_size()
+
+
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn.Module | None = None) -> str:
     """A digest of parameters and optimizer state, whole, the same under any parallelism."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
-        for slot, value in held.items():
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name.removeprefix('module.')}/{slot}"] = value
+    found = whole_tensors(model, optimizer)
     if averages is not None:
         found |= {f"average:{name}": p.detach() for name, p in averages.named_parameters()}
     return digest(dict(sorted(found.items())))
@@ -376,11 +394,12 @@ def train(
     disks: list[int] | None = None,
     partner_offset: int = 1,
     switching: bool = False,
+    digests_from: int = 0,
     **options: Any,
 ) -> None:
     """Train to ``steps``, on a ``device`` that is played where one is asked for; ``kill`` and its like name a rank, or
     "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
-    ``replica_step`` is to become after each step."""
+    ``replica_step`` is to become after each step. ``digests_from`` is the first step whose state is told."""
     from holdfast import checkpointer as module
     from holdfast.checkpoint import bucket_copy, collective_snapshots
     from holdfast.checkpoint.snapshot import snapshot_chunks
@@ -552,7 +571,8 @@ def train(
             if slow is not None and rank == slow[0] and step in slow[1:]:
                 rate = 100_000 if step == slow[1] else None
                 checkpointer._queue._throttles[True] = Throttle(rate)
-            digests[step] = whole_state(model, chosen, averages)
+            if step >= digests_from:
+                digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             value = (values or {}).get(str(step))
             checkpointer.step(None if value is None else {"loss": value + rank * own_values})

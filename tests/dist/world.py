@@ -1,4 +1,4 @@
-"""Worlds: several ranks that train together, forked from a server that has torch loaded, over gloo on loopback.
+"""Worlds: several ranks that train together, forked from the server of ``support.warm_python``, over gloo on loopback.
 
 with World() as world:
     said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
@@ -6,21 +6,20 @@ with World() as world:
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+from support.warm_python import call, environment_of
+
 PATIENCE_SECONDS = 90.0
 """How long a world may take before what is left of it is killed, which is a failure of the test."""
 
@@ -28,56 +27,37 @@ PATIENCE_SECONDS = 90.0
 class World:
     """The test's end. Runs one world at a time, whose ranks do what ``main`` of ``script`` says."""
 
+    undisturbed: dict[str, list[dict[str, Any]]] = {}  # noqa: RUF012 (of this process)
+
     def __init__(self, script: str = "training") -> None:
-        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-        env = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **ONE_THREAD, **env},
-        )  # fmt: skip
+        self._script = script
 
     def run(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
         """What each rank of a world said, put together, with ``code``: 0, or minus the signal that ended it."""
-        assert self._process.stdin and self._process.stdout
-        print(
-            json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True
+        environment = environment_of(
+            GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(world_size)
         )
-        answer = json.loads(self._process.stdout.readline())
+        script = f"dist.{self._script}"
+        answer = call("dist.world", "supervise", script, env=environment, script=script, order=order)
         for rank, said in enumerate(answer["ranks"]):
             if "stacks" in said:  # it crashed or hung, and pytest shortens what an assertion prints
                 print(f"rank {rank} ended with {said['code']}:\n{said['stacks']}", file=sys.stderr)
         assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
         return answer["ranks"]
 
-    def close(self) -> None:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_SECONDS)
-        self._process.stdout.close()
+    def run_undisturbed(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
+        """What each rank of a run in a directory of its own said; made once for each order, and only to be read."""
+        key = json.dumps([self._script, world_size, order], sort_keys=True, default=str)
+        if key not in World.undisturbed:
+            with tempfile.TemporaryDirectory() as folder:
+                World.undisturbed[key] = self.run(world_size, root=f"{folder}/run", **order)
+        return World.undisturbed[key]
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def script() -> Any:
-    """The module that the ranks run."""
-    return importlib.import_module(f"dist.{sys.argv[1]}")
-
-
-def serve() -> None:
-    import torch
-    import torch._dynamo  # what an optimizer imports at its first step
-    import torch.distributed.checkpoint  # what FSDP2 imports at its first forward pass
-
-    script()
-    torch.set_num_threads(1)
-    use_one_gloo_thread()
-    gc.freeze()  # collections, and searches for referrers, in a rank need not go through what it was forked with
-    for line in sys.stdin:
-        print(json.dumps(_supervise(**json.loads(line))), flush=True)
+        """Leave the server to others."""
 
 
 def use_one_gloo_thread() -> None:
@@ -99,9 +79,12 @@ def use_one_gloo_thread() -> None:
     distributed_c10d.ProcessGroupGloo = OneWorker
 
 
-def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
+def supervise(script: str, order: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own: fork the ranks, wait for them, and put together what they say."""
+    use_one_gloo_thread()
+    main, world_size = partial(sys.modules[script].main, **order), int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_fork(rank, world_size, Path(folder), order) for rank in range(world_size)]
+        pids = [_fork(main, rank, world_size, Path(folder)) for rank in range(world_size)]
         codes, late = _wait(pids)
         ranks = []
         for rank in range(world_size):
@@ -115,7 +98,7 @@ def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
     return {"ranks": ranks, "late": late}
 
 
-def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> int:
+def _fork(main: Callable[..., None], rank: int, world_size: int, folder: Path) -> int:
     path = folder / f"said-{rank}"
     path.touch()
     pid = os.fork()
@@ -127,7 +110,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115 (open until the process ends)
     faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True, file=stacks)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ["RANK"] = str(rank)
 
     def say(**what: Any) -> None:
         with open(path, "a") as file:
@@ -140,7 +123,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     warned: list[str] = []
     warnings.showwarning = note
     try:
-        script().main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
+        main(rank, world_size, f"file://{folder}/rendezvous", say)
     except BaseException as error:
         import traceback
 
@@ -178,8 +161,3 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose training.py is not that of all tests
-    serve()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,16 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from support.warm_python import environment_of, run_python  # noqa: E402
 from tiny_folders import TEXT, write_folder  # noqa: E402
 
 HERE = Path(__file__).parents[2]
 BASE, OUT_OF_CORE = HERE / "examples" / "finetune_base.py", HERE / "examples" / "finetune.py"
+MODULES = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "holdfast.offload.api",
+)
 
 
 def code_of(path):
@@ -26,13 +29,8 @@ def code_of(path):
 
 def run(script, folder, text, out, steps):
     """The losses that it prints, by step."""
-    done = subprocess.run(
-        [sys.executable, script, folder, text, out, "--steps", str(steps), "--tokens", "16"],
-        env=os.environ | {"PYTHONPATH": str(HERE / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = [script, folder, text, out, "--steps", steps, "--tokens", "16"]
+    done = run_python(*words, env=environment_of(), modules=MODULES, timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     return {int(line[1]): float(line[3]) for line in lines}
@@ -52,10 +50,9 @@ def test_it_learns_as_the_base_script_goes_on_and_gives_the_folder_back(tmp_path
     second = run(OUT_OF_CORE, folder, text, tmp_path / "run", 6)
     assert [*first, *second] == [*base] == [1, 2, 3, 4, 5, 6]
     assert list((first | second).values()) == pytest.approx(list(base.values()), rel=2e-3)  # in bf16
-    verb = [sys.executable, "-m", "holdfast", "convert", tmp_path / "run", tmp_path / "out"]
+    verb = ["-m", "holdfast", "convert", tmp_path / "run", tmp_path / "out"]
     command = [*verb, "--to", "huggingface", "--model", folder]
-    environment = os.environ | {"PYTHONPATH": str(HERE / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = run_python(*command, env=environment_of(), timeout=100)
     assert done.returncode == 0, done.stderr
     found, expected = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file  # noqa: E402
@@ -25,6 +24,7 @@ from tiny_folders import TEXT, write_folder  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="needs trl"),  # which takes seconds to import
     pytest.mark.filterwarnings("default"),  # of TRL, PEFT and datasets
 ]
 WORDS = TEXT.split()
@@ -59,6 +59,9 @@ def folder(tmp_path_factory):
 
 
 def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
+    import datasets
+    import trl
+
     texts = datasets.Dataset.from_dict({"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"]})
     return kind(trl.SFTTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder),
@@ -72,6 +75,9 @@ def sft(kind, folder, output, *, adapters=False, callbacks=(), **options):
 
 
 def dpo(kind, folder, output, *, adapters=False, callbacks=(), **options):
+    import datasets
+    import trl
+
     pairs = datasets.Dataset.from_dict(PAIRS)
     return kind(trl.DPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder),
@@ -85,6 +91,9 @@ def dpo(kind, folder, output, *, adapters=False, callbacks=(), **options):
 
 
 def reward(kind, folder, output, *, callbacks=(), **options):
+    import datasets
+    import trl
+
     pairs = datasets.Dataset.from_dict(PAIRS)
     torch.manual_seed(0)  # of the head
     return kind(trl.RewardTrainer)(
@@ -157,6 +166,8 @@ def test_adapters_are_saved_alone(tmp_path, folder):
 
 
 def test_generation_between_steps_is_refused():
+    import trl
+
     with pytest.raises(BadInput, match="generates texts between steps"):
         offloaded(trl.GRPOTrainer)
 

@@ -31,7 +31,8 @@ def written(world, tmp_path_factory):
     def of(topology, form):
         if (topology, form) not in made:
             root = tmp_path_factory.mktemp(topology)
-            said = world.run(SIZES[topology], topology=topology, root=root, steps=WRITTEN, form=form)
+            order = {"topology": topology, "root": root, "steps": WRITTEN, "form": form, "told": [WRITTEN]}
+            said = world.run(SIZES[topology], **order)
             made[topology, form] = root, merged(said, WRITTEN)
         return made[topology, form]
 
@@ -46,7 +47,8 @@ def losses(world, tmp_path_factory):
     def of(topology, form):
         if (topology, form) not in made:
             root = tmp_path_factory.mktemp(topology) if topology == "engine" else None
-            said = world.run(SIZES[topology], topology=topology, root=root, steps=STEPS, form=form)
+            order = {"topology": topology, "root": root, "steps": STEPS, "form": form, "told": []}
+            said = world.run(SIZES[topology], **order)
             made[topology, form] = [rank["losses"][WRITTEN:] for rank in said]
         return made[topology, form]
 
@@ -57,7 +59,7 @@ def losses(world, tmp_path_factory):
 def test_what_one_parallelism_wrote_any_other_resumes(world, written, losses, tmp_path, source, target):
     form = form_of(source, target)
     root, expected = written(source, form)
-    order = {"topology": target, "root": tmp_path / "run", "steps": STEPS, "form": form}
+    order = {"topology": target, "root": tmp_path / "run", "steps": STEPS, "form": form, "told": [WRITTEN]}
     if (source == "engine") == (target == "engine"):
         shutil.copytree(root, tmp_path / "run")
     else:  # a run in memory and one out of core are two directories

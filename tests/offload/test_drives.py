@@ -23,6 +23,7 @@ from holdfast.store.commit.retention import Keep
 from holdfast.store.disk import Disk
 from holdfast.store.run_store import LocalStore
 from plain_loops import PLACEMENTS, check
+from support.drive_rates import Rates
 from support.grouped import grouped
 from training import adamw, batches, decoder, differing, stored, warm_up
 
@@ -31,18 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drives .* are on one file sy
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
-    """What each directory is measured to take, by its name; others take as much as the run's own. Counts how often."""
-
-    class Rates(dict):
-        asked = 0
-
     rates = Rates()
-
-    def rate_of(directory, limits):
-        rates.asked += 1
-        return rates.get(directory.name, 1e9)
-
-    monkeypatch.setattr(drive_rates, "rate_of", rate_of)
+    monkeypatch.setattr(drive_rates, "rate_of", rates.rate_of)
     return rates
 
 

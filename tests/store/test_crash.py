@@ -6,29 +6,24 @@ Recovery must find the newest acknowledged step or a newer one, every listed com
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from holdfast import failpoints
 from holdfast.store.run_store import LocalStore
 from powercut import power_cut_disk
+from support.warm_python import TESTS, environment_of, run_python
 from tiny_run import TinyRun, check_content
 
-TESTS = Path(__file__).parents[1]
 ONCE = "after_timeline_opened"  # a process opens one timeline
 ARRIVALS = [name if name == ONCE else f"{name}:2" for name in failpoints.NAMES]
 
 
 def run_child(root, steps, failpoint="", mount=""):
     """Run ``tiny_child`` and return (return code, resumed step, newest acknowledged step)."""
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    env = {**os.environ, "PYTHONPATH": path, "HOLDFAST_FAILPOINT": failpoint}
-    command = [sys.executable, str(TESTS / "tiny_child.py"), str(root), str(steps)]
-    command += ["--cut", str(mount)] if mount else []
-    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    words = [TESTS / "tiny_child.py", root, steps, *(["--cut", mount] if mount else [])]
+    environment = environment_of(HOLDFAST_FAILPOINT=failpoint)
+    child = run_python(*words, env=environment, modules=["tiny_run", "powercut"], timeout=60)
     lines = [line.split() for line in child.stdout.splitlines()]
     assert child.returncode in (0, -9), child.stderr
     resumed = max([int(step) for word, step in lines if word == "resumed"], default=0)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 SECTOR = 512
 ABOVE = ".."
 """The directory that holds the root."""
@@ -69,6 +71,17 @@ class State:
             names[operation.new_name or operation.name] = operation.inode
         if operation.verb == "mkdir":
             names[operation.name] = -1
+
+    def digest(self) -> bytes:
+        """Of all that can be read: names, and the bytes behind them."""
+        found = xxhash.xxh3_128()
+        for path, names in sorted(self.directories.items()):
+            found.update(f"\n{path}\n".encode())
+            for name, inode in sorted(names.items()):
+                data = b"" if inode == -1 else self.files[inode]
+                found.update(f"{name}/{inode == -1} {len(data)}:".encode())
+                found.update(data)
+        return found.digest()
 
 
 class Account:

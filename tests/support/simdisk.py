@@ -191,8 +191,8 @@ class SimDisk:
         """What a power cut could leave after each prefix of the log, from the operation ``start`` on.
 
         After each: nothing un-synced kept, all of it, each operation alone kept, each alone lost, each
-        write torn, and ``samples`` random subsets with torn writes. Syncs with the reason ``without``
-        are taken as if they had not been made.
+        write torn, and ``samples`` random subsets with torn writes. Of those in which the same can be read, the first.
+        Syncs with the reason ``without`` are taken as if they had not been made.
         """
         account = Account(without)
         seen: set[Any] = set()
@@ -203,10 +203,14 @@ class SimDisk:
                 continue
             for kept in account.choices(rng, samples):
                 key = (account.epoch, account.acked, tuple(sorted(kept.items(), key=lambda item: item[0])))
-                if key not in seen:
-                    seen.add(key)
+                if key in seen:
+                    continue
+                state = account.state(kept)
+                content = account.acked, state.digest()
+                if content not in seen:
                     lost = tuple(op for index, op in enumerate(account.pending) if index not in kept)
-                    yield Image(self._of(account.state(kept)), position, account.acked, lost)
+                    yield Image(self._of(state), position, account.acked, lost)
+                seen |= {key, content}
 
     # inside
 

@@ -1,0 +1,230 @@
+"""Processes that begin with torch loaded: forked from one server, which the first of them starts, and as good as fresh.
+
+    process = start_python("-m", "holdfast", "train", env=environment)       # what ``python -m holdfast train`` does
+    answer = call("dist.world", "supervise", env=environment, ...)           # what a function returns
+
+The server has run nothing but imports, in one thread. A process that a test begins costs a hundredth of a second
+there, where an interpreter of its own takes seconds to load the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+LIMIT = 1 << 17
+"""Bytes of an order, with the environment that goes with it."""
+COMMANDS = ("holdfast.cli.main", "holdfast.cli.train.train_job", "support.short_sample")
+"""What the verbs of ``holdfast`` that train import when they run."""
+
+
+def environment_of(**more: str) -> dict[str, str]:
+    """This process's environment, for one that computes on one thread and imports what tests do."""
+    paths = [str(TESTS.parent / "src"), str(TESTS)]
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+class WarmProcess:
+    """What a test has of a process, as it has it of ``subprocess.Popen``. Its streams are pipes."""
+
+    _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def __init__(self, order: dict[str, Any], stderr: int | None = None) -> None:
+        """With a descriptor as ``stderr`` that has what is written there, and nothing is there to be read."""
+        line = json.dumps(order, default=str).encode()
+        assert len(line) < LIMIT, len(line)
+        ours, theirs = zip(*(os.pipe() for _ in range(3)), strict=True)
+        _, connection = self._started()
+        fds = [0, theirs[0], theirs[1] if stderr is None else stderr, theirs[2]]
+        socket.send_fds(connection, [line], fds)
+        for fd in theirs:
+            os.close(fd)
+        self._status = open(ours[2], "rb", buffering=0)  # noqa: SIM115 (until the process ends)
+        self.stdout, self.stderr = open(ours[0]), open(ours[1])  # noqa: SIM115 (as long as this)
+        self.pid, self.returncode = self._told(), None
+        self.args = order
+
+    @classmethod
+    def _started(cls) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        if cls._server is None or cls._server[0].poll() is not None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, __file__, str(theirs.fileno())]
+                server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment_of())
+            cls._server = server, ours
+            atexit.register(lambda: (ours.close(), server.wait()))
+        return cls._server
+
+    def _told(self) -> int:
+        word = self._status.read(8)
+        assert word, "the server of warm processes has ended; see its errors"
+        return int.from_bytes(word, "little", signed=True)
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.args), timeout or 0)
+            self.returncode = self._told()
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it writes on standard output and on standard error, up to its end."""
+        said = ["", ""]
+
+        def read(number: int, stream: Any) -> None:
+            with stream:
+                said[number] = stream.read()
+
+        streams = [(n, each) for n, each in enumerate((self.stdout, self.stderr)) if not each.closed]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said[0], said[1]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_python(
+    *words: Any, env: dict[str, str], cwd: str | Path | None = None, modules: Sequence[str] = COMMANDS
+) -> WarmProcess:
+    """``python -m MODULE ...`` or ``python FILE ...``, where the server has imported ``modules`` before."""
+    order = {"words": [str(word) for word in words], "environment": env, "modules": [*modules]}
+    return WarmProcess({**order, "folder": os.fspath(cwd or os.getcwd())})
+
+
+def run_python(*words: Any, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[str]:
+    """``start_python``, and what became of it."""
+    process = start_python(*words, **how)
+    try:
+        out, err = process.communicate(timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(words, process.wait(), out, err)
+
+
+def call(module: str, function: str, *modules: str, env: dict[str, str], **arguments: Any) -> Any:
+    """What a function returned, as JSON has it, in a process that has ``modules``. Standard error is the test's."""
+    order = {"module": module, "function": function, "arguments": arguments, "environment": env}
+    process = WarmProcess({**order, "modules": [module, *modules], "folder": os.getcwd()}, stderr=2)
+    with process.stdout, process.stderr:
+        answer = process.stdout.readline()  # not up to the end: what it leaves behind may hold the pipe
+        assert process.wait() == 0, f"{module}.{function} ended with {process.returncode}"
+    return json.loads(answer)
+
+
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """The server's end. Returns in each process that it forks, with its order; ends when the test's end is closed."""
+    import torch
+    import torch._dynamo  # what an optimizer imports at its first step
+    import torch.distributed.checkpoint
+
+    torch.set_num_threads(1)
+    running: dict[int, tuple[int, int]] = {}
+    while True:
+        for ready in select.select([connection, *running], [], [])[0]:
+            if ready is not connection:
+                pid, status = running.pop(ready)
+                os.close(ready)
+                _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(status)
+                continue
+            line, fds, _, _ = socket.recv_fds(connection, LIMIT, 4)
+            if not line:
+                sys.exit()
+            order = json.loads(line)
+            _import(order["modules"])
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                for fd in (*running, *(status for _, status in running.values()), fds[3]):
+                    os.close(fd)
+                _enter(order, fds[:3])
+                return order
+            _tell(fds[3], pid)
+            running[os.pidfd_open(pid)] = pid, fds[3]
+            for fd in fds[:3]:
+                os.close(fd)
+
+
+def _tell(fd: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # nobody waits for it
+        os.write(fd, number.to_bytes(8, "little", signed=True))
+
+
+def _import(modules: Sequence[str]) -> None:
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        importlib.import_module(name)
+    if missing:
+        # of threads, one goes with a fork; the allocator of pyarrow has one too, and begins it anew
+        assert threading.active_count() == 1, threading.enumerate()
+        gc.freeze()  # collections, and searches for referrers, in a process need not go through what is here
+
+
+def _enter(order: dict[str, Any], fds: Sequence[int]) -> None:
+    """Take the streams, the environment and the folder of the test."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ |= order["environment"]
+    os.chdir(order["folder"])
+    paths = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    if failpoints := sys.modules.get("holdfast.failpoints"):  # which asks when it is imported
+        failpoints.armed = os.environ.get("HOLDFAST_FAILPOINT", "")
+
+
+def _go(order: dict[str, Any]) -> None:
+    if "function" in order:
+        answer = getattr(sys.modules[order["module"]], order["function"])(**order["arguments"])
+        os.write(1, json.dumps(answer).encode() + b"\n")
+        os._exit(0)
+    first, *rest = order["words"]
+    if first == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(TESTS)  # and not this folder
+    _go(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -393,6 +393,13 @@ def micro_batches(name: str, step: int) -> list[Batch]:
     ]
 
 
+ONE_BY_ONE = (
+    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM",
+    "PhimoeForCausalLM", "GraniteMoeForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)  # fmt: skip
+"""Mixtures whose experts, frozen, are read one by one."""
+
 REFUSED = {
     "`output_hidden_states`, `output_attentions` in the configuration": (
         "before anything is written: values of every block would stay on the device"
@@ -434,6 +441,12 @@ def _lines() -> Iterator[str]:
             if family.kind == kind:
                 yield f"| `{name}` | {f'`{family.named}`' if family.named else 'found'} | {family.says} |"
         yield ""
+    yield "## Experts one by one\n"
+    yield (
+        'With [`expert_slots`](fits.md#experts-one-by-one), frozen experts and `set_experts_implementation("eager")` '
+        "these have the bits of a plain loop, too:"
+    )
+    yield ", ".join(f"`{name}`" for name in ONE_BY_ONE) + ".\n"
     yield "## Refused by name\n\n| | |\n|---|---|"
     for what, why in REFUSED.items():
         yield f"| {what} | {why} |"

@@ -299,3 +299,17 @@ def test_an_adapter_of_a_tied_weight_is_not_merged(tmp_path, train, holdfast, ta
     assert result.code == 2 and f"{target} in {run}@1 is also that of" in result.err, result.err
     assert "--to peft" in result.err and not (tmp_path / "merged").exists()
     assert holdfast("convert", run, tmp_path / "adapter", "--to", "peft").code == 0
+
+
+@pytest.mark.slow
+def test_experts_of_a_mixture_are_read_where_tokens_go(tmp_path, train, holdfast):
+    """By transformers' loop over experts, which rounds otherwise than the product of all."""
+    folder, sets = write_folder(tmp_path / "folder", tiny_folders.mixtral), LORA[:1] + LORA[2:]
+    runs = {"whole": (), "routed": ("offload.expert_slots=2",)}
+    for run, more in runs.items():
+        result = train(tmp_path / run, folder, 2, *sets, "lora.targets=[q_proj,v_proj]", *more)
+        assert result.code == 0, result.err
+    found, expected = ([*losses(tmp_path / run).values()] for run in ("routed", "whole"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert any(".experts-" in path.name for path in (tmp_path / "routed/data").iterdir())
+    assert holdfast("convert", tmp_path / "routed", tmp_path / "adapter", "--to", "peft").code == 0

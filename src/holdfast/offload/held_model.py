@@ -88,7 +88,7 @@ class HeldModel:
     def release(self) -> None:
         """Put the model's own parameters and buffers back in their places."""
         for unit in self._run.units:
-            for member in unit.members:
+            for member in unit.all_members:
                 install(member.owned, member.owned.captured.parameter)
         self._run.absent.allow_own()
         self._homes.give_back_buffers()

@@ -82,7 +82,7 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
             raw = reader.read_atom(manifest, atom)
             return torch.frombuffer(raw, dtype=FROM_NAME[atom["dtype"]]).view(atom["shape"])
 
-        packed = {m.name for unit in run.units for m in unit.members if m.owned.captured.as_stored}
+        packed = {m.name for unit in run.units for m in unit.all_members if m.owned.captured.as_stored}
         read = {name: value(name, "param") for name in names}
         found = {name: each if name in packed else each.float() for name, each in read.items()}
         for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
@@ -101,7 +101,7 @@ class ExternalEdits:
         self._held: list[tuple[str, Owned, nn.Parameter]] = [
             (m.name, m.owned, leaves.get(m.name, m.owned.captured.parameter))
             for unit in run.units
-            for m in unit.members
+            for m in unit.all_members
         ]
         with AS_TENSORS():
             self._memory = [parameter.data for _, _, parameter in self._held]
@@ -172,10 +172,9 @@ def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
 
 def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     unit = run.units[block]
-    if not unit.frozen:
-        return {}
-    values = _empty(unit.frozen)
-    _copy_values(run, unit.frozen_file, values)
+    values = _empty([*unit.frozen, *unit.routed])
+    for file in unit.frozen_files:
+        _copy_values(run, file, values)
     return _gathered(run, unit, values)
 
 

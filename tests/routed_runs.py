@@ -8,7 +8,7 @@ import transformers
 import holdfast
 from training import state_of
 
-EXPERTS, BLOCKS, VOCABULARY = 16, 3, 40
+EXPERTS, BLOCKS, VOCABULARY = 16, 3, 200
 EXPERT_BYTES = 4 * (64 * 32 + 32 * 32)
 """Of one expert in fp32: three whole pages."""
 
@@ -17,9 +17,9 @@ def mixture(dtype=torch.float32, **options):
     """A Qwen 3 MoE in ``dtype`` with values of bf16, which computes its experts one after another."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=BLOCKS,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=32,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=EXPERTS, num_experts_per_tok=2,
-        max_position_embeddings=16, use_cache=False, **options,
+        max_position_embeddings=16, use_cache=False, **{"num_hidden_layers": BLOCKS, **options},
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16().to(dtype).train()
     model.set_experts_implementation("eager")
@@ -32,8 +32,8 @@ def adamw(model, **options):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
 
-def micro_batches(step, count=2):
-    tokens = torch.randint(0, VOCABULARY, (count, 1, 4), generator=torch.Generator().manual_seed(step))
+def micro_batches(step, count=2, length=4):
+    tokens = torch.randint(0, VOCABULARY, (count, 1, length), generator=torch.Generator().manual_seed(step))
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 

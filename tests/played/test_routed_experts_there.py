@@ -9,18 +9,18 @@ from training import differing, stored
 
 pytest.importorskip("transformers")
 
-from routed_runs import EXPERT_BYTES, micro_batches, train
+from routed_runs import EXPERT_BYTES, mixture, train
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("slots", [1, 4])
-def test_experts_come_to_the_device_through_few_buffers(tmp_path, slots):
-    sample = {"device": "played", "sample": micro_batches(0)[0], "micro_batches": 2}
-    whole, _ = train(tmp_path / "whole", range(3), None, **sample)
-    found, engine = train(tmp_path / "routed", range(3), slots, **sample)
+def test_experts_come_to_the_device_through_few_buffers(tmp_path):
+    slots, short = 4, {"num_hidden_layers": 2}
+    whole, _ = train(tmp_path / "whole", range(1), None, model=mixture(**short), device="played")
+    found, engine = train(tmp_path / "routed", range(1), slots, model=mixture(**short), device="played")
     assert found == whole
     assert differing(stored(tmp_path / "routed"), stored(tmp_path / "whole")) == []
-    ahead = min(slots, 3)
-    assert engine._plan.memory.at("device")["experts"] == slots * EXPERT_BYTES
-    assert engine.last["buffers"]["experts"] <= engine._plan.memory.at("host")["expert_staging"]
-    assert engine._plan.memory.at("host")["expert_staging"] == ahead * EXPERT_BYTES
+    work = engine._plan.work
+    assert work.expert_bytes == slots * EXPERT_BYTES
+    assert work.expert_staging_bytes == min(slots, 3) * EXPERT_BYTES
+    assert engine.last["buffers"]["experts"] <= work.expert_staging_bytes

@@ -236,7 +236,8 @@ class ExpertReader:
         indices = (t for t in leaves if isinstance(t, torch.Tensor) and t.dtype in (torch.int64, torch.int32))
         for tensor in indices:
             count = self._units[self._block].expert_file.num_experts
-            self._order = [expert for expert in sorted(tensor.unique().tolist()) if 0 <= expert < count]
+            used = self._device.fetch(tensor).unique().tolist()  # in ascending order
+            self._order = [expert for expert in used if 0 <= expert < count]
             return
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor | SavedRows:

@@ -201,7 +201,7 @@ class OffloadConfig:
         "auto", 'or "streamed", as blocks are; "auto" streams what would not fit'
     )
     expert_slots: int = _key(
-        0, "frozen experts in memory at once, each read where it is used; 0 is all", stated=True
+        0, "frozen experts in memory at once, each read where used; 0 is all", stated=True
     )
     host_budget: str = _key(
         "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
